@@ -1,12 +1,17 @@
 """The tables of docs/papers.md: what became of each claim of five papers, computed from the rows.
 
+    python3 experiments/papers.py             every claim with its verdict, computed now, and the rows that decide it
+    python3 experiments/papers.py --commands  each of these rows with the command that measures it again
+
 A claim has conditions: it is *reproduced* where all of them hold, *refuted* where none does, and *partly* reproduced
 otherwise. Claims without a measurement that could decide them are *not comparable* or *not run*. `TABLES` holds a
-function for each paper, as in run_tables.py.
+function for each paper, as in run_tables.py. Needs nothing but Python.
 """
 
+import argparse
 import functools
 import itertools
+import re
 import statistics
 
 from long import table as long_prompts
@@ -18,6 +23,23 @@ HEAD = ["claim", "it is reproduced if", "here", "verdict", "what differs", "rows
 ALONE = "first_dense_layers=0"
 MOMO = f"momo:{ALONE}"
 GPU = "`experiments/papers_gpu.sh`"
+# What measures the rows of a table again that was not noted by hand: those have a `command` in their line `about`.
+SMOLLM2 = "python3 tests/python/published_selectors.py --sieve SIEVE --checkpoint in/smollm2 --device cuda --only"
+MQAR_FIGURE = "python3 tests/python/mqar_figure.py --sieve SIEVE --out OUT"
+LONG = "experiments/long/score.sh SIEVE out/long text/heldout_long.jsonl OUT"
+MEASURES = {
+    "scaling": "python3 tests/python/scaling.py --sieve SIEVE --text data/scaling.jsonl --out OUT",
+    "mqar_256": MQAR_FIGURE, "mqar_worst": MQAR_FIGURE,
+    "mqar_hard": f'{MQAR_FIGURE} --hard 12000 --seeds 0 1 2 --kinds "DMA as published"',
+    "needle_depth": "python3 tests/python/learning_table.py --sieve SIEVE --text data/crates.jsonl --out OUT "
+                    "--evaluate --sets recall --recall-length 4096 --steps 2400",
+    "long_time": LONG, "long_loss": LONG, "long_density": LONG,
+    "bfla_group_ms": "sieve kernels bench --selectors --lengths 131072 --selector bfla:group=GROUP",
+    "bfla_rescue": f"{SMOLLM2} bfla", "momo_oracle": f"{SMOLLM2} oracle", "momo_settings": f"{SMOLLM2} momo_k",
+    "momo_chi": f"{SMOLLM2} momo_chi", "papers_settings": f"{SMOLLM2} where",
+    "pbs_segments": f"{SMOLLM2} pbs pbs_segment", "ba_att_sorts": f"{SMOLLM2} ba_att",
+    "ba_att_xattention": f"{SMOLLM2} time",
+}
 
 
 def judged(conditions):
@@ -115,8 +137,10 @@ def figure2():
         return not_run(claim, "`experiments/figure2.sh` draws them", condition=condition)
     answered, far = "answered, % at 512", "keys outside a window of as many, % in the layer with most"
     said = "; ".join(f"{one['task']}: {one[answered]:.0f} % answered, {one[far]:.0f} % of the keys" for one in rows)
+    learned = "" if any(one[answered] for one in rows) else "; it learned neither task"
     return [claim, condition, said, judged([one[column] >= least for one in rows for column, least in (
-        (answered, 90), (far, 10))]), "2.5M parameters, texts of 512 tokens, one seed", "`figure2`"]
+        (answered, 90), (far, 10))]),
+            "2.5M parameters, texts of 512 tokens, 4000 steps, one seed" + learned, "`figure2`"]
 
 
 def dma():
@@ -224,6 +248,8 @@ def bfla():
     settings = ["keep_mass=0.95", "stride=16", "stride=16,prob=0.1", "block=1024,stride=16,prob=0.1"]
     rows = [row("bfla", f"bfla:{one}") for one in settings]
     losses = [one["loss"] - one["dense_loss"] for one in rows]
+    bound = noted()["bfla_bound"][1][0]
+    least, most = bound["bound over error: least"], bound["most"]
     group = list(numbers("bfla_group_ms", "ms", "32", "64", "128", "256"))
     return HEAD, [
         ["Tables 1, 2: prefill 0.95 times dense at 2K, 1.07 at 8K, 1.33 at 32K, 2.27 to 2.50 at 128K",
@@ -244,6 +270,9 @@ def bfla():
         ["Eq. 22 to 27: the cost falls with the group", "it falls with each doubling from 32 to 256",
          f"{', '.join(map(str, group))} ms", judged([rising([-one for one in group])]), "131,072 tokens, an H200",
          "`bfla_group_ms`"],
+        ["Eq. 30 bounds the error of its attention", "the error is at most the bound in each head",
+         f"it is: the bound is {least:,} to {most:,} times the error",
+         judged([least >= 1]), "a dense model of 11M parameters, 2048 tokens, 32 heads, blocks of 64", "`bfla_bound`"],
         not_run("Table 3: LongBench 0.3975 for 0.4022", "Llama-3.1-8B; LongBench's files"),
         not_run("Table 4: MMLU-Pro, AIME, GPQA, LiveCodeBench unchanged", "models of 4B to 31B"),
     ]
@@ -254,10 +283,21 @@ def per_pair(permuted, plain):
     return 100 * (permuted[1] / permuted[3] / (plain[1] / plain[3]) - 1)
 
 
+def equation_9(tokens, dense=3 / 12):
+    """MOMO's share of the causal pairs by eq. 9, as a mean over queries, with its defaults: 128 blocks of 64 keys, and
+    a probe that reads every key for 16 queries. The share `dense` of the layers reads all of the pairs."""
+    kept = min(tokens, 128 * 64)
+    causal = tokens * (tokens + 1) / 2
+    read = kept * (kept + 1) / 2 + (tokens - kept) * kept + causal / 16
+    return dense + (1 - dense) * read / causal
+
+
 def momo():
     estimate = [float(one["estimate"] - one["exact lists"]) for one in noted()["momo_topk"][1]]
-    shares = [one["density"] for one in long_prompts.stored()
-              if (one["method"], one["kind"]) == ("momo", "time") and one["length"] >= 8192]
+    measured = [one for one in long_prompts.stored()
+                if (one["method"], one["kind"]) == ("momo", "time") and one["length"] >= 8192]
+    shares = [one["density"] for one in measured]
+    formula = [equation_9(one["length"]) for one in measured]
     trimmed = [float(one["trimmed to k: mass"] / one["whole union: mass"]) for one in noted()["momo_trim"][1]]
     mass = lambda label: 100 * row("oracle", label)["recall"]
     apart = [mass(f"momo:k={k},{ALONE}") - mass(f"oracle_topk:block=64,k={k}") for k in (8, 16, 32)]
@@ -311,6 +351,12 @@ def momo():
          "the share of pairs falls from each length to the next, from 8K",
          f"{', '.join(f'{one:.2f}' for one in shares)} at 8K, 32K, 64K, 128K",
          judged([rising([-one for one in shares])]), "a mean over queries; eq. 9 is of the last one", "`long_density`"],
+        ["Eq. 9: what is read follows from k, gamma and the length",
+         "its mean over queries is within 0.01 of the measured share at each length from 8K",
+         f"{', '.join(f'{one:.2f}' for one in formula)} for those of the row above; {equation_9(1048576, 0):.2f} at 1M "
+         "with no dense layer",
+         judged([abs(one - share) <= 0.01 for one, share in zip(formula, shares)]),
+         "three of twelve layers dense; no window, a sink block among the k", "`long_density`"],
     ]
 
 
@@ -327,7 +373,13 @@ def pbs():
     floors = [row("pbs_segment", "pbs:segment=128"), row("pbs", "pbs"),
               *(row("pbs_segment", f"pbs:segment={size}") for size in (512, 1024))]
     with_choice = [row("where", f"pbs:select=xattention{rest}") for rest in ("", ",permute=none")]
+    exact = {one["permuted"]: one["error of the output"] for one in noted()["pbs_exact"][1]}
     return HEAD, [
+        ["Theorem 3.3: permuted keys and queries, put back, change nothing",
+         "with every block kept the output differs by less than 1e-6 of its norm",
+         f"{exact['keys']} with permuted keys, {exact['queries']} with queries, {exact['both']} with both",
+         judged([float(one) < 1e-6 for one in exact.values()]), "two dense layers of 3.4M parameters, 1024 tokens, f32",
+         "`pbs_exact`"],
         ["Figure 3: the fastest first token at each length, 2.75 times dense at 256K",
          "from 8K on it is faster than dense, and than XAttention and FlexPrefill, at each length",
          f"{in_order(times)} times dense at 2K, 8K, 32K, 64K, 128K; the fastest of them at {sum(ahead)} of "
@@ -374,6 +426,9 @@ def ba_att():
     keys = [of[sparsity, "k"] < of[sparsity, "q"] for sparsity in (0.5, 0.7, 0.9)]
     ends, nowhere, everywhere = (over(f"ba_att:sparsity=0.9{rest}", "ba_att") for rest in (
         "", ",compensate_layers=none", ",compensate_layers=all"))
+    beside = [row("time", f"ba_att{rest}") for rest in (":sparsity=0.9", ":sparsity=0.75", "")]
+    rivals = [row("time", f"xattention{rest}") for rest in (":tau=0.7", "", "")]
+    of_both = lambda one: f"{added(one)} at {100 * one['density']:.0f} %"
     said = lambda *sorts: "; ".join(f"{sparsity}: " + ", ".join(f"{of[sparsity, sort]:+.3f}" for sort in sorts)
                                     for sparsity in (0.5, 0.7, 0.9))
     return HEAD, [
@@ -390,6 +445,11 @@ def ba_att():
         ["Half of the pairs dropped: nearly as good as dense", "it adds at most 0.02 nats",
          f"{of[0.5, 'qk']:+.3f} nats",
          judged([of[0.5, "qk"] <= 0.02]), "the same; blocks of 128 of 8192 tokens", "`ba_att_sorts`"],
+        ["Above XAttention: LongBench 31.3 for 28.8, RULER at 4K 90.06 for 81.43",
+         "with more pairs than XAttention it loses less, in three pairs of settings",
+         "; ".join(f"{of_both(one)}, XAttention {of_both(other)}" for one, other in zip(beside, rivals)),
+         judged([one["loss"] < other["loss"] for one, other in zip(beside, rivals)]),
+         "a causal 135M model, loss at 8192; there bidirectional 8B models", "`ba_att_xattention`"],
         not_run("LongBench 31.3 for 31.5, RULER 90.06 for 88.37", "bidirectional diffusion models cannot be loaded"),
         timed("6.95 times FlashAttention at 256K, 5.70 with compensation",
               "at 262,144 tokens, nine tenths dropped, it is at least 6 times dense, 5 with compensation", "far", "",
@@ -404,17 +464,51 @@ def ba_att():
     ]
 
 
+PAPERS = {"DMA": dma, "BFLA": bfla, "MOMO": momo, "PBS-Attn": pbs, "BA-Att": ba_att}
+
+
 @functools.cache
 def verdicts():
     """How many claims of each paper have which verdict."""
-    papers = {"DMA": dma, "BFLA": bfla, "MOMO": momo, "PBS-Attn": pbs, "BA-Att": ba_att}
     names = ["reproduced", "partly", "refuted", "not comparable", "not run"]
     lines = []
-    for name, of_paper in papers.items():
+    for name, of_paper in PAPERS.items():
         said = [line[3].strip("*") for line in of_paper()[1]]
         lines.append([name, *(str(said.count(one)) for one in names)])
     return ["paper", *names], lines
 
 
+def rows_of(line):
+    """Names of the tables whose rows decide a claim."""
+    return re.findall(r"`(\w+)`", line[-1])
+
+
+def command(table):
+    """What measures the rows of this table again."""
+    return MEASURES.get(table) or noted()[table][0]["command"]
+
+
+def commands():
+    """The tables whose rows a script measures, a line a command."""
+    return ["rows", "measured again by"], [
+        [", ".join(f"`{name}`" for name in MEASURES if MEASURES[name] == one), f"`{one}`"]
+        for one in dict.fromkeys(MEASURES.values())]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commands", action="store_true", help="what measures the rows again, instead of the verdicts")
+    if parser.parse_args().commands:
+        named = dict.fromkeys(name for of_paper in PAPERS.values() for line in of_paper()[1] for name in rows_of(line))
+        print("\n".join(f"{name}: {command(name)}" for name in named))
+        return
+    for paper, of_paper in PAPERS.items():
+        for line in of_paper()[1]:
+            print(f"{line[3].strip('*'):14}  {paper}, {line[0]}  [{', '.join(rows_of(line)) or '-'}]")
+
+
 TABLES = {"papers": verdicts, "papers_dma": dma, "papers_bfla": bfla, "papers_momo": momo, "papers_pbs": pbs,
-          "papers_ba_att": ba_att}
+          "papers_ba_att": ba_att, "papers_commands": commands}
+
+if __name__ == "__main__":
+    main()

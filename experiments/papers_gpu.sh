@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # What docs/papers.md still lacks and one GPU can measure: whole selectors, selection included, beside dense attention.
 #
-#   experiments/papers_gpu.sh SIEVE OUT     at most LIMIT (195) seconds on one H200, 170 by prediction
+#   experiments/papers_gpu.sh SIEVE OUT     at most LIMIT (195) seconds on one H200; a second call for the last two parts
 #   DEVICE=cpu experiments/papers_gpu.sh SIEVE OUT    the same selectors on checkpoints/tiny: a trial of a minute
 #   python3 experiments/papers_rows.py OUT            then: the rows behind docs/papers.md
 #
-# A part: predicted seconds, what it decides. The parts run in this order, and what is not reached in time is said.
-#   trim     20   MOMO, Table 1: trimming makes a union slower than dense attention faster than it, 131,072 tokens
-#   topk     25   MOMO, Figure 4: time of the three ways to keep the best 128 blocks, and the mass that they keep
-#   permute  20   PBS-Attn, Appendix C: what permuting costs, 131,072 tokens
-#   far      40   BA-Att and PBS at 262,144 tokens: 6.95 and 5.70, 2.75 times dense attention
-#   million  35   MOMO, Figure 6: 524,288 and 1,048,576 tokens
-#   more     30   Figure 4 with other numbers of blocks
+# A part: seconds on an H200 (of the last two by prediction), what it decides. The parts run in this order, and what is
+# not reached in time is said.
+#   trim     45   MOMO, Table 1: trimming makes a union slower than dense attention faster than it, 131,072 tokens
+#   topk     47   MOMO, Figure 4: time of the three ways to keep the best 128 blocks, and the mass that they keep
+#   permute  60   PBS-Attn, Appendix C: what permuting costs, 131,072 tokens
+#   far      41   BA-Att and PBS at 262,144 tokens: 6.95 and 5.70, 2.75 times dense attention
+#   million  70   MOMO, Figure 6: 524,288 and 1,048,576 tokens
+#   more     60   Figure 4 with other numbers of blocks
 # PARTS names some of them. OUT/PART.txt has each row as soon as it is measured, OUT/PART.json all rows of a part at its
 # end. A part whose JSON is there is not run again, so a second call does what is missing.
 set -uo pipefail

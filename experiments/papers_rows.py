@@ -71,6 +71,13 @@ def figure2(folder):
     return "figure2", rows, FIGURE, None, lacks, "experiments/figure2.sh SIEVE OUT"
 
 
+def store(about, rows):
+    """Puts a table into FILE, in place of the one of the same name."""
+    kept = [line for line in FILE.read_text(encoding="utf-8").splitlines()
+            if about["about"] not in (json.loads(line).get("about"), json.loads(line).get("table"))]
+    FILE.write_text("\n".join([*kept, *map(json.dumps, [about, *rows])]) + "\n", encoding="utf-8")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
@@ -84,9 +91,7 @@ def main():
     program, date = (arguments.out / "program.txt").read_text(encoding="utf-8").split("\n")[:2]
     about = {"about": name, "card": card, "date": date, "commit": program.partition("(")[2].strip(")"), "seeds": [0],
              "command": command, "columns": columns}
-    kept = [line for line in FILE.read_text(encoding="utf-8").splitlines()
-            if name not in (json.loads(line).get("about"), json.loads(line).get("table"))]
-    FILE.write_text("\n".join([*kept, *map(json.dumps, [about, *rows])]) + "\n", encoding="utf-8")
+    store(about, rows)
     print(f"{len(rows)} rows of {name}" + (f"; not there: {', '.join(lacks)}" if lacks else ""))
     if f"<!-- table {name} -->" not in PAGE.read_text(encoding="utf-8"):
         print(f"put this line before an empty one into docs/papers.md: <!-- table {name} -->")

@@ -100,6 +100,13 @@ def ba_att():
     return head, lines
 
 
+@table("ba_att_xattention")
+def ba_att_xattention():
+    labels = ["ba_att:sparsity=0.9", "ba_att:sparsity=0.75", "ba_att", "xattention:tau=0.5", "xattention:tau=0.7",
+              "xattention"]
+    return of_settings(["method", "density", "mass", "loss - dense"], "time", {label: f"`{label}`" for label in labels})
+
+
 @table("ba_att_far")
 def ba_att_far():
     dropped = ["0.9", "0.95", "0.98", "0.99"]

@@ -31,6 +31,7 @@ import board  # noqa: E402  (run_tables names its folder)
 from layouts import table as layouts  # noqa: E402
 from long import memory, table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
+from tiny8k import run as tiny8k  # noqa: E402
 
 # race.md has a script of its own (experiments/race/table.py) and recipe.md is the program's.
 OTHERS = {"race", "recipe"}
@@ -102,10 +103,11 @@ DERIVED = {
     ("nsa", "cuDNN / NSA"): lambda row: ratio(row["cuDNN dense, both"], row["forward"] + row["backward"]),
     ("nsa_rivals", "ms over NSA's here"): over_nsa,
     ("decode", "ratio"): lambda row: ratio(row["cuDNN's dense decoding"], row["microseconds"], 1),
-    ("serving", "times"): lambda row: ratio(row["`sieve serve`, tokens/s"], row["transformers 5.17, tokens/s"], 0),
     ("table2", "SDPA / DMA"): lambda row: ratio(row["SDPA under a mask"], row["DMA"]),
     ("gpu_steps", "ratio"): lambda row: ratio(row["ours, tokens/s"][0], row["rival, dense, bf16"]),
     ("cpu_training", "times as fast"): lambda row: ratio(row["ours, dense, tokens/s"], row["PyTorch, dense"]),
+    ("serve_clients", "times as fast"):
+        lambda row: ratio(row["`sieve serve`, tokens/s"], row["`generate_batch`, tokens/s"], 0),
     ("first_table", "bits per byte, mean"): lambda row: bits(row["validation loss (nats), seeds 0, 1, 2"]),
     ("five_kinds", "mean"): lambda row: run_tables.mean(map(float, row["validation loss, seeds 0, 1, 2"]), 3),
     ("five_kinds", "bits per byte"): lambda row: bits(row["validation loss, seeds 0, 1, 2"]),
@@ -237,6 +239,8 @@ COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_t
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
     "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
+    "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),
+    "tiny8k_loss": lambda: tiny8k.loss_table(tiny8k.json_lines(tiny8k.ROWS)),
     "long_memory": memory.table, "long_streams": lambda: long_prompts.streams(long_prompts.stored())} | {
     name: functools.partial(of_rows, layouts.stored()) for name, of_rows in layouts.TABLES.items() if layouts.stored()}
 

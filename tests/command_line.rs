@@ -41,6 +41,16 @@ fn troubleshooting_names_messages_that_the_program_prints() {
     assert!(num_messages > 25, "{num_messages}");
 }
 
+/// The commands that measured the stored rows of a file of experiments/rows; none of a page.
+fn commands_of_rows(path: &Path, text: &str) -> Vec<String> {
+    if path.extension().is_none_or(|ending| ending != "jsonl") {
+        return Vec::new();
+    }
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("a line of JSON"));
+    let commands = lines.filter_map(|line| line["command"].as_str().map(|command| command.replace(" && ", "; ")));
+    commands.flat_map(|command| command.split("; ").map(str::to_owned).collect::<Vec<_>>()).collect()
+}
+
 #[test]
 fn commands_on_the_pages_have_the_flags_they_name() {
     let tiny = TinyRun::dma();
@@ -48,13 +58,17 @@ fn commands_on_the_pages_have_the_flags_they_name() {
     let pages = fs::read_dir(docs).expect("readable").map(|it| it.expect("readable").path());
     let mut pages = pages.filter(|path| path.extension().is_some_and(|ending| ending == "md")).collect::<Vec<_>>();
     pages.push(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md").into());
+    let rows = concat!(env!("CARGO_MANIFEST_DIR"), "/../experiments/rows");
+    pages.extend(fs::read_dir(rows).expect("readable").map(|it| it.expect("readable").path()));
     let mut helps = std::collections::BTreeMap::new();
     let mut num_flags = 0;
     for page in pages {
         let text = fs::read_to_string(&page).expect("readable");
+        let stored = commands_of_rows(&page, &text);
         let fenced = text.split("```").skip(1).step_by(2).flat_map(str::lines);
         let inline = text.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
-        let commands = fenced.chain(inline).filter_map(|code| code.trim().strip_prefix("sieve "));
+        let code = fenced.chain(inline).chain(stored.iter().map(String::as_str));
+        let commands = code.filter_map(|code| code.trim().strip_prefix("sieve "));
         for command in commands {
             let words =
                 command.split_whitespace().take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
@@ -91,5 +105,5 @@ fn commands_on_the_pages_have_the_flags_they_name() {
             }
         }
     }
-    assert!(num_flags > 60, "{num_flags}");
+    assert!(num_flags > 120, "{num_flags}");
 }

@@ -100,6 +100,16 @@ fn pages_show_the_stored_rows() {
 }
 
 #[test]
+fn what_a_cpu_measures_of_the_papers_is_as_stored() {
+    let Some(python) = interpreter("what_a_cpu_measures_of_the_papers_is_as_stored", "import json, subprocess") else {
+        return;
+    };
+    let program = crate::tiny_run::program().display().to_string();
+    let said = run(&python, "../../experiments/papers_cpu.py", &["--sieve".into(), program, "--check".into()]);
+    assert!(said.trim_end().ends_with("cells are as stored"), "{said}");
+}
+
+#[test]
 fn readme_and_the_board_show_the_stored_runs() {
     let Some(python) = interpreter("readme_and_the_board_show_the_stored_runs", "import json") else {
         return;

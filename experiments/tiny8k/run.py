@@ -14,6 +14,7 @@ import argparse
 import json
 import lzma
 import pathlib
+import re
 import shutil
 import statistics
 import subprocess
@@ -35,6 +36,7 @@ ROUND = 10  # steps of a stage are a multiple
 # Selectors of prefill that the card shows: from nearly free to one that never sees the middle of a long text.
 METHODS = ["xattention:tau=0.9", "bfla", "flexprefill:gamma=0.9", "a_shape:n_local=896"]
 CARD = HERE / "card.md"
+ROWS = ROOT / "experiments/rows/tiny8k.jsonl"
 
 
 def parser():
@@ -52,6 +54,7 @@ def parser():
     found.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="keys of the recipe")
     found.add_argument("--take", type=pathlib.Path, metavar="BACK", help="make checkpoints/tiny8k of OUT/back")
     found.add_argument("--to", type=pathlib.Path, default=ROOT / "checkpoints/tiny8k")
+    found.add_argument("--rows", type=pathlib.Path, default=ROWS, help="where --take puts what was measured")
     return found
 
 
@@ -186,8 +189,14 @@ def found_of(rows, name):
     return next((row.get("found") for row in rows if row.get("score") == name), None)
 
 
-def tables(rows):
-    """Needles by method and length; density, loss and time by method."""
+def named(selector):
+    """A selector as METHODS has it, of its name with every setting."""
+    name = selector.partition(":")[0]
+    return next((one for one in METHODS if one.partition(":")[0] == name), name)
+
+
+def needle_table(rows):
+    """Head and lines of the needles found, by method and length; decode methods were asked for one at each depth."""
     answers = []
     for name in ("needles", "needles_in_text", "needles_decoding"):
         for method in (found_of(rows, name) or {"methods": []})["methods"]:
@@ -195,23 +204,36 @@ def tables(rows):
             for cell in method["cells"]:
                 of = sums.setdefault(cell["length"], [0, 0])
                 of[0], of[1] = of[0] + cell["num_found"], of[1] + cell["num_needles"]
-            label = method.get("selector") or "dense"
-            where = {"needles_in_text": ", in code and documentation", "needles_decoding": ""}.get(name, "")
-            if not (name == "needles_decoding" and label == "dense"):
-                answers.append((f"`{label.partition(':')[0]}`{where}" if label != "dense" else f"dense{where}", sums))
+            selector = method.get("selector")
+            label = f"`{named(selector)}`" if selector else "dense"
+            where = ", in code and documentation" if name == "needles_in_text" else ""
+            if name != "needles_decoding" or selector:
+                answers.append((label + where, sums))
     lengths = sorted({length for _, sums in answers for length in sums})
     lines = [[label, *("{} of {}".format(*sums[n]) if n in sums else "" for n in lengths)] for label, sums in answers]
-    made = [table_text(["needles found", *(f"{n:,} tokens" for n in lengths)], lines)]
-    if found := found_of(rows, "selectors"):
-        lines = [[f"`{one['selector'].partition(':')[0]}`", f"{one['density']:.2f}",
-                  f"{one['loss'] - one['dense_loss']:+.3f}"] for one in found["selectors"]]
-        made.append(table_text(["method", "pairs read", "loss added, nats"], lines))
-    return made
+    return ["needles found", *(f"{n:,} tokens" for n in lengths)], lines
+
+
+def loss_table(rows):
+    """Head and lines of density and loss by method."""
+    found = found_of(rows, "selectors") or {"selectors": []}
+    lines = [[f"`{named(one['selector'])}`", f"{one['density']:.2f}", f"{one['loss'] - one['dense_loss']:+.3f}"]
+             for one in found["selectors"]]
+    return ["method", "pairs read", "loss added, nats"], lines
+
+
+def tables(rows):
+    """Both tables in Markdown."""
+    return [table_text(*made) for made in (needle_table(rows), loss_table(rows)) if made[1]]
 
 
 def take(given):
-    """checkpoints/tiny8k from the pieces that came back, with its card."""
-    rows = json_lines(given.take / "rows.jsonl")
+    """checkpoints/tiny8k from the pieces that came back, with its card; the rows behind it, for docs/selectors.md."""
+    kept = (given.take / "rows.jsonl").read_text(encoding="utf-8")
+    # Without the folder of the machine that measured: what a command names is below it.
+    (folder,) = {path.removesuffix("export") for path in re.findall(r"--checkpoint (\S+)", kept)}
+    given.rows.write_text(kept.replace(folder, ""), encoding="utf-8")
+    rows = json_lines(given.rows)
     pieces = b"".join(path.read_bytes() for path in sorted(given.take.glob("export.tar.*")))
     whole = given.take / "whole.tar"
     whole.write_bytes(pieces)
@@ -219,7 +241,7 @@ def take(given):
     with tarfile.open(whole) as tar:
         for member in tar.getmembers():
             member.name = member.name.partition("/")[2]
-            if member.isfile() and not member.name.endswith((".py", "README.md")):
+            if member.isfile() and not member.name.endswith((".py", "README.md", "sieve_export.json")):
                 tar.extract(member, given.to, filter="data")
     whole.unlink()
     run = next(row for row in rows if row["row"] == "run")

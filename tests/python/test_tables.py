@@ -3,9 +3,11 @@
     python tests/python/test_tables.py
 """
 
+import functools
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -20,6 +22,13 @@ import tables  # noqa: E402
 from race import table as race_table  # noqa: E402
 
 KEYS = {"about", "card", "date", "command", "commit", "seeds", "columns", "once"}
+
+
+@functools.cache
+def help_of(script):
+    """What a script of Python prints about itself; its text where it needs what this Python has not, such as torch."""
+    said = subprocess.run([sys.executable, "-B", script, "--help"], capture_output=True, text=True, check=False)
+    return script.read_text(encoding="utf-8") if said.returncode else said.stdout
 
 
 class Tables(unittest.TestCase):
@@ -76,13 +85,58 @@ class Tables(unittest.TestCase):
 
     def test_a_claim_of_a_paper_names_rows_and_scripts_that_are_there(self):
         for name, of_paper in papers.TABLES.items():
-            for line in of_paper()[1] if name != "papers" else []:
-                *_, verdict, why, rows = line
-                named = re.findall(r"`(\w+)`", rows)
+            for line in of_paper()[1] if name not in ("papers", "papers_commands") else []:
+                *_, verdict, why, _ = line
+                named = papers.rows_of(line)
                 self.assertLessEqual(set(named), {*tables.COMPUTED, *tables.noted()}, line)
                 self.assertEqual(bool(named), verdict.startswith("**"), line)
                 for path in re.findall(r"`(experiments/[\w./]+)`", why):
                     self.assertTrue((ROOT / path).is_file(), path)
+
+    def test_rows_of_a_claim_and_of_a_noted_table_have_a_command_that_can_run(self):
+        decide = {name for of_paper in papers.PAPERS.values() for line in of_paper()[1] for name in papers.rows_of(line)}
+        self.assertLessEqual(set(papers.MEASURES), decide)
+        noted = [about["command"] for about, _ in tables.noted().values() if "command" in about]
+        count = 0
+        for command in [papers.command(name) for name in decide] + noted:
+            self.assertTrue(command)
+            for one in re.split(r" && |; ", command.partition("#")[0]):
+                count += self.can_run(one)
+        self.assertGreaterEqual(count, 60)
+
+    def can_run(self, command):
+        """Whether `command` is of a script, which must be there and know each flag; flags of `sieve` are tried by
+        tests/command_line.rs."""
+        script = re.search(r"(?<!\S)(?:tests|python|experiments)/[\w./]+\.(?:py|sh)", command)
+        if not script:
+            return False
+        path = ROOT / script[0]
+        self.assertTrue(path.is_file(), command)
+        if path.suffix == ".sh":
+            self.assertEqual(subprocess.run(["bash", "-n", path], check=False).returncode, 0, command)
+            return True
+        known = help_of(path)
+        for flag in re.findall(r"(?<!\S)--[a-z-]+", command[script.end():]):
+            self.assertRegex(known, rf'{flag}\b', command)
+        return True
+
+    def test_verdicts_follow_from_conditions_alone(self):
+        for conditions, verdict in (([True, True], "reproduced"), ([True, False], "partly"), ([False], "refuted")):
+            self.assertEqual(papers.judged(conditions), f"**{verdict}**")
+        # No verdict is written by hand, but for claims without a measurement.
+        with unittest.mock.patch.object(papers, "judged", lambda conditions: f"of {len(list(conditions))}"):
+            lines = [line for of_paper in papers.PAPERS.values() for line in of_paper()[1]]
+        for line in lines:
+            self.assertRegex(line[3], r"^(of [1-9]\d*|not run|not comparable)$", line)
+
+    def test_the_command_of_the_page_prints_every_verdict(self):
+        script = [sys.executable, papers.__file__]
+        said = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+        claims = [line for of_paper in papers.PAPERS.values() for line in of_paper()[1]]
+        self.assertEqual([one.split("  ")[0].strip() for one in said], [line[3].strip("*") for line in claims])
+        said = subprocess.run([*script, "--commands"], capture_output=True, text=True, check=True).stdout
+        for name in {name for line in claims for name in papers.rows_of(line)}:
+            self.assertIn(f"{name}: {papers.command(name)}\n", said)
 
     def test_what_one_gpu_measures_decides_a_claim(self):
         ms = {"momo:first_dense_layers=0": (50.0, 20.0), "momo:topk=tree,first_dense_layers=0": (70.0, 40.0),
