@@ -22,11 +22,12 @@ pub use faults::{FaultInjection, Moment};
 pub use sampling::WriteSamples;
 pub use stage::step_batch;
 
-use crate::group::{Share, StepHooks, Weights};
+use crate::group::{StepHooks, Weights};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
 use crate::segments::{Alone, BlockSettings, MicroBatchResult, PassHooks, pass};
+use crate::share::Share;
 use crate::tries::WriteLimits;
 use crate::unigram::Unigram;
 use crate::validation::{TokenBytes, check_labels};

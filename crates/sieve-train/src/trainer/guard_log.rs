@@ -1,7 +1,7 @@
 //! The steps whose loss and gradient norm the host has not read yet, and the streak of bad ones.
-use crate::group::Share;
 use crate::guard::{GatedStep, StepNumbers};
 use crate::segment::Segment;
+use crate::share::Share;
 use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError};
 use burn::tensor::Tensor;
 use sieve_data::Batch;

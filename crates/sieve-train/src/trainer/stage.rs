@@ -1,8 +1,8 @@
 //! The state of the present stage, and the switch to the next one.
 use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
-use crate::group::Share;
 use crate::segment::Segment;
+use crate::share::Share;
 use crate::validation::{ValidationSize, check_labels};
 use crate::{Precision, TrainError, TrainingData};
 use burn::module::Module;
