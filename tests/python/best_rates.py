@@ -16,7 +16,7 @@ nothing but Python.
 import shutil
 import statistics
 
-from learning_table import ROWS, WARMUP, base, recipe_of
+from learning_table import OF_BLOCKS_ALONE, ROWS, WARMUP, base, recipe_of
 from runs import (chart, evaluated, far_losses, finished, named, parsed, parser_of, prepare, scores, table_text, train,
                   trained, words_of_far)
 
@@ -30,7 +30,7 @@ KINDS = {
     "DMA as published": "DMA 1024 as published",
     "NSA": "NSA",
     "InfLLM-V2": "InfLLM-V2",
-    "MoBA": "MoBA",
+    **{kind: kind for kind in OF_BLOCKS_ALONE},
     "MSA": "MSA",
     WARMUP: WARMUP,
     "MSA, 8 local blocks": "MSA, 8 local blocks",

@@ -20,6 +20,7 @@ import pathlib
 import random
 import statistics
 
+import kinds
 from needle_corpus import document
 from runs import (Unfinished, evaluated, finished, metrics, named, num_steps, on_devices, parsed, parser_of, prepare,
                   steps_of, svg, table_text, trained, validations_of, words_of_far)
@@ -37,12 +38,13 @@ NSA = [
     "attention.compress_hidden_size=192", "attention.select_block_size=64", "attention.num_selected_blocks=16",
     "attention.window_size=512", "attention.shared_kv=true", "model.intermediate_size=1600",
 ]
-# As infllm_v2_80m.toml and moba_80m.toml: 1024 tokens a query, as the others read.
+# As infllm_v2_80m.toml: 1024 tokens a query, as the others read.
 INFLLM_V2 = [
     "attention.kind=infllm_v2", "attention.compress_block_size=32", "attention.compress_stride=16",
     "attention.select_block_size=64", "attention.num_selected_blocks=16", "attention.num_local_blocks=8",
 ]
-MOBA = ["attention.kind=moba", "attention.select_block_size=64", "attention.num_selected_blocks=16"]
+# As many in their own recipes.
+OF_BLOCKS_ALONE = {kinds.label(kind): kinds.settings_of(f"{kind}_80m") for kind in kinds.of_blocks_alone()}
 # As msa_80m.toml, which gives the indexer's parameters up in the feed-forward layers; without its dense warm-up.
 MSA = [
     "attention.kind=msa", "attention.select_block_size=64", "attention.num_selected_blocks=16",
@@ -103,7 +105,7 @@ ROWS = {
         "NSA": NSA,
         "MLA": MLA,
         "InfLLM-V2": INFLLM_V2,
-        "MoBA": MOBA,
+        **OF_BLOCKS_ALONE,
         "MSA": MSA,
         WARMUP: MSA,
         # What recent tokens are worth: MSA with as many local blocks as InfLLM-V2, InfLLM-V2 with one, as MSA has.
@@ -148,7 +150,7 @@ ROWS = {
         "window 128 + slope, 1 of 4 dense": dma(128, 128, *SLOPE, *ONE_DENSE),
         "NSA": SHORT_NSA,
         "InfLLM-V2": SHORT_INFLLM_V2,
-        "MoBA": ["attention.kind=moba", *SHORT_BLOCKS],
+        **{kinds.label(kind): [f"attention.kind={kind}", *SHORT_BLOCKS] for kind in kinds.of_blocks_alone()},
         "MSA": SHORT_MSA,
         WARMUP: SHORT_MSA,
     },

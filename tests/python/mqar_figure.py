@@ -5,7 +5,8 @@
 
 Run from the repository's root. Each run trains recipes/mqar_mha.toml with one kind of attention on samples of LENGTH
 tokens with LENGTH / 16 pairs, and easier kinds of samples beside them, then `sieve eval mqar` asks 200 unseen samples.
-A window, DMA's slots and what NSA, InfLLM-V2, MoBA and MSA (without its warm-up) read are a quarter of the length.
+A window, DMA's slots and what NSA, MSA (without its warm-up) and other kinds of chosen blocks read are a quarter of the
+length.
 OUT/mqar.jsonl gets a line for each finished run; runs that have one are not repeated, so a call that was cut off
 resumes. A device named twice takes two runs at a time. The table has the mean over the seeds, and every seed.
 
@@ -21,6 +22,7 @@ import json
 import shutil
 import statistics
 
+import kinds
 from runs import (Unfinished, chart, evaluated, finished, named, parsed, parser_of, saved_steps, sets, table_text,
                   train, train_missing, trained)
 
@@ -72,14 +74,15 @@ KINDS = {
     "DMA as published": lambda kept, width: dma(kept, 0, "exp", "none"),
     "DMA": lambda kept, width: dma(kept, kept // 8, "linear", "slope"),
     "InfLLM-V2": lambda kept, width: infllm_v2(kept),
-    "MoBA": lambda kept, width: blocks("moba", kept),
+    **{kinds.label(kind): lambda kept, width, kind=kind: blocks(kind, kept) for kind in kinds.of_blocks_alone()},
     "MSA": lambda kept, width: blocks("msa", kept),
 }
 
 
 # Kind of the hard form: the end of the name of its recipe, then settings.
 HARD = {"dense": ["mha"], "window": ["swa"], "NSA": ["nsa"], "DMA as published": ["dma"], "InfLLM-V2": ["infllm_v2"],
-        "MoBA": ["moba"], "MSA": ["msa"], "MSA, 4 local blocks": ["msa", "attention.num_local_blocks=4"]}
+        **{kinds.label(kind): [kind] for kind in kinds.of_blocks_alone()},
+        "MSA": ["msa"], "MSA, 4 local blocks": ["msa", "attention.num_local_blocks=4"]}
 
 
 def settings(kind, length, width, seed, steps):

@@ -1,5 +1,5 @@
-"""Sieve's models with latent or native sparse attention, InfLLM-V2, MoBA or MSA in plain PyTorch, from the weights of a
-checkpoint.
+"""Sieve's models with latent or native sparse attention, or kinds that choose blocks, in plain PyTorch, from the
+weights of a checkpoint.
 
 Attention and the choice of blocks are those of the package's definitions.py, with a full matrix of scores; projections,
 norms, rotations and the indexers' losses are here, with autograd. Nothing is shared with the program. One document a row.
@@ -112,7 +112,7 @@ def tokens_of(blocks, size):
 
 
 class ChosenBlocks(nn.Module):
-    """InfLLM-V2 and MoBA: exact attention over blocks that queries choose by means of rotated keys."""
+    """Exact attention over blocks that queries choose by means of rotated keys, or by an indexer."""
 
     def __init__(self, model, attention, eps):
         super().__init__()
@@ -174,9 +174,11 @@ class ChosenBlocks(nn.Module):
 
     def choice(self, q, k):
         n, select, (q, k) = q.shape[1], self.of["select_block_size"], (x.transpose(1, 2) for x in (q, k))
-        if self.of["kind"] == "moba":
+        if "compress_stride" not in self.of:
+            # By the mean of all of a block's keys: the definition has the kind's name.
+            importance = getattr(definitions, f"{self.of['kind']}_importance")
             scores = definitions.slot_scores(q, definitions.means_of(k, select, select))
-            return chosen(definitions.moba_importance(scores, select, n), 0, 1, self.of)
+            return chosen(importance(scores, select, n), 0, 1, self.of)
         sizes = self.of["compress_block_size"], self.of["compress_stride"]
         scores = definitions.slot_scores(q, definitions.means_of(k, *sizes)) / math.sqrt(self.d)
         p = definitions.slot_probabilities(scores, torch.arange(n)[None, :, None], *sizes)

@@ -20,7 +20,7 @@ import shutil
 import statistics
 import subprocess
 
-from learning_table import INFLLM_V2, MOBA, MSA, NSA, PUBLISHED, SLOPE, dma, window
+from learning_table import INFLLM_V2, MSA, NSA, OF_BLOCKS_ALONE, PUBLISHED, SLOPE, dma, window
 from runs import chart, finished, named, parsed, parser_of, prepare, scores, sets, table_text, train_missing, trained
 
 # Size in millions: layers, width, heads of 64, rate.
@@ -43,7 +43,7 @@ KINDS = {
     "MLA": (["attention.kind=mla", "attention.qk_rope_head_dim=32", "attention.qk_norm=true"], 0.25),
     "NSA": (of_attention(NSA) + HALF + ["attention.compress_hidden_size=32", "attention.window_size=256"], 0.5),
     "InfLLM-V2": (INFLLM_V2 + HALF + ["attention.num_local_blocks=4"], 0.5),
-    "MoBA": (MOBA + HALF, 1),
+    **{kind: (settings + HALF, 1) for kind, settings in OF_BLOCKS_ALONE.items()},
     "MSA": (of_attention(MSA) + HALF, 2),
 }
 KEY = ("kind", "size", "seed")

@@ -1,7 +1,7 @@
 """Thirty training steps of Sieve repeated by PyTorch, from the same weights and batches.
 
-usage, from the repository's root:
-    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa|infllm_v2|moba|msa|msa_qsa] [--steps 30] [--muon] [--keep DIR]
+usage, from the repository's root; NAME is mha, dma or one of those that plain_models.py has:
+    train_parity.py [--sieve target/release/sieve] [--kind NAME] [--steps 30] [--muon] [--keep DIR]
 
 Sieve trains a small model on this repository's Rust files, one document a row, and writes its weights before the first step.
 `sieve data batch` hands over the tokens and labels of each step; then PyTorch takes the same steps on the CPU: AdamW
@@ -35,6 +35,7 @@ import tomllib
 
 import torch
 import transformers
+from kinds import of_blocks_alone
 from plain_models import PlainModel
 from runs import metrics, steps_of
 from safetensors.torch import load_file, save_file
@@ -64,9 +65,7 @@ compress_stride = 4
 select_block_size = 8
 num_selected_blocks = 4
 num_local_blocks = 2""",
-    "moba": """kind = "moba"
-select_block_size = 8
-num_selected_blocks = 3""",
+    **{kind: f'kind = "{kind}"\nselect_block_size = 8\nnum_selected_blocks = 3' for kind in of_blocks_alone()},
     "msa": f"""kind = "msa"
 select_block_size = 8
 num_selected_blocks = 3
@@ -75,7 +74,7 @@ index_loss_weight = {INDEX_LOSS_WEIGHT}""",
 ATTENTION["msa_qsa"] = ATTENTION["msa"] + '\nindexer = "qsa"'
 
 # Kinds that plain_models.py has.
-PLAIN = ("mla", "nsa", "infllm_v2", "moba", "msa", "msa_qsa")
+PLAIN = ("mla", "nsa", "infllm_v2", *of_blocks_alone(), "msa", "msa_qsa")
 
 RECIPE = """
 [model]

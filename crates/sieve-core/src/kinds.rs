@@ -31,7 +31,7 @@ pub use infllm::InfllmV2Shape;
 pub use kind::{BlockPairs, FULL_ATTENTION, Kind, LayerFlops, SLIDING_ATTENTION, Stock, StockClass};
 pub use latent::{DEEPSEEK_LATENT_EPS, MlaShape};
 pub(crate) use list::{ATTENTION_KEYS, kind_of_layer_type, table_name};
-pub use list::{Attention, AttentionKind, names_of_kinds};
+pub use list::{Attention, AttentionKind, names_of_kinds, shapes};
 pub use moba::MobaShape;
 pub use msa::{IndexScores, MsaShape};
 pub use native_sparse::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};

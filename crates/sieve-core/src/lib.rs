@@ -57,9 +57,10 @@ pub use gemm_kind::GemmKind;
 pub use keeping::{KeepOLow, Keeping};
 pub use kernel_policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
+pub use kinds::shapes::*;
 pub use model::{
-    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
-    LayerPattern, LayerType, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape, RopeLayers,
+    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaWindow, IndexScores, LayerPattern, LayerType,
+    ModelShape, NsaCompression, RopeLayers,
 };
 pub use model_line::{
     InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,

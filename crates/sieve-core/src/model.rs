@@ -12,9 +12,9 @@ mod rope_scaling;
 #[doc(hidden)]
 pub mod test_shapes;
 
+pub use crate::kinds::shapes::*;
 pub use crate::kinds::{
-    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
-    MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaWindow, IndexScores, NUM_NSA_BRANCHES, NsaCompression,
 };
 pub use conversion::{Conversion, ConversionGap, names_of};
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};

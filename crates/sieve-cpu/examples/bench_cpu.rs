@@ -1,11 +1,12 @@
 //! Speed of the CPU kernels on this machine, compared with a GEMM of 2048 x 2048 x 2048:
-//! `cargo run --release -p sieve-cpu --example bench_cpu`; `-- chosen` for InfLLM-V2 and MoBA alone.
+//! `cargo run --release -p sieve-cpu --example bench_cpu`; `-- chosen` for chosen blocks alone.
 //!
 //! Rows of attention count the FLOPs of visible pairs only (4 d a pair forward, 10 d backward). So masked pairs that
 //! tiles compute, gathering and softmax show as a lower rate.
 #![allow(clippy::print_stdout, reason = "a program for people")]
 
-use sieve_core::{AdamWStep, InfllmV2Shape, MobaShape};
+use sieve_core::model::test_shapes::kind_that_chooses_by;
+use sieve_core::{AdamWStep, ChoiceRule};
 use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::nsa::choose_key_blocks;
 use sieve_cpu::{
@@ -122,8 +123,8 @@ fn attention(reference: Reference) {
     }
 }
 
-/// Times of InfLLM-V2 and MoBA (choice of blocks, forward, backward), compared with dense attention (forward and
-/// backward). The first size is the quickstart recipe's.
+/// Times of the kinds that choose blocks by pooled keys (choice, forward, backward), compared with dense attention
+/// (forward and backward). The first size is the quickstart recipe's.
 fn chosen_blocks() {
     println!("chosen blocks: ms of choice, forward, backward; their sum as a multiple of dense attention's");
     for (seq_len, num_heads, size) in [(256, 4, 16), (2048, 8, 64), (8192, 8, 64)] {
@@ -140,15 +141,16 @@ fn chosen_blocks() {
         ];
         let dense: f64 = dense.iter().map(|time| time.wall).sum();
         let num_selected_blocks = (seq_len / 4 / size).clamp(4, 16);
-        let infllm = InfllmV2Shape {
-            compress_block_size: size / 2,
-            compress_stride: size / 4,
-            select_block_size: size,
-            num_selected_blocks,
-            num_local_blocks: num_selected_blocks / 2,
-        };
-        let moba = MobaShape { select_block_size: size, num_selected_blocks };
-        for (name, choice) in [("infllm_v2", infllm.choice()), ("moba", moba.choice())] {
+        let sizes = [
+            ("compress_block_size", size / 2),
+            ("compress_stride", size / 4),
+            ("select_block_size", size),
+            ("num_selected_blocks", num_selected_blocks),
+            ("num_local_blocks", num_selected_blocks / 2),
+        ];
+        for rule in [ChoiceRule::LargestProbability, ChoiceRule::MeanKey] {
+            let kind = kind_that_chooses_by(rule, &sizes);
+            let (name, choice) = (kind.kind().name(), kind.as_kind().block_choice().expect("it chooses blocks"));
             let blocks = choice.blocks;
             let num_choosers = choice.num_choosers(num_heads, shape.num_kv_heads);
             let num_pooled = shape.batch * blocks.num_slots(seq_len) * shape.num_kv_heads;

@@ -22,6 +22,7 @@ mod words;
 mod long;
 mod needle;
 mod recall;
+mod task_model;
 mod tasks;
 
 mod captured;
@@ -64,9 +65,10 @@ pub use selectors::{
     measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
 pub use stop::StopTexts;
+pub use task_model::TaskModel;
 pub use tasks::{
-    Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskChat, TaskModel, TaskReport, TaskRows,
-    TaskRun, TaskSize, TaskTexts, Turn, run_task,
+    Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskChat, TaskReport, TaskRows, TaskRun,
+    TaskSize, TaskTexts, Turn, run_task,
 };
 pub use together::BatchGenerator;
 pub use token_scores::{PromptScores, TokenScore, score_prompts};

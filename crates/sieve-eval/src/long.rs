@@ -10,21 +10,20 @@ mod needles;
 mod qa;
 mod random;
 mod recall;
+mod sample;
+mod text;
 
 pub use ask::{LongCell, LongReport, LongTaskReport, SampleScore, ask_long};
 pub use fit::{LongTexts, long_texts};
 pub use qa::QaData;
 pub use random::Split;
+pub use sample::{LongSample, Match, NUM_WRONG};
+pub use text::LongText;
 
 use crate::EvalError;
-use crate::needle::made_up_sentences;
-use crate::sampler::different;
 use needles::Needles;
 use random::Random;
-use serde::Serialize;
-
-/// Wrong answers that the right answer is ranked among.
-pub const NUM_WRONG: usize = 10;
+use sample::Size;
 
 /// Names of all tasks: RULER's thirteen, then the others.
 pub const LONG_TASKS: [&str; 18] = [
@@ -47,97 +46,6 @@ pub const LONG_TASKS: [&str; 18] = [
     "select",
     "induce",
 ];
-
-/// How a generated text is scored: the share of the references that it holds, or whether it holds one of them; upper
-/// and lower case are the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Match {
-    /// All references must be found: RULER's `string_match_all`.
-    All,
-    /// One found reference is enough: RULER's `string_match_part`.
-    Any,
-}
-
-impl Match {
-    /// Score of a generated text, from 0 to 1.
-    pub fn score(self, text: &str, references: &[String]) -> f64 {
-        let text = text.to_lowercase();
-        let holds = |reference: &&String| text.contains(&reference.to_lowercase());
-        let found = references.iter().filter(holds).count();
-        match self {
-            Self::All => found as f64 / references.len().max(1) as f64,
-            Self::Any => f64::from(u8::from(found > 0)),
-        }
-    }
-}
-
-/// A question with its long text.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LongSample {
-    /// Text, question, and the first words of the answer's sentence. The answer itself follows after a space.
-    pub prompt: String,
-    /// Strings that a right answer has to contain.
-    pub references: Vec<String>,
-    /// Whether an answer needs all references or one.
-    pub matching: Match,
-    /// Percent of the text before the passage with the answer. `None` if the question is about the whole text or the
-    /// passage is not known.
-    pub depth: Option<f64>,
-    /// [`NUM_WRONG`] wrong answers, among which the first reference is ranked.
-    pub wrong: Vec<String>,
-}
-
-/// Text around the needles, for the tasks in which RULER uses essays.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LongText {
-    /// Name of the text in reports.
-    pub name: String,
-    /// Sentences of prose, or lines of code.
-    pub parts: Vec<String>,
-    /// Separator between two sentences or lines.
-    pub joint: &'static str,
-}
-
-impl LongText {
-    /// A text of random English sentences.
-    pub fn made_up(split: Split) -> Self {
-        Self {
-            name: "made-up sentences".to_owned(),
-            // The split is the seed.
-            parts: made_up_sentences(8192, split as u64),
-            joint: " ",
-        }
-    }
-
-    /// Prose, split into sentences at `.`, `?` and `!` before white space. Each run of white space becomes one space.
-    pub fn prose(name: String, text: &str) -> Self {
-        let mut parts = vec![String::new()];
-        for word in text.split_whitespace() {
-            let part = parts.last_mut().expect("one is always there");
-            if !part.is_empty() {
-                part.push(' ');
-            }
-            part.push_str(word);
-            if word.ends_with(['.', '?', '!']) {
-                parts.push(String::new());
-            }
-        }
-        parts.retain(|part| !part.is_empty());
-        Self { name, parts, joint: " " }
-    }
-
-    /// A text of the lines of code in `text`.
-    pub fn code(name: String, text: &str) -> Self {
-        Self { name, parts: text.lines().map(str::to_owned).collect(), joint: "\n" }
-    }
-
-    /// The first `count` sentences or lines, repeated if there are fewer.
-    fn first(&self, count: usize) -> Vec<&str> {
-        let parts = self.parts.iter().map(String::as_str);
-        parts.cycle().take(count).collect()
-    }
-}
 
 /// Texts and questions that samples are made from.
 #[derive(Clone, Debug)]
@@ -168,15 +76,6 @@ enum Kind {
     Copy,
     Select,
     Induce,
-}
-
-/// How long a sample's text is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Size {
-    /// Number of sentences, needles, words or documents.
-    parts: usize,
-    /// Tokens of the whole sample, at most. Some tasks choose their settings by it.
-    length: usize,
 }
 
 impl LongTask {
@@ -224,7 +123,7 @@ impl LongTask {
     /// Name of what the task's text consists of.
     pub fn haystack<'a>(&self, source: &'a LongSource) -> &'a str {
         match self.kind {
-            Kind::Needles(needles) => needles.haystack(source),
+            Kind::Needles(needles) => needles.haystack(&source.text),
             Kind::VariableTracking | Kind::Passkey | Kind::Copy | Kind::Select => "noise",
             Kind::CommonWords => "words",
             Kind::FrequentWords => "coded words",
@@ -267,23 +166,6 @@ impl LongTask {
             Kind::Induce => recall::induce(random, parts),
         }
     }
-}
-
-/// [`NUM_WRONG`] different results of `draw` that do not occur in `text`.
-fn wrong(text: &str, mut draw: impl FnMut() -> String) -> Vec<String> {
-    different(NUM_WRONG, || {
-        loop {
-            let one = draw();
-            if !text.contains(&one) {
-                return one;
-            }
-        }
-    })
-}
-
-/// Percent of `count` parts before the one at `place`.
-fn depth(place: usize, count: usize) -> Option<f64> {
-    Some(100.0 * place as f64 / count.max(1) as f64)
 }
 
 #[cfg(test)]

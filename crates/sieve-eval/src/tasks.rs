@@ -3,11 +3,12 @@ mod answer;
 mod chat;
 mod likelihood;
 mod longbench;
+mod size;
 mod spec;
 mod template;
 mod text_scores;
 
-use crate::{EvalError, Selection, texts_together};
+use crate::{EvalError, Selection, TaskModel, texts_together};
 use answer::answers;
 pub use chat::{TaskChat, Turn};
 pub use likelihood::Likelihood;
@@ -15,23 +16,10 @@ use likelihood::{Encode, Pair, likelihoods};
 pub use longbench::LongBenchAverage;
 use serde::Serialize;
 use sieve_data::{TableRow, Tokenizer};
-use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
+pub use size::TaskSize;
 use spec::{Measure, Question};
 pub use spec::{READY_TASKS, Task};
-
-/// The evaluated model, its tokenizer and device.
-#[derive(Debug)]
-pub struct TaskModel<'a, B: DeviceBackend> {
-    /// The model that answers.
-    pub model: &'a Qwen3<B>,
-    /// The model's tokenizer.
-    pub tokenizer: &'a Tokenizer,
-    /// The tokens that end a text, the end-of-document token first.
-    pub ends: &'a [u32],
-    /// The device that holds the model.
-    pub device: &'a B::Device,
-}
 
 /// The table of questions of a task.
 #[derive(Clone, Debug)]
@@ -122,32 +110,6 @@ pub struct TaskTexts<'a> {
 enum Texts {
     Pairs(Vec<Vec<Pair>>),
     Prompts(Vec<Vec<u32>>),
-}
-
-/// Sizes of asking a task, for an estimate of its memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TaskSize {
-    /// Tokens of the longest text of a forward pass.
-    pub longest: usize,
-    /// Most tokens of one forward pass.
-    pub pass: usize,
-    /// Tokens of a KV cache; 0 without one.
-    pub cached: usize,
-    /// KV caches held at the same time.
-    pub num_caches: usize,
-}
-
-impl TaskSize {
-    /// Each field is the larger one of the two.
-    #[must_use]
-    pub fn max(self, other: Self) -> Self {
-        Self {
-            longest: self.longest.max(other.longest),
-            pass: self.pass.max(other.pass),
-            cached: self.cached.max(other.cached),
-            num_caches: self.num_caches.max(other.num_caches),
-        }
-    }
 }
 
 impl<'a> TaskTexts<'a> {

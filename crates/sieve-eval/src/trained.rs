@@ -187,6 +187,7 @@ mod tests {
     use super::*;
     use crate::test_model::{NSA, tiny_model};
     use sieve_core::kinds::Kind;
+    use sieve_core::model::test_shapes::mean_key_kind;
     use sieve_core::{Attention, DmaShape, NsaShape};
     use sieve_testing::refusal;
 
@@ -221,12 +222,12 @@ mod tests {
         // Part of the window lies inside the chosen blocks.
         assert!(nsa.distinct_density < nsa.density);
         assert!(nsa.distinct_density > window.density);
-        let moba = sieve_core::MobaShape { select_block_size: 8, num_selected_blocks: 3 };
-        let pairs = moba.choice().pairs(100);
-        let moba = measured(Attention::Moba(moba), &windows()).expect("valid");
-        assert!((moba.density - pairs / causal).abs() < 1e-12, "{moba:?}");
-        assert!(moba.distinct_density < moba.density);
-        for measure in [dense, window, nsa, moba] {
+        let by_mean_key = mean_key_kind(8, 3);
+        let pairs = by_mean_key.as_kind().pairs(100);
+        let by_mean_key = measured(by_mean_key, &windows()).expect("valid");
+        assert!((by_mean_key.density - pairs / causal).abs() < 1e-12, "{by_mean_key:?}");
+        assert!(by_mean_key.distinct_density < by_mean_key.density);
+        for measure in [dense, window, nsa, by_mean_key] {
             assert!(measure.loss.is_finite() && measure.prefill_ms > 0.0);
             assert_eq!((measure.num_windows, measure.layers.len()), (2, 2));
         }

@@ -275,6 +275,7 @@ fn life_spans(expire: &[i64], num_tokens: usize) -> KeyLifetimes {
 mod tests {
     use super::*;
     use crate::test_model::{tiny_model, tiny_shape, words};
+    use sieve_core::model::test_shapes::mean_key_kind;
     use sieve_core::{Attention, DmaShape, LayerPattern, LayerType};
     use sieve_testing::refusal;
 
@@ -320,14 +321,13 @@ mod tests {
     #[test]
     fn chosen_blocks_hold_part_of_the_mass_unless_all_are_chosen() {
         let device = Default::default();
-        let moba = |num_selected_blocks| {
-            let moba = sieve_core::MobaShape { select_block_size: 4, num_selected_blocks };
-            let model = tiny_model(Attention::Moba(moba), 64);
+        let of_blocks = |num_selected_blocks| {
+            let model = tiny_model(mean_key_kind(4, num_selected_blocks), 64);
             let all = attention_weights(&model, &words(40), &[1], &device, &mut |_| {}).expect("valid");
             all[0].chosen.expect("a kind that chooses")
         };
         // The 40 tokens are 10 blocks.
-        let (few, all) = (moba(2), moba(10));
+        let (few, all) = (of_blocks(2), of_blocks(10));
         assert!((all.mass - 1.0).abs() < 1e-5 && (all.in_window - 1.0).abs() < 1e-5, "{all:?}");
         assert!(few.mass < 0.99 && few.in_window < 1.0 && few.age < all.age, "{few:?}");
     }
@@ -336,15 +336,16 @@ mod tests {
     #[test]
     fn a_layer_that_shares_a_choice_reads_those_blocks() {
         let device = Default::default();
-        let moba = sieve_core::MobaShape { select_block_size: 4, num_selected_blocks: 2 };
+        let attention = mean_key_kind(4, 2);
         let shape = ModelShape {
-            layers: LayerPattern::new(Attention::Moba(moba), [LayerType::OWN, LayerType::SHARED]),
-            ..tiny_shape(Attention::Moba(moba), 64)
+            layers: LayerPattern::new(attention, [LayerType::OWN, LayerType::SHARED]),
+            ..tiny_shape(attention, 64)
         };
         let model = Qwen3::new(&shape, 4, &device);
         let all = attention_weights::<burn_flex::Flex>(&model, &words(40), &[], &device, &mut |_| {}).expect("valid");
         let labels: Vec<_> = all.iter().map(|layer| layer.attention.as_str()).collect();
-        assert_eq!(labels, ["moba, 2 x 4 selected", "moba, 2 x 4 selected, with an earlier layer's choice"]);
+        let own = format!("{}, 2 x 4 selected", attention.kind().name());
+        assert_eq!(labels, [own.clone(), format!("{own}, with an earlier layer's choice")]);
         let read = |layer: &LayerWeights| -> Vec<Vec<bool>> {
             let of_head = |head: &HeadWeights| head.weights.iter().map(|&weight| weight > 0.0).collect();
             layer.heads.iter().map(of_head).collect()

@@ -236,10 +236,7 @@ fn members(groups: &[usize]) -> Vec<Vec<usize>> {
 fn best(column: &Column, runs: &[Run], groups: &[Vec<usize>], losses_compare: bool) -> Option<usize> {
     let better = column.better.filter(|better| losses_compare || !better.is_loss)?;
     let sound = groups.iter().enumerate().filter(|(_, members)| !members.iter().any(|&idx| runs[idx].has_diverged()));
-    let means = sound.map(|(group, members)| {
-        let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
-        (group, mean_and_spread(&values))
-    });
+    let means = sound.map(|(group, members)| (group, mean_and_spread(&values(column, runs, members))));
     let mut means: Vec<_> = means.filter(|(_, (mean, _))| mean.is_finite()).collect();
     means.sort_by(|(_, (a, _)), (_, (b, _))| if better.is_less { a.total_cmp(b) } else { b.total_cmp(a) });
     let (&(group, (mean, spread)), others) = means.split_first()?;
@@ -267,61 +264,105 @@ fn why_no_best_loss(runs: &[Run], groups: &[Vec<usize>]) -> Option<String> {
 /// seeds has a further row of means, and only that row can be the best. Behind the numbers stands the difference to the
 /// run `against`; behind a mean, the difference to the mean of that run's group. Losses on other texts have none.
 pub(crate) fn summary(runs: &[Run], groups: &[usize], against: Option<usize>) -> String {
+    let groups = members(groups);
+    let why_not = why_no_best_loss(runs, &groups);
+    let base = against.map(|run| Base::new(runs, &groups, run));
+    let has_value = |column: &&Column| runs.iter().any(|run| !(column.of)(run).is_nan());
+    let columns: Vec<_> = COLUMNS.iter().filter(has_value).collect();
+    let columns: Vec<_> =
+        columns.into_iter().map(|column| (column, best(column, runs, &groups, why_not.is_none()))).collect();
+
     let mut html = String::from("<div class=\"scroll\"><table class=\"wide\"><thead><tr><th>run</th>");
-    let columns: Vec<_> = COLUMNS.iter().filter(|column| runs.iter().any(|run| !(column.of)(run).is_nan())).collect();
-    for column in &columns {
+    for (column, _) in &columns {
         let _ = write!(html, "<th title=\"{}\">{}</th>", escaped(column.about), column.title);
     }
     html.push_str("</tr></thead><tbody>");
-    let groups = members(groups);
-    let why_not = why_no_best_loss(runs, &groups);
-    let texts_differ = other_text(runs).is_some();
-    let base_group = against.and_then(|run| groups.iter().find(|members| members.contains(&run)));
-    let base_of = |column: &Column, members: &[usize]| {
-        let base = match members {
-            [_] => vec![against?],
-            _ => base_group?.clone(),
+    let cells = |members: &[usize], can_be_best: Option<usize>| {
+        let cell = |(column, best): &(&Column, Option<usize>)| {
+            let is_best = can_be_best.is_some() && *best == can_be_best;
+            data_cell(column, runs, members, is_best, base.as_ref())
         };
-        let comparable = column.better.is_some_and(|better| !(better.is_loss && texts_differ));
-        let values: Vec<f64> = base.iter().map(|&idx| (column.of)(&runs[idx])).collect();
-        (comparable && members != base).then(|| mean_and_spread(&values).0)
-    };
-    let best: Vec<_> = columns.iter().map(|column| best(column, runs, &groups, why_not.is_none())).collect();
-    let mut row = |class: &str, title: &str, members: &[usize], group: Option<usize>| {
-        let _ = write!(html, "<tr{class}><th>{title}</th>");
-        for (column, best) in columns.iter().zip(&best) {
-            let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
-            let (open, close) = if group.is_some() && *best == group { ("<b>", "</b>") } else { ("", "") };
-            let remark = match members {
-                [idx] => (column.remark)(&runs[*idx]),
-                _ => None,
-            };
-            let remark = remark.map_or(String::new(), |words| format!(" <small>{}</small>", escaped(&words)));
-            let base = base_of(column, members);
-            let apart = base.and_then(|base| difference(column, mean_and_spread(&values).0, base));
-            let apart = apart.map_or(String::new(), |words| format!(" <small>{words}</small>"));
-            let _ = write!(html, "<td>{open}{}{close}{apart}{remark}</td>", cell(column, &values));
-        }
-        html.push_str("</tr>");
+        columns.iter().map(cell).collect::<String>()
     };
     for (group, members) in groups.iter().enumerate() {
         let has_seeds = members.len() > 1;
         for &idx in members {
             let title = swatch(&runs[idx], idx) + &marks(&runs[idx]);
-            row("", &title, &[idx], (!has_seeds).then_some(group));
+            let _ = write!(html, "<tr><th>{title}</th>{}</tr>", cells(&[idx], (!has_seeds).then_some(group)));
         }
         if has_seeds {
-            row(" class=\"mean\"", &format!("mean of {} seeds", members.len()), members, Some(group));
+            let title = format!("mean of {} seeds", members.len());
+            let _ = write!(html, "<tr class=\"mean\"><th>{title}</th>{}</tr>", cells(members, Some(group)));
         }
     }
-    html.push_str(
-        "</tbody></table></div><p class=\"hint\">Bold is ahead of all others by more than the seeds' spread, and by ",
-    );
+    html.push_str("</tbody></table></div>");
+    html + &hint(against.map(|run| &runs[run]), why_not.filter(|_| groups.len() > 1))
+}
+
+/// What the numbers of a table are compared with.
+struct Base {
+    /// The chosen run.
+    run: usize,
+    /// The runs of its group: other seeds of the same recipe.
+    group: Vec<usize>,
+    /// Whether losses have no difference, because the runs were trained or validated on other texts.
+    texts_differ: bool,
+}
+
+impl Base {
+    fn new(runs: &[Run], groups: &[Vec<usize>], run: usize) -> Self {
+        let group = groups.iter().find(|members| members.contains(&run)).expect("every run is in a group");
+        Self { run, group: group.clone(), texts_differ: other_text(runs).is_some() }
+    }
+
+    /// The runs with which a row of `members` is compared: one run with the chosen one, a mean with its group's.
+    fn of(&self, members: &[usize]) -> &[usize] {
+        match members {
+            [_] => std::slice::from_ref(&self.run),
+            _ => &self.group,
+        }
+    }
+
+    /// How far a row's value is from the base's; `None` for the base itself, and where the two do not compare.
+    fn difference(&self, column: &Column, runs: &[Run], members: &[usize]) -> Option<String> {
+        let base = self.of(members);
+        let is_other_text = self.texts_differ && column.better.is_some_and(|better| better.is_loss);
+        if members == base || is_other_text {
+            return None;
+        }
+        let mean = |members: &[usize]| mean_and_spread(&values(column, runs, members)).0;
+        difference(column, mean(members), mean(base))
+    }
+}
+
+/// The values of some runs in a column.
+fn values(column: &Column, runs: &[Run], members: &[usize]) -> Vec<f64> {
+    members.iter().map(|&idx| (column.of)(&runs[idx])).collect()
+}
+
+/// One cell of the table: the value of a run, or the mean of several, the difference to `base`, a run's remark.
+fn data_cell(column: &Column, runs: &[Run], members: &[usize], is_best: bool, base: Option<&Base>) -> String {
+    let value = cell(column, &values(column, runs, members));
+    let value = if is_best { format!("<b>{value}</b>") } else { value };
+    let apart = base.and_then(|base| base.difference(column, runs, members));
+    let apart = apart.map_or(String::new(), |words| format!(" <small>{words}</small>"));
+    let remark = match members {
+        [idx] => (column.remark)(&runs[*idx]),
+        _ => None,
+    };
+    let remark = remark.map_or(String::new(), |words| format!(" <small>{}</small>", escaped(&words)));
+    format!("<td>{value}{apart}{remark}</td>")
+}
+
+/// The words under the table: what bold means, with which run numbers are compared, why no loss is the best.
+fn hint(against: Option<&Run>, why_no_best_loss: Option<String>) -> String {
+    let mut html =
+        String::from("<p class=\"hint\">Bold is ahead of all others by more than the seeds' spread, and by ");
     let _ = write!(html, "{} % in tokens/s and {} % in memory.", 100.0 * LEVEL_SPEED, 100.0 * LEVEL_MEMORY);
     if let Some(run) = against {
-        let _ = write!(html, " Small numbers with a sign are differences to {}.", escaped(&runs[run].name));
+        let _ = write!(html, " Small numbers with a sign are differences to {}.", escaped(&run.name));
     }
-    if let Some(words) = why_not.filter(|_| groups.len() > 1) {
+    if let Some(words) = why_no_best_loss {
         let _ = write!(html, " {words}");
     }
     html + "</p>"

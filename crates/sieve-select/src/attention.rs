@@ -109,8 +109,8 @@ fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOut
 fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_>) -> TaskResult {
     let context = call.shape.context();
     let rows: Vec<(usize, usize)> = match *task {
-        Task::Listed(list, i) => {
-            let slots = mask.tiles.rows(i).flat_map(|slot| mask.heads_of(list).map(move |head| (head, slot)));
+        Task::Listed(list, query_tile) => {
+            let slots = mask.tiles.rows(query_tile).flat_map(|slot| mask.heads_of(list).map(move |head| (head, slot)));
             let rows = slots.map(|(head, slot)| (head, mask.query_row(head, slot)));
             rows.filter(|&(_, row)| !mask.is_dense_row(row)).collect()
         }
@@ -119,12 +119,13 @@ fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Ta
             rows.iter().flat_map(heads).collect()
         }
     };
-    let positions = || rows.iter().map(|r| context + r.1);
+    let positions = || rows.iter().map(|&(_, row)| context + row);
     let (first, last) = (positions().min().unwrap_or(0), positions().max().unwrap_or(0));
+    // Each key with the position from which queries no longer see it.
     let (kv_head, keys): (usize, Vec<(usize, i32)>) = match *task {
-        Task::Listed(list, i) => {
+        Task::Listed(list, query_tile) => {
             let expire = |key| if mask.causal { mask.expire(list, key) } else { i32::MAX };
-            let keys = kept_keys(mask, list, i).map(|key| (key, expire(key)));
+            let keys = kept_keys(mask, list, query_tile).map(|key| (key, expire(key)));
             // A key that no query sees is left out: it may hold NaN.
             let seen = |&(key, expire): &(usize, i32)| !mask.causal || (key <= last && expire as usize > first);
             (call.kv_head(mask.heads_of(list).start), keys.filter(seen).collect())
@@ -135,15 +136,16 @@ fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Ta
         }
     };
     let (mut o, mut lse) = (vec![0.0; rows.len() * call.shape.head_dim], vec![0.0; rows.len()]);
+    let position_bound = |key: usize| if mask.causal { key as i32 } else { i32::MIN };
     let tile = ListedTile {
         q: call.q,
-        query_at: &rows.iter().map(|r| call.query_at(r.0, r.1)).collect::<Vec<_>>(),
+        query_at: &rows.iter().map(|&(head, row)| call.query_at(head, row)).collect::<Vec<_>>(),
         query_position: &positions().map(|position| position as i32).collect::<Vec<_>>(),
         k: call.k,
         v: call.v,
-        key_at: &keys.iter().map(|key| call.key_at(kv_head, key.0)).collect::<Vec<_>>(),
-        key_position: &(keys.iter()).map(|key| if mask.causal { key.0 as i32 } else { i32::MIN }).collect::<Vec<_>>(),
-        key_expire: &keys.iter().map(|key| key.1).collect::<Vec<_>>(),
+        key_at: &keys.iter().map(|&(key, _)| call.key_at(kv_head, key)).collect::<Vec<_>>(),
+        key_position: &keys.iter().map(|&(key, _)| position_bound(key)).collect::<Vec<_>>(),
+        key_expire: &keys.iter().map(|&(_, expire)| expire).collect::<Vec<_>>(),
     };
     engine.run(tile, &mut o, &mut lse);
     TaskResult { rows, o, lse }

@@ -2,7 +2,7 @@
 
 use crate::attention::{AttentionOutput, probe_window};
 use crate::call::Call;
-use crate::mask::{CorrectionMode, Selected, kept_keys};
+use crate::mask::{Correction, CorrectionMode, Selected, kept_keys};
 use sieve_core::KeyMask;
 use sieve_cpu::reference::{Attended, Key, Rounding, attend};
 
@@ -61,32 +61,38 @@ pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> AttentionOutput
     let Some(correction) = selected.correction.as_ref().filter(|c| c.mode != CorrectionMode::SparseOnly) else {
         return output;
     };
-    // The dense outputs of probes are computed here again, to check `probe_o` too.
-    let sparse = output.o.clone();
+    correct(call, mask, correction, &mut output.o);
+    output
+}
+
+/// Gives probes their dense outputs, and with [`CorrectionMode::Correct`] adds to the other rows of a probe's window how
+/// far the probe's dense output is from its sparse one. Rows that are dense already stay.
+fn correct(call: &Call<'_>, mask: &KeyMask, correction: &Correction, o: &mut [f64]) {
+    let (shape, d) = (call.shape, call.shape.head_dim);
+    let sparse = o.to_vec();
     for index in 0..correction.probe_rows.len() {
         let window = probe_window(correction, index, shape.num_queries);
         let probe = window.start;
-        let a = shape.context() + probe;
-        let causal: Vec<bool> = (0..shape.num_keys).map(|j| j <= a).collect();
+        let position = shape.context() + probe;
+        let causal: Vec<bool> = (0..shape.num_keys).map(|key| key <= position).collect();
         for head in 0..shape.num_heads {
+            // Computed here again, to check `probe_o` too.
             let (dense, _) = oracle_row(call, head, probe, &causal);
             let at_probe = call.query_at(head, probe);
             for row in window.clone() {
                 let at = call.query_at(head, row);
+                let is_corrected =
+                    correction.mode == CorrectionMode::Correct && !mask.is_dense_row(row) && !mask.is_dense_row(probe);
                 for c in 0..d {
                     if row == probe {
-                        output.o[at + c] = dense[c];
-                    } else if correction.mode == CorrectionMode::Correct
-                        && !mask.is_dense_row(row)
-                        && !mask.is_dense_row(probe)
-                    {
-                        output.o[at + c] = sparse[at + c] + dense[c] - sparse[at_probe + c];
+                        o[at + c] = dense[c];
+                    } else if is_corrected {
+                        o[at + c] = sparse[at + c] + dense[c] - sparse[at_probe + c];
                     }
                 }
             }
         }
     }
-    output
 }
 
 /// Dense causal attention in f64.

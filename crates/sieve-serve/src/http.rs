@@ -3,7 +3,7 @@ use crate::error::ApiError;
 use crate::queue::{Piece, Text};
 use crate::reply::Reply;
 use crate::request::{Asked, Form};
-use crate::serve::Server;
+use crate::server::Server;
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Path, Request, State};

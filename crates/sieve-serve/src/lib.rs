@@ -7,6 +7,7 @@
 mod error;
 mod metrics;
 mod queue;
+mod server;
 mod worker;
 
 mod fields;
@@ -19,4 +20,5 @@ mod serve;
 
 pub use error::ServeError;
 pub use listen::listen;
-pub use serve::{Engine, Settings, Stop, serve};
+pub use serve::serve;
+pub use server::{Engine, Settings, Stop};

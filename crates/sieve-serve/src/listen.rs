@@ -1,7 +1,7 @@
 //! Takes connections, with limits on their number and on how slowly a client may write and read.
 use crate::error::ServeError;
 use crate::http;
-use crate::serve::Server;
+use crate::server::Server;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;

@@ -2,7 +2,7 @@
 use crate::error::ApiError;
 use crate::queue::Piece;
 use crate::request::{Asked, Form};
-use crate::serve::Server;
+use crate::server::Server;
 use serde_json::{Map, Value, json};
 use sieve_eval::TokenScore;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! What a request asks for: its prompts, as tokens, and how they are continued.
 use crate::error::ApiError;
 use crate::fields::Fields;
-use crate::serve::Server;
+use crate::server::Server;
 use serde_json::Value;
 use sieve_eval::Sampling;
 use sieve_hf::ChatMessage;

@@ -2,7 +2,7 @@
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::queue::{Piece, Text, Waiting};
-use crate::serve::Engine;
+use crate::server::Engine;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{EvalError, OpenTexts, Sampler, StopTexts, TokenScore, score_prompts};
 use sieve_ops::DeviceBackend;

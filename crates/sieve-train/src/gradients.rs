@@ -1,6 +1,6 @@
 //! Gradients of all parameters, added up over micro-batches.
 use crate::collectives::Primitive;
-use crate::group::Share;
+use crate::share::Share;
 use burn::module::{Module, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};

@@ -22,18 +22,18 @@ use crate::collectives::{Collectives, Exchanged, HostCollectives, Pending, Primi
 use crate::gradients::Gradient;
 use crate::segment::Segment;
 use crate::segments::PassHooks;
+use crate::share::Share;
 use crate::{GradientBuffer, TrainError};
 use burn::module::{ModuleMapper, Param, ParamId, list_param_ids};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use sieve_comm::{CommError, Mesh, Pieces, ShardGroup, Work};
+use sieve_comm::{CommError, Mesh, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RankGroup, TrainBackend};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use step_times::StepTimes;
@@ -79,54 +79,6 @@ struct Sums<B: TrainBackend> {
     /// Parameter ids, and whether each gradient was reduce-scattered (`true`) or all-reduced.
     places: Vec<(ParamId, bool)>,
     pending: Pending<B>,
-}
-
-/// This rank, the number of ranks, and how they divide the weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Share {
-    pub(crate) rank: usize,
-    pub(crate) size: usize,
-    /// The ranks among which matrices are divided: all, or those of `parallelism.shard_ranks`.
-    pub(crate) group: ShardGroup,
-    /// Whether matrices are divided into pieces: `parallelism.zero_stage` is not 0.
-    pub(crate) cuts: bool,
-    /// Whether a rank has whole weights between their uses: `parallelism.zero_stage` is not 3.
-    pub(crate) keeps_whole: bool,
-}
-
-impl Share {
-    /// The share of a run in one process: everything.
-    pub(crate) const ALL: Self = Self { rank: 0, size: 1, group: ShardGroup::ALONE, cuts: true, keeps_whole: true };
-
-    /// This rank's share of the rows where `degree` consecutive ranks share each row.
-    pub(crate) fn of_rows(&self, degree: usize) -> Self {
-        Self { rank: self.rank / degree, size: (self.size / degree).max(1), ..*self }
-    }
-
-    /// The pieces of a parameter of this shape; `None` for vectors and small matrices, which every rank updates whole.
-    pub(crate) fn pieces(&self, shape: &[usize]) -> Option<Pieces> {
-        let count = shape.iter().product();
-        (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.group.size()))?
-    }
-
-    /// This rank's range of a parameter that is divided into `pieces`.
-    pub(crate) fn own(&self, pieces: Pieces) -> Range<usize> {
-        pieces.of(self.group.place())
-    }
-
-    /// This rank's range of the flattened parameter; `None` if ranks do not divide it.
-    pub(crate) fn range(&self, shape: &[usize]) -> Option<Range<usize>> {
-        Some(self.own(self.pieces(shape)?))
-    }
-
-    /// Whether this rank's values count in sums over all ranks, and are saved. Every group of `parallelism.shard_ranks`
-    /// has the same pieces: those of the first group count. What all ranks have whole counts on rank 0.
-    pub(crate) fn counts(&self, is_piece: bool) -> bool {
-        match is_piece {
-            true => self.group.is_first(),
-            false => self.rank == 0,
-        }
-    }
 }
 
 /// What the ranks exchange before a step: a rank's own values, or all ranks' values combined.

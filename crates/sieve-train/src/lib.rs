@@ -14,6 +14,7 @@ mod hardware;
 mod optimizer;
 mod segment;
 mod segments;
+mod share;
 
 mod data;
 mod memory;

@@ -6,8 +6,9 @@ pub use snapshot::{OptimizerSnapshot, ReplicaSums};
 
 use crate::collectives::{Gathered, Primitive as Inner, Updated, flat};
 use crate::gradients::Gradient;
-use crate::group::{Group, Released, Share, WeightPieces};
+use crate::group::{Group, Released, WeightPieces};
 use crate::segment::Segment;
+use crate::share::Share;
 use crate::{GradientBuffer, Precision, TrainError};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;

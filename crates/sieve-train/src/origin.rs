@@ -69,7 +69,7 @@ impl Origin {
         options: BranchOptions,
     ) -> Result<Self, TrainError> {
         let mut notices = Vec::new();
-        let checkpoint = match start {
+        let own = match start {
             Start::New => {
                 return match initial::folder(recipe)? {
                     Some(path) => Self::branch(initial::opened(Checkpoint::open(&path))?, recipe, options),
@@ -82,12 +82,25 @@ impl Origin {
             Start::ResumeAlone { fallback } => latest_of_two(folder, fallback.as_deref(), recipe, &mut notices)?,
             Start::ResumeFrom(path) => Some(Checkpoint::open(path)?),
         };
-        let begun = match &checkpoint {
+        // Other ranks start with `ResumeFrom` the checkpoint that rank 0 found: notices of a change are given once.
+        let tells_changes = matches!(start, Start::Resume | Start::ResumeAlone { .. });
+        Self::resumed(folder, own, recipe, tells_changes, notices)
+    }
+
+    /// Continues a run from its own checkpoint; without one, from what it began with.
+    fn resumed(
+        folder: &RunFolder,
+        own: Option<Checkpoint>,
+        given: &Recipe,
+        tells_changes: bool,
+        mut notices: Vec<String>,
+    ) -> Result<Self, TrainError> {
+        let begun = match &own {
             // A run with a checkpoint of its own can do without the other one, and without the file that names it.
             Some(_) => Begun::read(folder).ok().flatten(),
             None => Begun::read(folder)?,
         };
-        let mut saved = match &checkpoint {
+        let mut saved = match &own {
             Some(checkpoint) => saved_recipe(checkpoint)?,
             None => {
                 let path = folder.config_path();
@@ -95,58 +108,61 @@ impl Origin {
                 Recipe::load(&text, &path.shown().to_string(), &[])?
             }
         };
-        let given = recipe;
-        let mut recipe = continued(&saved, recipe);
+        let mut recipe = continued(&saved, given);
         if recipe.lr_scheduler != given.lr_scheduler {
             let warmup = recipe.lr_scheduler.warmup_steps;
             notices.push(format!("note: lr_scheduler.warmup_steps stays {warmup}, as this run began"));
         }
         let named = recipe.model.initial_weights.clone();
         with_initial_weights(&mut saved, &mut recipe, begun.as_ref());
-        let (mut initial_weights, recipe) = (recipe.model.initial_weights.clone(), &recipe);
-        let is_branch = checkpoint.is_none() && begun.as_ref().is_some_and(|begun| begun.is_branch);
-        let recipe_key = begun.as_ref().and_then(|begun| begun.recipe_key.clone());
-        let fresh_optimizer = is_branch && begun.as_ref().is_some_and(|begun| begun.fresh_optimizer);
-        let checkpoint = match (checkpoint, begun) {
+        let is_branch = own.is_none() && begun.as_ref().is_some_and(|begun| begun.is_branch);
+        let mut origin = Self {
+            checkpoint: None,
+            notices,
+            is_branch,
+            fresh_optimizer: is_branch && begun.as_ref().is_some_and(|begun| begun.fresh_optimizer),
+            initial_weights: recipe.model.initial_weights.clone(),
+            recipe_key: begun.as_ref().and_then(|begun| begun.recipe_key.clone()),
+        };
+        origin.checkpoint = match (own, begun) {
             (None, Some(begun)) => {
                 let found = begun.open(folder, named.as_deref())?;
                 let note = "note: the run has no checkpoint yet; it begins again with";
-                notices.push(format!("{note} {}", found.path.shown()));
+                origin.notices.push(format!("{note} {}", found.path.shown()));
                 if is_branch {
-                    initial_weights = Some(initial::full_key_of(&found)?);
+                    origin.initial_weights = Some(initial::full_key_of(&found)?);
                 }
                 Some(found)
             }
-            (Some(checkpoint), Some(begun)) => {
-                // Other ranks start with `ResumeFrom` the checkpoint that rank 0 found: the notice is given once.
-                if matches!(start, Start::Resume | Start::ResumeAlone { .. }) {
-                    notices.extend(begun.change());
-                }
-                Some(checkpoint)
+            (Some(own), Some(begun)) => {
+                origin.notices.extend(tells_changes.then(|| begun.change()).flatten());
+                Some(own)
             }
-            (checkpoint, None) => checkpoint,
+            (own, None) => own,
         };
-        let steps_done = checkpoint.as_ref().map_or(0, |found| found.state.step);
-        for change in saved.check_resume(recipe, steps_done as usize)? {
-            notices.push(format!("note: {change}"));
+        let steps_done = origin.step() as usize;
+        for change in saved.check_resume(&recipe, steps_done)? {
+            origin.notices.push(format!("note: {change}"));
         }
-        notices.extend(rate_line(&saved, recipe, steps_done as usize));
-        match &checkpoint {
-            // A branch is a new run: it need not repeat the bits of earlier sums, which depend on the threads.
-            Some(_) if is_branch => {}
-            Some(Checkpoint { state, .. }) => {
-                let now = rayon::current_num_threads();
-                if state.num_threads != now {
-                    notices.push(format!(
-                        "note: {now} threads compute, the run used {} before; the last bits of its sums may differ \
-                         from here on (RAYON_NUM_THREADS={} repeats them)",
-                        state.num_threads, state.num_threads
-                    ));
-                }
-            }
-            None => notices.push("note: the run has no checkpoint yet; it starts over".to_owned()),
-        }
-        Ok(Self { checkpoint, notices, is_branch, fresh_optimizer, initial_weights, recipe_key })
+        origin.notices.extend(rate_line(&saved, &recipe, steps_done));
+        let last = origin.note_of_start();
+        origin.notices.extend(last);
+        Ok(origin)
+    }
+
+    /// A notice of a run that starts over, or whose sums are added up by another number of threads than before.
+    fn note_of_start(&self) -> Option<String> {
+        let Some(Checkpoint { state, .. }) = &self.checkpoint else {
+            return Some("note: the run has no checkpoint yet; it starts over".to_owned());
+        };
+        // A branch is a new run: it need not repeat the bits of earlier sums, which depend on the threads.
+        let (before, now) = (state.num_threads, rayon::current_num_threads());
+        (!self.is_branch && before != now).then(|| {
+            format!(
+                "note: {now} threads compute, the run used {before} before; the last bits of its sums may differ from \
+                 here on (RAYON_NUM_THREADS={before} repeats them)"
+            )
+        })
     }
 
     /// Writes `origin.json` into the folder of a run, or removes the file if the run begins with no other checkpoint.

@@ -22,11 +22,12 @@ pub use faults::{FaultInjection, Moment};
 pub use sampling::WriteSamples;
 pub use stage::step_batch;
 
-use crate::group::{Share, StepHooks, Weights};
+use crate::group::{StepHooks, Weights};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
 use crate::segments::{Alone, BlockSettings, MicroBatchResult, PassHooks, pass};
+use crate::share::Share;
 use crate::tries::WriteLimits;
 use crate::unigram::Unigram;
 use crate::validation::{TokenBytes, check_labels};
@@ -62,18 +63,15 @@ pub struct Trainer<B: TrainBackend> {
     recipe: Recipe,
     stage: StageState,
     data: TrainingData,
-    device: B::Device,
-    precision: Precision,
+    machine: Machine<B>,
     learner: Learner<B>,
     progress: Progress,
     /// Learning rate of the last step, and the result of its last micro-batch.
     last_step: Option<(f64, MicroBatchResult<B>)>,
-    loss_mean: LossMean,
     guard_log: GuardLog<B>,
     held_out: HeldOut,
     checkpoints: Checkpoints,
     ranks: Ranks<B>,
-    budget: Budget,
     lines: Lines,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
@@ -115,8 +113,10 @@ impl HeldOut {
     }
 }
 
-/// The device's speed and memory.
-struct Budget {
+/// What the run computes on.
+struct Machine<B: TrainBackend> {
+    device: B::Device,
+    precision: Precision,
     /// Peak FLOP/s of the device, if it is known.
     peak_flops: Option<f64>,
     memory: MemoryProbe,
@@ -183,11 +183,9 @@ impl<B: TrainBackend> Trainer<B> {
                 model: Some(model),
                 optimizer: Optimizer::of_share(recipe.optimizer.clone(), &stage.shape, share),
             },
-            loss_mean: LossMean::new(training, GuardState::default()),
-            guard_log: GuardLog::new(precision),
+            guard_log: GuardLog::new(precision, LossMean::new(training, GuardState::default())),
             stage,
-            precision,
-            budget: Budget { peak_flops, memory, keeping },
+            machine: Machine { device, precision, peak_flops, memory, keeping },
             progress: Progress::default(),
             last_step: None,
             checkpoints: Checkpoints::new(folder),
@@ -199,39 +197,52 @@ impl<B: TrainBackend> Trainer<B> {
             shard_checks: Vec::new(),
             recipe,
             data,
-            device,
         };
         if trainer.ranks.writes() {
             trainer.shard_checks = trainer.data.shards().map(Prepared::check_beside).collect::<Result<_, _>>()?;
         }
         if let Some(checkpoint) = &origin.checkpoint {
-            trainer.restore(checkpoint, origin.fresh_optimizer)?;
-            if trainer.checkpoints.last.is_none() {
-                // `restore` found that the checkpoint is in another folder than this run's.
-                trainer.checkpoints.begun = Begun::of(&origin)?;
-            }
-            if origin.is_branch {
-                // With another window or rotary base the losses change.
-                trainer.loss_mean.restart();
-            }
-            let notes = trainer.conversion_notes(checkpoint, origin.is_branch)?;
-            trainer.lines.notices.extend(notes);
+            trainer.begin_with(checkpoint, &origin)?;
         } else {
             let model = trainer.learner.model.take();
             trainer.learner.model = model.map(|model| model.map(&mut trainer.learner.optimizer.holder(precision)));
         }
-        if let Some(on_host) = trainer.ranks.group().and_then(Group::crossed_hosts) {
+        let notes = trainer.sharding_notes();
+        trainer.lines.notices.extend(notes);
+        Ok(trainer)
+    }
+
+    /// Restores the checkpoint that a run continues or that another run begins with.
+    fn begin_with(&mut self, checkpoint: &Checkpoint, origin: &Origin) -> Result<(), TrainError> {
+        self.restore(checkpoint, origin.fresh_optimizer)?;
+        if self.checkpoints.last.is_none() {
+            // `restore` found that the checkpoint is in another folder than this run's.
+            self.checkpoints.begun = Begun::of(origin)?;
+        }
+        if origin.is_branch {
+            // With another window or rotary base the losses change.
+            self.guard_log.loss_mean.restart();
+        }
+        let notes = self.conversion_notes(checkpoint, origin.is_branch)?;
+        self.lines.notices.extend(notes);
+        Ok(())
+    }
+
+    /// Notices of weights that are gathered across hosts, or that nothing divides.
+    fn sharding_notes(&self) -> Vec<String> {
+        let (share, mut notes) = (self.share(), Vec::new());
+        if let Some(on_host) = self.ranks.group().and_then(Group::crossed_hosts) {
             let size = share.group.size();
-            trainer.lines.notices.push(format!(
+            notes.push(format!(
                 "note: parallelism.shard_ranks = {size}, and a host has {on_host} processes: weights are gathered \
                  across hosts"
             ));
         }
-        if trainer.recipe.parallelism.zero_stage == 3 && share.size == 1 {
+        if self.recipe.parallelism.zero_stage == 3 && share.size == 1 {
             let note = "note: parallelism.zero_stage = 3 shards nothing in one process, which holds the whole model";
-            trainer.lines.notices.push(note.to_owned());
+            notes.push(note.to_owned());
         }
-        Ok(trainer)
+        notes
     }
 
     /// Stops after this many steps of this process, with a checkpoint to resume from, as after a signal.
@@ -330,7 +341,7 @@ impl<B: TrainBackend> Trainer<B> {
             (0, GuardState::default())
         };
         self.progress.next_sample = next_sample;
-        self.loss_mean = LossMean::new(&self.recipe.training, guard);
+        self.guard_log.loss_mean = LossMean::new(&self.recipe.training, guard);
         // Unless the checkpoint is in this run's folder, the run has no checkpoint of its own yet.
         let own = self.checkpoints.folder.checkpoint_path().join(format!("step-{}", state.step));
         let [own, found] = [&own, &checkpoint.path].map(|path| path.canonicalize().ok());
@@ -394,7 +405,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.ranks.set_work(Work::Any);
         result?;
         written?;
-        summary.peak_memory = self.budget.memory.peak();
+        summary.peak_memory = self.machine.memory.peak();
         let num_steps = self.recipe.training.steps as u64;
         summary.step = self.progress.step;
         summary.interrupted = self.progress.step < num_steps;
@@ -473,29 +484,70 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Computes the gradients of all micro-batches, clips them, and updates the model if the guard's gate lets the step
     /// pass. Labels and tokens are counted over all processes.
-    fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
+    fn train_step(&mut self, batches: &[Batch], labels_and_tokens: [usize; 2]) -> Result<(), TrainError> {
+        let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
+        let (loss, last_result) = self.add_micro_batches(batches, labels_and_tokens, &mut gradients)?;
+        let model = self.learner.model.take().expect(AWAY);
+        let (loss, grad_norm) = match self.ranks.group_mut() {
+            None => (loss, gradients.norm(&model, &self.machine.device)),
+            Some(group) => {
+                group.finish_sums(&mut gradients)?;
+                let [loss, norm] = group.totals(loss, &model, &gradients, &self.machine.device)?;
+                (loss, norm)
+            }
+        };
+        let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
+        let gated = gate::<B>(loss, grad_norm, clip_scale);
+        let lr = self.learning_rate();
+        let num_rows = self.stage.recipe.training.global_batch_size as u64;
+        self.guard_log.note(
+            self.progress.step + 1,
+            lr,
+            (self.progress.next_sample, num_rows),
+            batches,
+            &gated,
+            || norms_by_part(&model, &gradients, self.ranks.group(), &self.machine.device),
+        )?;
+        let scale = gated.grad_scale;
+        self.learner.model = Some(match self.ranks.group_mut() {
+            None => self.learner.optimizer.step(model, &mut gradients, scale, lr),
+            Some(group) => self.learner.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
+        });
+        self.disturb_weights()?;
+        self.count_step();
+        self.last_step = last_result.map(|result| (lr, result));
+        Ok(())
+    }
+
+    /// Runs each micro-batch forward and backward, and adds up its gradients. Returns the losses of this rank's
+    /// labels, summed and divided by the labels of all ranks, `[1]`, and the last micro-batch's result.
+    fn add_micro_batches(
+        &mut self,
+        batches: &[Batch],
+        [num_labels, num_tokens]: [usize; 2],
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(Tensor<B::InnerBackend, 1>, Option<MicroBatchResult<B>>), TrainError> {
         let loss_scale = self.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
         let links = self.ranks.group().and_then(|group| group.rank_group(degree));
         let settings = BlockSettings {
-            keeping: self.budget.keeping,
+            keeping: self.machine.keeping,
             token_share: 1.0 / num_tokens as f64,
             measures_indexers: self.is_logged(self.progress.step + 1),
             reads_all: self.recipe.training.reads_all(self.progress.step as usize),
             ..BlockSettings::from(&self.recipe)
         };
-        let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
-        let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
+        let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.machine.device);
         let mut last_result = None;
         for (place, batch) in batches.iter().enumerate() {
             let on_device = match &links {
-                Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
-                None => DeviceBatch::new(batch, &self.device),
+                Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.machine.device),
+                None => DeviceBatch::new(batch, &self.machine.device),
             };
             let is_last = place + 1 == batches.len();
             let mut together = self.ranks.group_mut().map(|group| {
-                group.begin(is_last, &mut gradients);
+                group.begin(is_last, gradients);
                 StepHooks(Weights { group, pieces: self.learner.optimizer.pieces() })
             });
             let hooks: &mut dyn PassHooks<B> = match &mut together {
@@ -508,50 +560,23 @@ impl<B: TrainBackend> Trainer<B> {
                 &on_device,
                 &self.learner.ropes.training,
                 loss_scale,
-                &mut gradients,
+                gradients,
                 hooks,
             )?;
             loss = loss + result.loss.clone();
             last_result = Some(result);
         }
-        let model = self.learner.model.take().expect(AWAY);
-        let grad_norm = match self.ranks.group_mut() {
-            None => gradients.norm(&model, &self.device),
-            Some(group) => {
-                group.finish_sums(&mut gradients)?;
-                let norm;
-                [loss, norm] = group.totals(loss, &model, &gradients, &self.device)?;
-                norm
-            }
-        };
-        let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
-        let gated = gate::<B>(loss, grad_norm, clip_scale);
-        let lr = self.learning_rate();
-        let training = &self.stage.recipe.training;
-        let num_rows = training.global_batch_size as u64;
-        self.guard_log.note(
-            self.progress.step + 1,
-            lr,
-            (self.progress.next_sample, num_rows),
-            batches,
-            &gated,
-            || norms_by_part(&model, &gradients, self.ranks.group(), &self.device),
-        )?;
-        let scale = gated.grad_scale;
-        self.learner.model = Some(match self.ranks.group_mut() {
-            None => self.learner.optimizer.step(model, &mut gradients, scale, lr),
-            Some(group) => self.learner.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
-        });
+        Ok((loss, last_result))
+    }
 
+    /// Scales the updated weights, where a test asks for it.
+    fn disturb_weights(&mut self) -> Result<(), TrainError> {
         let factor = self.disturbance.at(self.progress.next_sample, Moment::Leaves);
         if factor != 1.0 {
             self.finish_leaves()?;
             let model = self.learner.model.take().expect(AWAY);
             self.learner.model = Some(model.map(&mut Scaled(factor)));
         }
-
-        self.count_step();
-        self.last_step = last_result.map(|result| (lr, result));
         Ok(())
     }
 

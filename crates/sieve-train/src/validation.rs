@@ -1,5 +1,5 @@
 //! Computes the loss on held-out documents.
-use crate::group::Share;
+use crate::share::Share;
 use crate::unigram::Unigram;
 use crate::{DeviceBatch, TrainError, ValidationReport};
 use burn::tensor::Tensor;

@@ -5,6 +5,7 @@ use crate::{hub, terminal};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
+use sieve_core::kinds::names_of_kinds;
 use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
 use sieve_core::{InitialWeights, NumberFormat, ShownPath, model_line};
 use sieve_data::Tokenizer;
@@ -24,9 +25,7 @@ pub(crate) struct ImportArgs {
     /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
-    /// Give the model another attention, with a recipe's defaults: dma, swa, nsa, infllm_v2, moba or msa; --set changes
-    /// its sizes, --set attention.preset=paper takes the published form
-    #[arg(long, value_name = "KIND")]
+    #[arg(long, value_name = "KIND", help = attention_help())]
     attention: Option<String>,
     /// With --attention: leave out trained tensors that the other attention has no place for, such as an indexer
     #[arg(long, requires = "attention")]
@@ -38,6 +37,15 @@ pub(crate) struct ImportArgs {
     memory: MemoryArgs,
 }
 
+/// The help of `--attention`.
+fn attention_help() -> String {
+    let kinds = names_of_kinds(|kind| !kind.is_latent() && !kind.is_dense());
+    format!(
+        "Give the model another attention, with a recipe's defaults: {kinds}; --set changes its sizes, --set \
+         attention.preset=paper takes the published form"
+    )
+}
+
 /// Runs `sieve import`: makes a checkpoint from a published model.
 pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
@@ -47,34 +55,7 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.shown()))?;
-    let mut sets = Vec::new();
-    if !args.data.is_empty() {
-        sets.push(format!("data.paths={:?}", args.data));
-    }
-    sets.extend(args.overrides.iter().cloned());
-    let mut own_text = None;
-    // An unreadable configuration is no error here: `sieve_hf::import` reports it below.
-    if let Ok((recipe, shape)) = sieve_hf::imported_model(&args.from, kind, &sets) {
-        // Tokens that were added on top may lack a row: `print_notes` says so.
-        if tokenizer.num_base_tokens() > shape.vocab_size {
-            bail!(
-                "{}: tokenizer.json has {} tokens without the added ones, and the embedding {} rows: it is the \
-                 tokenizer of another model\n  hint: take the tokenizer.json that was published with the weights",
-                args.from.shown(),
-                terminal::thousands(tokenizer.num_base_tokens() as u64),
-                terminal::thousands(shape.vocab_size as u64)
-            );
-        }
-        args.memory.check_import(&shape)?;
-        if !args.data.is_empty() {
-            (own_text, _) = OwnText::read(&recipe)?;
-        }
-        if let Some(own) = own_text.as_ref().filter(|_| !gives_steps(&args.overrides)) {
-            let training = &recipe.training;
-            let steps = fine_tuning_steps(own.num_tokens, training.tokens_per_step(), training.steps);
-            sets.push(format!("training.steps={steps}"));
-        }
-    }
+    let (sets, own_text) = keys_of_recipe(&args, kind, &tokenizer)?;
     let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, args.drop, &FlexDevice)?;
     let recipe_path = args.out.join("recipe.toml");
     let recipe = format!(
@@ -86,11 +67,59 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.shown()))?;
     terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&named, &report)?));
     print_notes(&report, &tokenizer);
-    let checkpoint = terminal::quoted(&report.path);
-    let recipe_file = terminal::quoted(&recipe_path);
+    print_commands(&args, &report, &recipe_path);
+    if let Some(words) = own_text.and_then(|own| own.epochs(&report.recipe)) {
+        terminal::remark(&words);
+    }
+    Ok(())
+}
+
+/// The keys of the checkpoint's recipe: `--data`, `--set` and, for the text of `--data`, as many steps as fine-tuning
+/// takes, unless `--set` gives them. With the keys comes that text's size. Refuses another model's tokenizer, and a
+/// model that the memory has no room for.
+fn keys_of_recipe(
+    args: &ImportArgs,
+    kind: Option<AttentionKind>,
+    tokenizer: &Tokenizer,
+) -> Result<(Vec<String>, Option<OwnText>)> {
+    let mut sets = Vec::new();
+    if !args.data.is_empty() {
+        sets.push(format!("data.paths={:?}", args.data));
+    }
+    sets.extend(args.overrides.iter().cloned());
+    // An unreadable configuration is no error here: `sieve_hf::import` reports it.
+    let Ok((recipe, shape)) = sieve_hf::imported_model(&args.from, kind, &sets) else {
+        return Ok((sets, None));
+    };
+    // Tokens that were added on top may lack a row: `print_notes` says so.
+    if tokenizer.num_base_tokens() > shape.vocab_size {
+        bail!(
+            "{}: tokenizer.json has {} tokens without the added ones, and the embedding {} rows: it is the \
+             tokenizer of another model\n  hint: take the tokenizer.json that was published with the weights",
+            args.from.shown(),
+            terminal::thousands(tokenizer.num_base_tokens() as u64),
+            terminal::thousands(shape.vocab_size as u64)
+        );
+    }
+    args.memory.check_import(&shape)?;
+    let mut own_text = None;
+    if !args.data.is_empty() {
+        (own_text, _) = OwnText::read(&recipe)?;
+    }
+    if let Some(own) = own_text.as_ref().filter(|_| !gives_steps(&args.overrides)) {
+        let training = &recipe.training;
+        let steps = fine_tuning_steps(own.num_tokens, training.tokens_per_step(), training.steps);
+        sets.push(format!("training.steps={steps}"));
+    }
+    Ok((sets, own_text))
+}
+
+/// The commands that go on: to train where there is text, and to generate.
+fn print_commands(args: &ImportArgs, report: &ImportReport, recipe_path: &Path) {
+    let recipe_file = terminal::quoted(recipe_path);
     let plan = format!("plan --recipe {recipe_file}");
     let train = format!("train --recipe {recipe_file} --out {}", terminal::quoted(&args.out.join("run")));
-    let generate = format!("generate --checkpoint {checkpoint} --prompt 'The '");
+    let generate = format!("generate --checkpoint {} --prompt 'The '", terminal::quoted(&report.path));
     let commands = match args.data.is_empty() {
         true => {
             terminal::line(&format!(
@@ -102,10 +131,6 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
         false => vec![plan, train, generate],
     };
     terminal::line(&terminal::next(&commands));
-    if let Some(words) = own_text.and_then(|own| own.epochs(&report.recipe)) {
-        terminal::remark(&words);
-    }
-    Ok(())
 }
 
 /// What was imported, on one line.

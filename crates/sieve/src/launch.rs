@@ -98,6 +98,11 @@ impl Place {
                 token: Some(random_token()),
             });
         }
+        Self::of_several(args, nnodes)
+    }
+
+    /// As [`of`](Self::of), where `nnodes` hosts take part: each needs its rank and the address of rank 0.
+    fn of_several(args: &LaunchArgs, nnodes: u16) -> Result<Self> {
         if args.max_restarts > 0 {
             bail!(
                 "--max-restarts works on one host: this launcher cannot restart the processes of the other {}\n  \
@@ -115,26 +120,31 @@ impl Place {
         if node_rank >= nnodes {
             bail!("--node-rank {node_rank} is not a host of {nnodes}, counted from 0");
         }
-        let master = args.master.clone().or_else(|| variable("PET_MASTER_ADDR"));
-        let master = master.with_context(|| {
-            format!(
-                "{nnodes} hosts take part, but the address of rank 0 is missing\n  \
-                hint: --master HOST:PORT, the first host's name, the same for all"
-            )
-        })?;
-        let (host, port) = match master.rsplit_once(':') {
-            Some((host, port)) => {
-                let port = port.parse().ok();
-                (host.to_owned(), port.with_context(|| format!("--master {master}: no port"))?)
-            }
-            None => (master.clone(), number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT)),
-        };
+        let (host, port) = master(args, nnodes)?;
         anyhow::ensure!(
             port > 0,
             "rank 0 cannot listen on port 0, which no other host finds\n  \
              hint: name one from 1 to 65535 with --master HOST:PORT or PET_MASTER_PORT"
         );
         Ok(Self { nnodes, node_rank, run_id: format!("launch-{host}:{port}"), host, port: Some(port), token: None })
+    }
+}
+
+/// Host and port of rank 0: those of `--master HOST:PORT`, else of the environment.
+fn master(args: &LaunchArgs, nnodes: u16) -> Result<(String, u16)> {
+    let master = args.master.clone().or_else(|| variable("PET_MASTER_ADDR"));
+    let master = master.with_context(|| {
+        format!(
+            "{nnodes} hosts take part, but the address of rank 0 is missing\n  \
+            hint: --master HOST:PORT, the first host's name, the same for all"
+        )
+    })?;
+    match master.rsplit_once(':') {
+        Some((host, port)) => {
+            let port = port.parse().ok();
+            Ok((host.to_owned(), port.with_context(|| format!("--master {master}: no port"))?))
+        }
+        None => Ok((master, number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT))),
     }
 }
 

@@ -236,6 +236,10 @@ macro_rules! as_chosen_blocks {
             self.chosen().flops(layer)
         }
 
+        fn block_choice(&self) -> Option<BlockChoice> {
+            Some(self.choice())
+        }
+
         fn label(&self) -> Option<String> {
             let blocks = self.choice().blocks;
             Some(format!("{} x {} selected", blocks.num_selected_blocks, blocks.select_block_size))

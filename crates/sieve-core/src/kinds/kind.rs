@@ -5,8 +5,8 @@ use serde_json::Value;
 use super::op::AttentionOp;
 use super::param::ParamSpec;
 use super::sizes::{Activations, BackwardCall, Exchanged, Halo, HeadWidths, KeptCall, KeyReads};
-use crate::NsaBlocks;
 use crate::model::{BranchDensity, ModelShape};
+use crate::{BlockChoice, NsaBlocks};
 
 /// Multiply-adds of one layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -136,6 +136,11 @@ pub trait Kind: std::fmt::Debug {
     /// Whether the softmax of a layer can have a learned logit of each query head, `model.attention_sinks`.
     fn takes_sinks(&self) -> bool {
         false
+    }
+
+    /// How queries choose blocks; `None` for kinds that only read them beside other keys, and for kinds without blocks.
+    fn block_choice(&self) -> Option<BlockChoice> {
+        None
     }
 
     /// The chosen blocks as attention's kernels read them; `None` for kinds without blocks.

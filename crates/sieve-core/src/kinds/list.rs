@@ -7,8 +7,8 @@ use super::dense::Dense;
 use super::kind::{FULL_ATTENTION, Kind, SLIDING_ATTENTION};
 use super::settings::{Settings, Sizes};
 use crate::keys::{Key, Section, choices, joined};
-use crate::model::{DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape};
-use crate::recipe::{FormerForm, ModelSection, Rules, SwaShape};
+use crate::recipe::{FormerForm, ModelSection, Rules};
+use shapes::*;
 
 /// Defines from one list of attention kinds: [`Attention`], the section with a kind's keys; [`AttentionKind`], the bare
 /// kind; and the keys of each kind.
@@ -21,6 +21,11 @@ macro_rules! attention_kinds {
             $(#[doc = $doc])+
             $kind $(($shape))?,
         )+}
+
+        /// The sizes of each kind that has some.
+        pub mod shapes {
+            $($(pub use crate::kinds::$shape;)?)+
+        }
 
         choices! {
             /// The kinds of attention a recipe can name.

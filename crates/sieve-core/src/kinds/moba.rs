@@ -88,3 +88,25 @@ impl Kind for MobaShape {
         Some("10 %")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Attention;
+    use crate::model::mean_active_keys;
+
+    #[test]
+    fn chosen_blocks_count_their_tokens_and_half_of_each_pooled_key() {
+        let moba = MobaShape { select_block_size: 4, num_selected_blocks: 2 };
+        for seq_len in 1..40usize {
+            let mut pairs = 0.0;
+            for t in 0..seq_len {
+                // Query t reads one whole earlier block, and its own up to t; it scores each complete block's mean key.
+                let earlier = (t / 4).min(1) * 4;
+                pairs += (earlier + t % 4 + 1) as f64 + ((t + 1) / 4) as f64 / 2.0;
+            }
+            let mean = mean_active_keys(Attention::Moba(moba), seq_len);
+            assert!((mean * seq_len as f64 - pairs).abs() < 1e-9, "{seq_len}: {mean}");
+        }
+    }
+}

@@ -295,15 +295,15 @@ impl Kind for NsaShape {
         true
     }
 
-    /// Packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The normed but
-    /// unrotated tensor, from which blocks are compressed, is not kept.
+    /// Per token. Packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The
+    /// normed but unrotated tensor, from which blocks are compressed, is not kept.
     fn activations(&self, call: &KeptCall<'_>) -> Activations {
         let layer = call.layer;
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let (heads, kv_heads) = (layer.num_heads as u64, layer.num_kv_heads as u64);
         let branches = NUM_NSA_BRANCHES as u64;
         let stride = self.compress_stride as u64;
-        let blocks = match self.compress_hidden_size {
+        let kept_by_mlps = match self.compress_hidden_size {
             // The two MLPs keep their inputs, the concatenated keys and values of each block, and their hidden layers
             // before and after the ReLU.
             Some(hidden) => {
@@ -313,13 +313,16 @@ impl Kind for NsaShape {
             }
             None => 0,
         };
-        let compressed = 4 * kv / stride + blocks;
+        // For each stride of tokens a compressed key and value, in two copies.
+        let compressed = 4 * kv / stride + kept_by_mlps;
         let packs = 2 * self.num_kv_copies() as u64 * (q + 2 * kv);
         let lists = match call.keeps_choice_lists {
             true => 2 * F32 * kv_heads * self.num_selected_blocks as u64,
             false => 0,
         };
-        Activations { values: packs + branches * (q + heads) + q + compressed, bytes: branches * F32 * heads + lists }
+        let (outputs_and_gates, mixed_output) = (branches * (q + heads), q);
+        let log_sum_exps = branches * F32 * heads;
+        Activations { values: packs + outputs_and_gates + mixed_output + compressed, bytes: log_sum_exps + lists }
     }
 
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {

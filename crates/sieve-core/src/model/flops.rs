@@ -169,21 +169,6 @@ mod tests {
     }
 
     #[test]
-    fn chosen_blocks_count_their_tokens_and_half_of_each_pooled_key() {
-        let moba = crate::MobaShape { select_block_size: 4, num_selected_blocks: 2 };
-        for seq_len in 1..40usize {
-            let mut pairs = 0.0;
-            for t in 0..seq_len {
-                // Query t reads one whole earlier block, and its own up to t; it scores each complete block's mean key.
-                let earlier = (t / 4).min(1) * 4;
-                pairs += (earlier + t % 4 + 1) as f64 + ((t + 1) / 4) as f64 / 2.0;
-            }
-            let mean = mean_active_keys(Attention::Moba(moba), seq_len);
-            assert!((mean * seq_len as f64 - pairs).abs() < 1e-9, "{seq_len}: {mean}");
-        }
-    }
-
-    #[test]
     fn documents_are_weighted_by_their_tokens() {
         // Lengths 3, 0, 5 with w = 2: pairs 1 + 2 + 2 and 1 + 2 + 2 + 2 + 2, over 8 tokens.
         assert_eq!(mean_active_keys_of_documents(dma(2), [3, 0, 5]), 14.0 / 8.0);

@@ -1,11 +1,11 @@
 //! Shapes for the tests of this crate and of the crates that use it.
 
 use super::{
-    Attention, DmaShape, IndexScores, InfllmV2Shape, LayerPattern, MlaShape, MobaShape, ModelShape, MsaShape,
-    NsaCompression, NsaShape, RopeLayers,
+    Attention, DmaShape, IndexScores, InfllmV2Shape, LayerPattern, MlaShape, ModelShape, MsaShape, NsaCompression,
+    NsaShape, RopeLayers,
 };
 use crate::recipe::AttentionKind;
-use crate::{BlockChoice, NsaBlocks};
+use crate::{BlockChoice, ChoiceRule, NsaBlocks};
 
 /// Qwen3-0.6B, as its published config.json says.
 pub fn qwen3_0_6b() -> ModelShape {
@@ -105,9 +105,21 @@ pub fn infllm_v2(sizes: [usize; 4], num_local_blocks: usize) -> BlockChoice {
     BlockChoice { blocks: NsaBlocks::of(sizes), ..shape.choice() }
 }
 
-/// MoBA's choice: each query head compares mean keys.
+/// The kind whose queries choose blocks by `rule`, with these values of its keys.
+pub fn kind_that_chooses_by(rule: ChoiceRule, keys: &[(&str, usize)]) -> Attention {
+    let has_rule = |kind: &Attention| kind.as_kind().block_choice().is_some_and(|choice| choice.rule == rule);
+    block_kinds(keys).into_iter().find(has_rule).expect("a kind with this rule")
+}
+
+/// The kind in which each query head compares mean keys (arXiv:2502.13189).
+pub fn mean_key_kind(select_block_size: usize, num_selected_blocks: usize) -> Attention {
+    let keys = [("select_block_size", select_block_size), ("num_selected_blocks", num_selected_blocks)];
+    kind_that_chooses_by(ChoiceRule::MeanKey, &keys)
+}
+
+/// The choice of [`mean_key_kind`].
 pub fn mean_key(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
-    MobaShape { select_block_size, num_selected_blocks }.choice()
+    mean_key_kind(select_block_size, num_selected_blocks).as_kind().block_choice().expect("it chooses blocks")
 }
 
 /// QSA's choice.

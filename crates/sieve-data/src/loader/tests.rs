@@ -70,8 +70,15 @@ fn a_packed_row_is_as_written_by_hand() {
     };
     assert_eq!(batch, wanted);
     assert_eq!(batch.num_labels(), 5);
+}
+
+/// Tokens without a label are padding and the EOS of each document.
+#[test]
+fn tokens_without_a_label_become_documents_of_one_token() {
+    let (_dir, shard) = shard(&[3, 1, 4]);
+    let loader = Loader::new(shard, config(5, Order::Sequential, Packing::Concatenated)).unwrap();
+    let batch = loader.batch(0, 2).unwrap();
     let mut parted = batch.clone();
-    // Tokens without a label (padding, the EOS of a document) become documents of one token.
     parted.part_padding();
     assert_eq!(parted.doc_start, [0, 0, 2, 3, 4, 0, 0, 2, 3, 4]);
     assert_eq!(parted.doc_end, [2, 2, 3, 4, 5, 2, 2, 3, 4, 5]);

@@ -1,5 +1,7 @@
 //! Asks a model the samples of long tasks, and sums up its scores.
-use super::{LongSample, LongSource, LongTexts, NUM_WRONG};
+use super::LongSource;
+use super::fit::LongTexts;
+use super::sample::{LongSample, NUM_WRONG};
 use crate::continuation::TextsWithEndings;
 use crate::greedy::Greedy;
 use crate::input::check_length;

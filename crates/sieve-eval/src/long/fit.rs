@@ -1,6 +1,7 @@
 //! Builds samples whose texts fill a given number of tokens.
 use super::random::{Random, Split};
-use super::{LongSample, LongSource, LongTask, Size};
+use super::sample::{LongSample, Size};
+use super::{LongSource, LongTask};
 use crate::EvalError;
 use sieve_data::Tokenizer;
 

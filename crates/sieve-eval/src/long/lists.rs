@@ -1,7 +1,7 @@
 //! RULER's tasks about the whole text: variable tracking, and counting words.
-use super::needles::NOISE;
 use super::random::Random;
-use super::{LongSample, Match, Size, wrong};
+use super::sample::{LongSample, Match, Size, wrong};
+use super::text::NOISE;
 use crate::sampler::different;
 
 /// Assignments in a chain of RULER's variable tracking, one for each variable.

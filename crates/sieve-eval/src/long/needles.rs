@@ -1,11 +1,9 @@
 //! RULER's eight needle tasks: sentences with a magic number, word or UUID hidden in a text.
 use super::random::Random;
-use super::{LongSample, LongSource, LongText, Match, depth, wrong};
+use super::sample::{LongSample, Match, depth, wrong};
+use super::text::{LongText, NOISE};
 use crate::sampler::different;
 
-/// The filler sentences of RULER's noise haystack.
-pub(super) const NOISE: &str =
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
 /// Needles in essays are placed at depths drawn from this many even steps from 0 to 100 %.
 const NUM_DEPTHS: usize = 40;
 
@@ -72,10 +70,10 @@ impl Needles {
         Self { hay, keys, values, num_keys, num_values, num_queries }
     }
 
-    pub(super) fn haystack(self, source: &LongSource) -> &str {
+    pub(super) fn haystack(self, text: &LongText) -> &str {
         match self.hay {
             Hay::Noise => "noise",
-            Hay::Essay => &source.text.name,
+            Hay::Essay => &text.name,
             Hay::Needles => "needles",
         }
     }

@@ -1,6 +1,6 @@
 //! RULER's two question tasks: a question of SQuAD or HotpotQA, with the documents that answer it among others.
 use super::random::Random;
-use super::{LongSample, Match, NUM_WRONG};
+use super::sample::{LongSample, Match, NUM_WRONG, depth};
 use crate::EvalError;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -159,7 +159,7 @@ impl QaData {
             ),
             references: question.answers.clone(),
             matching: Match::Any,
-            depth: place.and_then(|place| super::depth(place, chosen.len())),
+            depth: place.and_then(|place| depth(place, chosen.len())),
             wrong: self.wrong(random, question),
         }
     }

@@ -1,7 +1,7 @@
 //! Simple retrieval tasks: a pass key, key-value pairs, copying, selective copying and induction.
-use super::needles::NOISE;
 use super::random::Random;
-use super::{LongSample, Match, depth, wrong};
+use super::sample::{LongSample, Match, NUM_WRONG, depth, wrong};
+use super::text::NOISE;
 
 /// Number of words that the model has to copy.
 pub(super) const NUM_COPIED: usize = 8;
@@ -63,7 +63,7 @@ pub(super) fn select(random: &mut Random, parts: usize) -> LongSample {
 /// `parts` filler sentences with the words to copy before the sentences at `places`, and the question for them.
 fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) -> LongSample {
     // The words to copy, and enough others for the wrong answers.
-    let words = random.words(2 * NUM_COPIED + 20 * super::NUM_WRONG);
+    let words = random.words(2 * NUM_COPIED + 20 * NUM_WRONG);
     let (copied, others) = words.split_at(NUM_COPIED);
     let mut sentences = vec![NOISE.to_owned(); parts];
     for (place, word) in places.iter().zip(copied).rev() {

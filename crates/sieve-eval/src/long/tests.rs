@@ -292,7 +292,7 @@ fn the_remaining_tasks_have_the_number_of_parts_asked_for() {
         assert_eq!(sample.references[0].len(), 36);
     }
     for sample in samples("copy", Split::Test, size, 10) {
-        let end = sample.prompt.find(needles::NOISE).expect("noise");
+        let end = sample.prompt.find(text::NOISE).expect("noise");
         assert_eq!(sample.prompt[..end].matches('[').count(), 8);
     }
     let mut before_half = 0;
@@ -311,7 +311,7 @@ fn the_remaining_tasks_have_the_number_of_parts_asked_for() {
     }
     for sample in samples("passkey", Split::Test, size, 10) {
         assert_eq!(sample.references[0].len(), 5);
-        assert_eq!(sample.prompt.matches(needles::NOISE).count(), 75);
+        assert_eq!(sample.prompt.matches(text::NOISE).count(), 75);
     }
     for name in ["qa_1", "qa_2"] {
         for sample in samples(name, Split::Test, Size { parts: 9, ..size }, 10) {

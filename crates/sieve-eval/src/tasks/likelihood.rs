@@ -1,12 +1,12 @@
 //! Log-likelihoods of continuations after contexts. Many (context, continuation) pairs go into one forward pass, packed
 //! into rows as documents; the prefix that a question's pairs share is computed once. Long prompts go through the KV
 //! cache instead.
-use super::{TaskModel, TaskSize};
+use super::size::TaskSize;
 use crate::continuation::{Continuation, Ending};
 use crate::input::{check_vocabulary, ids};
 use crate::pass::LOGIT_TOKENS;
 use crate::rows::Rows;
-use crate::{EvalError, Selection, texts_together};
+use crate::{EvalError, Selection, TaskModel, texts_together};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::{DataError, Tokenizer};

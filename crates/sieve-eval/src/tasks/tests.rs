@@ -4,6 +4,7 @@ use crate::test_model::{llama_tokenizer, tiny_model};
 use crate::{GenerateConfig, Generator, Sampling, logits};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape};
+use sieve_nn::Qwen3;
 use sieve_testing::refusal;
 
 /// A tokenizer of 31 tokens, too few for bytes: its tokens are words, separated by white space.

@@ -64,7 +64,7 @@ pub struct DamCapture {
     /// Sums of probabilities of each query head, `[heads][capture, capture]`.
     sums: Vec<Vec<f64>>,
     /// Number of sequences that have each row, `[capture]`.
-    rows: Vec<usize>,
+    num_sequences: Vec<usize>,
 }
 
 /// Side of the largest map: 128 MiB of sums a head.
@@ -78,7 +78,7 @@ impl DamCapture {
     pub fn new(calibration: DamConfig, num_heads: usize) -> Result<Self, SelectError> {
         calibration.check()?;
         let n = calibration.capture;
-        Ok(Self { sums: vec![vec![0.0; n * n]; num_heads], rows: vec![0; n], calibration })
+        Ok(Self { sums: vec![vec![0.0; n * n]; num_heads], num_sequences: vec![0; n], calibration })
     }
 
     /// Adds a sequence of one layer; tokens past the capture length are left out.
@@ -98,7 +98,7 @@ impl DamCapture {
         }
         let n = call.shape.num_queries.min(self.calibration.capture);
         self.add_rows(call, n);
-        self.rows[..n].iter_mut().for_each(|rows| *rows += 1);
+        self.num_sequences[..n].iter_mut().for_each(|count| *count += 1);
         Ok(())
     }
 
@@ -126,47 +126,65 @@ impl DamCapture {
         self.sums.iter().map(|sums| self.map(sums)).collect()
     }
 
-    /// The map of a head with these sums of probabilities, `[capture, capture]`. The pairs with the largest means are
-    /// on, as many as `density` says, and so are the sink and each row's own key. Columns and distances that are on in
-    /// enough rows are extended.
+    /// The map of a head with these sums of probabilities, `[capture, capture]`: rows that no sequence has are left out.
     fn map(&self, sums: &[f64]) -> DamMap {
-        let (side, settings) = (self.calibration.capture, &self.calibration);
-        let n = self.rows.iter().take_while(|&&rows| rows > 0).count();
-        let box_cox = |x: f64| {
-            if settings.lambda == 0.0 { x.ln() } else { (x.powf(settings.lambda) - 1.0) / settings.lambda }
+        let num_rows = self.num_sequences.iter().take_while(|&&count| count > 0).count();
+        let rows = self.keys_of_rows(sums, num_rows);
+        let [columns, offsets] = self.extended(&rows);
+        DamMap { rows, columns, offsets }
+    }
+
+    /// The keys that are on in each row: the pairs with the largest mean probabilities, as many as `density` says, the
+    /// sink, and each row's own key.
+    fn keys_of_rows(&self, sums: &[f64], num_rows: usize) -> Vec<Vec<u32>> {
+        let settings = &self.calibration;
+        let pairs: Vec<(usize, usize)> = (0..num_rows).flat_map(|row| (0..=row).map(move |key| (row, key))).collect();
+        let means = pairs.iter().map(|&(row, key)| {
+            let sum = sums[row * settings.capture + key];
+            sum / self.num_sequences[row] as f64
+        });
+        let scores = self.scores(means);
+        let num_on = (settings.density * scores.len() as f64).ceil() as usize;
+        let mut keys_of_rows = vec![Vec::new(); num_rows];
+        for at in falling(&scores).into_iter().take(num_on) {
+            let (row, key) = pairs[at];
+            keys_of_rows[row].push(key as u32);
+        }
+        for (row, keys) in keys_of_rows.iter_mut().enumerate() {
+            keys.extend(0..settings.sink.min(row) as u32);
+            keys.push(row as u32);
+            keys.sort_unstable();
+            keys.dedup();
+        }
+        keys_of_rows
+    }
+
+    /// Mean probabilities after the Box-Cox transform, scaled to run from 0 to 1.
+    fn scores(&self, means: impl Iterator<Item = f64>) -> Vec<f32> {
+        let DamConfig { lambda, floor, .. } = self.calibration;
+        let box_cox = |x: f64| if lambda == 0.0 { x.ln() } else { (x.powf(lambda) - 1.0) / lambda };
+        let transformed: Vec<f64> = means.map(|mean| box_cox(mean.max(floor))).collect();
+        let low = transformed.iter().copied().fold(f64::INFINITY, f64::min);
+        let high = transformed.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let range = (high - low).max(f64::MIN_POSITIVE);
+        transformed.iter().map(|x| ((x - low) / range) as f32).collect()
+    }
+
+    /// The columns and the distances that go on beyond the map: those that are on in at least the share `matching` of
+    /// their rows.
+    fn extended(&self, keys_of_rows: &[Vec<u32>]) -> [Vec<u32>; 2] {
+        let num_rows = keys_of_rows.len();
+        let is_on = |row: usize, key: usize| keys_of_rows[row].binary_search(&(key as u32)).is_ok();
+        // A column begins at the row of its key, and a distance at the row that is so long.
+        let extends = |first_row: usize, key_of: &dyn Fn(usize) -> usize| {
+            let num_on = (first_row..num_rows).filter(|&row| is_on(row, key_of(row))).count();
+            num_on as f64 >= self.calibration.matching * (num_rows - first_row) as f64
         };
-        let pairs: Vec<(usize, usize)> = (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
-        let transformed: Vec<f64> = pairs
-            .iter()
-            .map(|&(i, j)| box_cox((sums[i * side + j] / self.rows[i] as f64).max(settings.floor)))
-            .collect();
-        let (low, high) =
-            transformed.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &x| (low.min(x), high.max(x)));
-        let scaled: Vec<f32> =
-            transformed.iter().map(|x| ((x - low) / (high - low).max(f64::MIN_POSITIVE)) as f32).collect();
-        let wanted = (settings.density * scaled.len() as f64).ceil() as usize;
-        let mut rows: Vec<Vec<u32>> = vec![Vec::new(); n];
-        for at in falling(&scaled).into_iter().take(wanted) {
-            let (i, j) = pairs[at];
-            rows[i].push(j as u32);
-        }
-        for (i, row) in rows.iter_mut().enumerate() {
-            row.extend(0..settings.sink.min(i) as u32);
-            row.push(i as u32);
-            row.sort_unstable();
-            row.dedup();
-        }
-        let on = |i: usize, j: usize| rows[i].binary_search(&(j as u32)).is_ok();
-        let enough = |on: usize, rows: usize| on as f64 >= settings.matching * rows as f64;
-        let columns = (0..n).filter(|&j| enough((j..n).filter(|&i| on(i, j)).count(), n - j));
-        let offsets = (0..n).filter(|&o| enough((o..n).filter(|&i| on(i, i - o)).count(), n - o));
         // Columns and distances with at most an eighth of the rows are left out: so few rows are no evidence.
-        let limit = n.saturating_sub(n / 8);
-        DamMap {
-            columns: columns.filter(|&j| j < limit).map(|j| j as u32).collect(),
-            offsets: offsets.filter(|&o| o < limit).map(|o| o as u32).collect(),
-            rows: rows.clone(),
-        }
+        let enough_rows = 0..num_rows.saturating_sub(num_rows / 8);
+        let columns = enough_rows.clone().filter(|&key| extends(key, &|_row| key));
+        let offsets = enough_rows.filter(|&distance| extends(distance, &|row| row - distance));
+        [columns.map(|key| key as u32).collect(), offsets.map(|distance| distance as u32).collect()]
     }
 }
 
@@ -301,7 +319,7 @@ impl Dam {
             && position >= capture.calibration.capture
         {
             // The text is the one sequence of its calibration, and has filled every row.
-            capture.rows.fill(1);
+            capture.num_sequences.fill(1);
             self.source = Source::Maps(capture.maps());
         }
         match &self.source {

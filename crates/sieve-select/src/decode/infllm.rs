@@ -7,6 +7,7 @@ use crate::keep::{falling, top_k};
 use crate::pool::for_each_prompt_row;
 use crate::prelude::*;
 use crate::vector::dot;
+use std::ops::Range;
 
 settings! {
     /// Settings of the decode method `infllm`.
@@ -116,52 +117,57 @@ impl Infllm {
     /// Attention of the newest token, `[num_heads, head_dim]`. Keys before the local window are read at a distance of
     /// `local` tokens. Writes the keys that were read to `kept`, and adds the attention of local keys to `received`.
     pub(crate) fn step(&mut self, cache: &Cache, q: &[f32], kept: &mut Vec<Vec<u32>>) -> Vec<f32> {
-        let (n, d, m) = (cache.len, self.shape.head_dim, self.shape.group_size());
-        for kv_head in 0..self.shape.num_kv_heads {
-            let k = rotate(cache.key(kv_head, n - 1), -((n - 1) as f64), self.rope_theta);
-            self.unrotated.extend(k);
-            self.received[kv_head].push(0.0);
-        }
-        let far = self.at_distance(q, n - 1);
+        let num_tokens = cache.len;
+        self.add_key(cache);
+        let far_q = self.at_distance(q, num_tokens - 1);
         let blocks = match &self.chosen {
             Some(blocks) => blocks.clone(),
             None => {
-                self.form_blocks(n);
-                self.best_blocks(&far)
+                self.form_blocks(num_tokens);
+                self.best_blocks(&far_q)
             }
         };
-        let local = n.saturating_sub(self.config.local);
-        let init = self.config.init.min(local);
-        let tokens = |&block: &usize| {
-            let first = self.config.init + block * self.config.block;
-            first..first + self.config.block
-        };
-        // Keys before the window that do not fill a block yet, and the window.
-        let rest = (self.config.init + self.num_blocks() * self.config.block).min(local)..n;
-        let list = ascending((0..init).chain(blocks.iter().flat_map(tokens)).chain(rest));
+        let first_local = num_tokens.saturating_sub(self.config.local);
+        let keys = self.keys_read(&blocks, first_local..num_tokens);
+        let (d, group_size) = (self.shape.head_dim, self.shape.group_size());
         let mut o = Vec::with_capacity(q.len());
         for head in 0..self.shape.num_heads {
-            let (kv_head, at) = (head / m, head * d);
-            let logits = list
-                .iter()
-                .map(|&j| {
-                    let j = j as usize;
-                    let product = if j >= local {
-                        dot(&q[at..at + d], cache.key(kv_head, j))
-                    } else {
-                        dot(&far[at..at + d], self.unrotated_key(kv_head, j))
-                    };
-                    cache.scale() * product
-                })
-                .collect();
-            let row = cache.weigh(kv_head, logits, &list);
-            for (&j, p) in list.iter().zip(&row.p).filter(|(j, _)| **j as usize >= local) {
-                self.received[kv_head][j as usize] += p;
+            let (kv_head, of_head) = (head / group_size, head * d..(head + 1) * d);
+            let logit = |&key: &u32| {
+                let key = key as usize;
+                let product = match key >= first_local {
+                    true => dot(&q[of_head.clone()], cache.key(kv_head, key)),
+                    false => dot(&far_q[of_head.clone()], self.unrotated_key(kv_head, key)),
+                };
+                cache.scale() * product
+            };
+            let row = cache.weigh(kv_head, keys.iter().map(logit).collect(), &keys);
+            for (&key, p) in keys.iter().zip(&row.p).filter(|(key, _)| **key as usize >= first_local) {
+                self.received[kv_head][key as usize] += p;
             }
             o.extend(row.o);
         }
-        *kept = vec![list; self.shape.num_kv_heads];
+        *kept = vec![keys; self.shape.num_kv_heads];
         o
+    }
+
+    /// Keeps the newest key without its rotation, which far queries read.
+    fn add_key(&mut self, cache: &Cache) {
+        let position = cache.len - 1;
+        for kv_head in 0..self.shape.num_kv_heads {
+            let k = rotate(cache.key(kv_head, position), -(position as f64), self.rope_theta);
+            self.unrotated.extend(k);
+            self.received[kv_head].push(0.0);
+        }
+    }
+
+    /// The keys that a token reads, ascending: the first ones, the chosen `blocks`, the keys before the local window
+    /// that do not fill a block yet, and the window.
+    fn keys_read(&self, blocks: &[usize], local: Range<usize>) -> Vec<u32> {
+        let InfllmConfig { init, block, .. } = self.config;
+        let tokens_of = |&chosen: &usize| init + chosen * block..init + (chosen + 1) * block;
+        let not_in_blocks = (init + self.num_blocks() * block).min(local.start)..local.end;
+        ascending((0..init.min(local.start)).chain(blocks.iter().flat_map(tokens_of)).chain(not_in_blocks))
     }
 
     fn num_blocks(&self) -> usize {

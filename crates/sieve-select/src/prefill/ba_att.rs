@@ -107,8 +107,8 @@ impl PrefillMethod for BaAttConfig {
         }
         let segments = Segments::new(call, self.segment, self.block);
         let orders = || Orders { keys: self.key_orders(call, segments), queries: self.query_orders(call, segments) };
-        let rows = |heads: &[usize], orders: &Orders| self.rows(call, segments, heads, orders);
-        permute::select(call, segments, gqa, self.causal, orders, rows)
+        let kept_tiles = |heads: &[usize], orders: &Orders| self.kept_tiles(call, segments, heads, orders);
+        permute::select(call, segments, gqa, self.causal, orders, kept_tiles)
     }
 
     /// Device steps exist only for the causal form, in calls longer than a segment.
@@ -182,34 +182,45 @@ impl BaAttConfig {
         }
     }
 
-    /// The key tiles that some heads of a group keep together; `None` on NaN.
-    fn rows(&self, call: &Call<'_>, segments: Segments, heads: &[usize], orders: &Orders) -> Option<KeptRows> {
-        let (d, tiles) = (call.shape.head_dim, segments.tiles);
-        let kv_head = call.kv_head(heads[0]);
-        let order = orders.keys_of(heads[0], call.shape.num_heads);
-        let key = |slot: usize| call.key(kv_head, order[slot] as usize);
-        let k = mean_and_variance((0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)), d);
-        let mut sum: Vec<f32> = Vec::new();
-        for &head in heads {
-            let query = |slot: usize| call.query(head, orders.query_row(head, slot));
-            let q = mean_and_variance((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
-            add(&mut sum, self.block_logits(call, &q, &k));
-        }
-        if sum.iter().any(|x| x.is_nan()) {
+    /// The key tiles that each query tile keeps, one choice for all of `heads`, which share a KV head; `None` on NaN.
+    /// Where attention is causal, the tiles of earlier segments compete, and those of the query's own segment are kept.
+    fn kept_tiles(&self, call: &Call<'_>, segments: Segments, heads: &[usize], orders: &Orders) -> Option<KeptRows> {
+        let tiles = segments.tiles;
+        let logits = self.summed_logits(call, tiles, heads, orders);
+        if logits.iter().any(|x| x.is_nan()) {
             return None;
         }
-        let cols = tiles.num_key_tiles();
-        Some(gqa::rows(tiles, |i| {
-            let competing = if self.causal { segments.earlier(i) } else { cols };
+        let num_key_tiles = tiles.num_key_tiles();
+        Some(gqa::rows(tiles, |query_tile| {
+            let competing = if self.causal { segments.earlier(query_tile) } else { num_key_tiles };
             // In f64 1 - 0.7 is a little more than 0.3; without the 1e-9, 0.3 of 10 blocks would round up to 4.
             let num_kept = ((1.0 - self.sparsity) * competing as f64 - 1e-9).ceil() as usize;
             // Ranked by logits, without the softmax over blocks, which would not change their order.
-            let mut kept = top_k(&sum[i * cols..][..competing], num_kept);
+            let mut kept = top_k(&logits[query_tile * num_key_tiles..][..competing], num_kept);
             if self.causal {
-                kept.extend(segments.own(i));
+                kept.extend(segments.own(query_tile));
             }
             kept
         }))
+    }
+
+    /// The block logits summed over `heads`, `[query tiles, key tiles]`. Tokens were sorted within their segments: a
+    /// tile holds neighbouring slots of the sorted order, and `orders` says which token is in a slot.
+    fn summed_logits(&self, call: &Call<'_>, tiles: Tiles, heads: &[usize], orders: &Orders) -> Vec<f32> {
+        let head_dim = call.shape.head_dim;
+        let kv_head = call.kv_head(heads[0]);
+        let key_order = orders.keys_of(heads[0], call.shape.num_heads);
+        let key_of_slot = |slot: usize| call.key(kv_head, key_order[slot] as usize);
+        let key_tiles = (0..tiles.num_key_tiles()).map(|tile| tiles.keys(tile).map(key_of_slot));
+        let k = mean_and_variance(key_tiles, head_dim);
+        let mut sum: Vec<f32> = Vec::new();
+        for &head in heads {
+            let query_of_slot = |slot: usize| call.query(head, orders.query_row(head, slot));
+            let query_tiles = (0..tiles.num_query_tiles()).map(|tile| tiles.rows(tile).map(query_of_slot));
+            let q = mean_and_variance(query_tiles, head_dim);
+            add(&mut sum, self.block_logits(call, &q, &k));
+        }
+        sum
     }
 
     /// Whether a layer's block scores get the compensation.

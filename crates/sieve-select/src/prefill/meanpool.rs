@@ -30,14 +30,16 @@ impl PrefillMethod for MeanpoolConfig {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| {
             let scores = pooled_scores(call, tiles, heads);
-            gqa::rows_or_nan(tiles, |i| {
-                let mut row = scores[i * tiles.num_key_tiles()..][..tiles.admissible(i)].to_vec();
+            gqa::rows_or_nan(tiles, |query_tile| {
+                // Key tiles that begin after the query tile are no candidates.
+                let num_candidates = tiles.admissible(query_tile);
+                let mut candidates = scores[query_tile * tiles.num_key_tiles()..][..num_candidates].to_vec();
                 let mut kept = match self.top_k {
-                    Some(_) if row.iter().any(|x| x.is_nan()) => return None,
-                    Some(k) => top_k(&row, k),
-                    None => softmax(&mut row).then(|| keep_mass(&row, self.tau))?,
+                    Some(_) if candidates.iter().any(|x| x.is_nan()) => return None,
+                    Some(count) => top_k(&candidates, count),
+                    None => softmax(&mut candidates).then(|| keep_mass(&candidates, self.tau))?,
                 };
-                // The first key tile is always kept, here and on a device (`steps`); `gqa::mask` adds the query's own.
+                // The first key tile holds the sink, and is always kept; `gqa::mask` adds the query's own tile.
                 kept.push(0);
                 Some(kept)
             })

@@ -142,45 +142,52 @@ impl PrefillMethod for PbsConfig {
 impl PbsConfig {
     /// The permutations by the settings `permute`, `order` and `perm`. A head whose importance is NaN keeps its order.
     fn orders(&self, call: &Call<'_>, segments: Segments) -> Orders {
-        let (heads, kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
-        let identity: Vec<i32> = (0..call.shape.num_keys as i32).collect();
-        let unmoved = vec![identity.clone(); kv_heads];
-        let importance_heads: Vec<Vec<usize>> = match self.perm {
-            PermutePer::Kv => (0..kv_heads).map(|h| call.group(h).collect()).collect(),
-            PermutePer::Query => (0..heads).map(|p| vec![p]).collect(),
-        };
-        let keys = |queries: &[Vec<i32>]| -> Vec<Vec<i32>> {
-            if matches!(self.permute, Permute::Queries | Permute::None) {
-                return unmoved.clone();
-            }
-            let order = |heads: &Vec<usize>| key_order(call, segments, heads, queries);
-            let heads = importance_heads.par_iter();
-            heads.map(|heads| order(heads).unwrap_or_else(|| identity.clone())).collect()
-        };
-        let queries = |keys: &[Vec<i32>]| -> Vec<Vec<i32>> {
-            if matches!(self.permute, Permute::Keys | Permute::None) {
-                return Vec::new();
-            }
-            let order = |head: usize| {
-                let order = &keys[head * keys.len() / heads];
-                let means = key_means(call, call.kv_head(head), segments.tiles, |slot| order[slot] as usize);
-                order_queries(call, head, segments, &means)
-            };
-            (0..heads).into_par_iter().map(order).collect()
-        };
+        let own_order = vec![unmoved(call); call.shape.num_kv_heads];
         match self.order {
             PermuteOrder::KeysFirst => {
                 // The queries still have their own order.
-                let keys = keys(&[]);
-                let queries = queries(&keys);
+                let keys = self.key_orders(call, segments, &[]);
+                let queries = self.query_orders(call, segments, &keys);
                 Orders { keys, queries }
             }
             PermuteOrder::QueriesFirst => {
-                let queries = queries(&unmoved);
-                let keys = keys(&queries);
+                let queries = self.query_orders(call, segments, &own_order);
+                let keys = self.key_orders(call, segments, &queries);
                 Orders { keys, queries }
             }
         }
+    }
+
+    /// The order of the keys for each head or KV head (`perm`), by their importance to the queries, which are in the
+    /// order `queries`; unmoved where `permute` says so.
+    fn key_orders(&self, call: &Call<'_>, segments: Segments, queries: &[Vec<i32>]) -> Vec<Vec<i32>> {
+        let (num_heads, num_kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
+        if matches!(self.permute, Permute::Queries | Permute::None) {
+            return vec![unmoved(call); num_kv_heads];
+        }
+        let heads_of_order: Vec<Vec<usize>> = match self.perm {
+            PermutePer::Kv => (0..num_kv_heads).map(|kv_head| call.group(kv_head).collect()).collect(),
+            PermutePer::Query => (0..num_heads).map(|head| vec![head]).collect(),
+        };
+        let order = |heads: &Vec<usize>| {
+            key_order(call, segments, heads, queries).unwrap_or_else(|| unmoved(call))
+        };
+        heads_of_order.par_iter().map(order).collect()
+    }
+
+    /// The order of each head's queries, by the means of key tiles in the order `keys`; empty where `permute` leaves
+    /// queries unmoved.
+    fn query_orders(&self, call: &Call<'_>, segments: Segments, keys: &[Vec<i32>]) -> Vec<Vec<i32>> {
+        if matches!(self.permute, Permute::Keys | Permute::None) {
+            return Vec::new();
+        }
+        let num_heads = call.shape.num_heads;
+        let order = |head: usize| {
+            let keys = &keys[head * keys.len() / num_heads];
+            let means = key_means(call, call.kv_head(head), segments.tiles, |slot| keys[slot] as usize);
+            order_queries(call, head, segments, &means)
+        };
+        (0..num_heads).into_par_iter().map(order).collect()
     }
 
     /// The key tiles that some heads of a group keep together; `None` on NaN.
@@ -258,6 +265,11 @@ impl PbsConfig {
             })
             .collect()
     }
+}
+
+/// The keys in their own order.
+fn unmoved(call: &Call<'_>) -> Vec<i32> {
+    (0..call.shape.num_keys as i32).collect()
 }
 
 /// Keys of each whole segment by falling importance: the attention from the last block of queries (eq. 10; inside that

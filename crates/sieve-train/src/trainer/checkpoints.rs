@@ -52,7 +52,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.progress.step);
-        let snapshot = self.learner.optimizer.snapshot(self.model(), &self.device, distance);
+        let snapshot = self.learner.optimizer.snapshot(self.model(), &self.machine.device, distance);
         let (step, disturbance) = (self.progress.step, self.disturbance.clone());
         let files = move || {
             disturbance.at(step, Moment::Writing);
@@ -66,7 +66,7 @@ impl<B: TrainBackend> Trainer<B> {
             step: self.progress.step,
             next_sample: self.progress.next_sample,
             tokens_seen: self.progress.tokens_seen,
-            guard: Some(self.loss_mean.state()),
+            guard: Some(self.guard_log.loss_mean.state()),
             vocab_size: self.stage.shape.vocab_size,
             data_fingerprint: self.data.fingerprint(),
             data_tokens: self.data.tokens(),

@@ -1,7 +1,7 @@
 //! The steps whose loss and gradient norm the host has not read yet, and the streak of bad ones.
-use crate::group::Share;
-use crate::guard::{GatedStep, StepNumbers};
+use crate::guard::{GatedStep, LossMean, StepNumbers};
 use crate::segment::Segment;
+use crate::share::Share;
 use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError};
 use burn::tensor::Tensor;
 use sieve_data::Batch;
@@ -29,17 +29,33 @@ pub(super) enum Verdict {
     WentBack,
 }
 
-/// The steps whose loss and gradient norm were not read yet, and the streak of bad steps.
+/// The steps whose loss and gradient norm were not read yet, the streak of bad steps, and the mean that losses are
+/// compared with.
 pub(super) struct GuardLog<B: TrainBackend> {
     pub(super) unread: VecDeque<Unread<B>>,
     pub(super) streak: Streak,
+    pub(super) loss_mean: LossMean,
     /// Number and results of the last step that was read; `None` if none was since the start or a return.
     pub(super) last: Option<(u64, StepNumbers)>,
     /// Steps up to this one are read as soon as they are queued.
     pub(super) watched_until: u64,
-    /// Step of the checkpoint that the run went back to last, and how often it did.
-    pub(super) returns: (u64, u32),
+    pub(super) returns: Returns,
     pub(super) pace: DevicePace,
+}
+
+/// The step of the checkpoint that the run went back to last, and how often it went back to this one.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Returns {
+    pub(super) to: u64,
+    pub(super) times: u32,
+}
+
+impl Returns {
+    /// Counts a return to the checkpoint of step `to`.
+    pub(super) fn count(&mut self, to: u64) {
+        let earlier = if self.to == to { self.times } else { 0 };
+        *self = Self { to, times: earlier + 1 };
+    }
 }
 
 /// How long the device takes for a step.
@@ -80,6 +96,16 @@ impl Streak {
     pub(super) fn exhausts(&self, patience: usize) -> bool {
         self.skipped.len() >= patience || self.num_steps >= patience.saturating_mul(PATIENCE_WITH_LOSS)
     }
+
+    /// What was wrong with the steps; `losses` are the last one's and the mean.
+    pub(super) fn in_words(&self, losses: &str) -> String {
+        let far = format!("had a loss far above its mean {losses}");
+        match self.skipped.len() {
+            0 => far,
+            num_skipped if num_skipped == self.num_steps => "were not taken".to_owned(),
+            _ => format!("were not taken or {far}"),
+        }
+    }
 }
 
 /// A step whose numbers are still on the device.
@@ -97,17 +123,18 @@ pub(super) struct Unread<B: TrainBackend> {
 }
 
 impl<B: TrainBackend> GuardLog<B> {
-    pub(super) fn new(precision: Precision) -> Self {
+    pub(super) fn new(precision: Precision, loss_mean: LossMean) -> Self {
         Self {
             unread: VecDeque::new(),
             streak: Streak::default(),
+            loss_mean,
             last: None,
             watched_until: match precision {
                 // f32 runs on the CPU, where reading costs nothing.
                 Precision::F32 => u64::MAX,
                 Precision::Bf16 => 0,
             },
-            returns: (0, 0),
+            returns: Returns::default(),
             pace: DevicePace::start(),
         }
     }

@@ -1,6 +1,6 @@
 //! The host's part of the guard: reports skipped steps, and goes back to a checkpoint after too many bad ones.
 use super::Trainer;
-use super::guard_log::{MAX_UNREAD, Streak, Unread, Verdict};
+use super::guard_log::{MAX_UNREAD, Returns, Streak, Unread, Verdict};
 use super::reporter::Reporter;
 use super::stage::StageState;
 use crate::guard::StepNumbers;
@@ -10,6 +10,7 @@ use sieve_data::PAD_DOCUMENT;
 use sieve_hf::Checkpoint;
 use sieve_ops::TrainBackend;
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::time::Instant;
 
 /// After a skipped step, this many steps are read one by one while their gradients exist: if one of them is skipped
@@ -74,11 +75,11 @@ impl<B: TrainBackend> Trainer<B> {
             if self.guard_log.unread.is_empty() {
                 self.guard_log.pace.catches_up(num_steps, Instant::now());
             }
-            let mean_loss = self.loss_mean.state().mean_loss;
             let log = &mut self.guard_log;
+            let mean_loss = log.loss_mean.state().mean_loss;
             log.last = Some((unread.step, numbers));
             if numbers.is_taken {
-                let is_far_above_mean = self.loss_mean.judge(numbers.loss);
+                let is_far_above_mean = log.loss_mean.judge(numbers.loss);
                 if !is_far_above_mean {
                     log.streak = Streak::default();
                     continue;
@@ -114,71 +115,81 @@ impl<B: TrainBackend> Trainer<B> {
     ) -> Result<(), TrainError> {
         self.finish_checkpoint(reporter)?;
         self.checkpoints.warn_unsaved(reporter);
-        let (to, times) = self.guard_log.returns;
-        let path = match self.checkpoints.last {
-            Some(step) if !(step == to && times >= MAX_REWINDS) => self.checkpoints.last_path(),
-            _ => None,
+        let Some(path) = self.checkpoint_to_go_back_to() else {
+            return Err(self.diverged(numbers, mean_loss, lr));
         };
-        let StepNumbers { loss, grad_norm, .. } = numbers;
-        let Some(path) = path else {
-            let last = match self.checkpoints.last_path() {
-                Some(path) => format!("the last checkpoint, {}, is untouched", path.shown()),
-                None => "there is no checkpoint yet".to_owned(),
-            };
-            return Err(TrainError::Diverged(format!(
-                "step {}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training \
-                 diverged; {last}\n  \
-                 hint: start a new run (--out) with a lower optimizer.lr (now {:?}; the rate of this step is {lr:.2e}) \
-                 or more lr_scheduler.warmup_steps",
-                self.progress.step, self.recipe.optimizer.lr
-            )));
+        let from = self.progress.step;
+        let rows = self.restore_behind_read_rows(&Checkpoint::open(&path)?)?;
+        let streak = self.forget_steps(reporter);
+        self.guard_log.returns.count(self.progress.step);
+        let loss = numbers.loss;
+        let what = streak.in_words(&format!("(the last {loss:.4}, the mean {mean_loss:.4})"));
+        reporter.emit(TrainEvent::Notice(&format!(
+            "guard: {} steps in a row {what}; back from step {from} to {}, {rows}",
+            streak.num_steps,
+            path.shown()
+        )));
+        Ok(())
+    }
+
+    /// The last checkpoint; `None` without one, and after [`MAX_REWINDS`] returns to it.
+    fn checkpoint_to_go_back_to(&self) -> Option<PathBuf> {
+        let Returns { to, times } = self.guard_log.returns;
+        let last = self.checkpoints.last?;
+        let is_used_up = last == to && times >= MAX_REWINDS;
+        self.checkpoints.last_path().filter(|_| !is_used_up)
+    }
+
+    /// The error that ends a run which cannot go back.
+    fn diverged(&self, StepNumbers { loss, grad_norm, .. }: StepNumbers, mean_loss: f32, lr: f64) -> TrainError {
+        let last = match self.checkpoints.last_path() {
+            Some(path) => format!("the last checkpoint, {}, is untouched", path.shown()),
+            None => "there is no checkpoint yet".to_owned(),
         };
-        let checkpoint = Checkpoint::open(&path)?;
-        let (from, index, next_sample) = (self.progress.step, self.stage.stage.index, self.progress.next_sample);
+        TrainError::Diverged(format!(
+            "step {}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training \
+             diverged; {last}\n  \
+             hint: start a new run (--out) with a lower optimizer.lr (now {:?}; the rate of this step is {lr:.2e}) \
+             or more lr_scheduler.warmup_steps",
+            self.progress.step, self.recipe.optimizer.lr
+        ))
+    }
+
+    /// Restores a checkpoint. The next row stays the present one, so that the rows read since the checkpoint are
+    /// skipped; a checkpoint of another stage begins with its own next row. Returns which it is, in words.
+    fn restore_behind_read_rows(&mut self, checkpoint: &Checkpoint) -> Result<String, TrainError> {
+        let next_sample = self.progress.next_sample;
         let stage = self.recipe.stage_of_step(checkpoint.state.step as usize);
-        let same_stage = stage.index == index;
+        let same_stage = stage.index == self.stage.stage.index;
         if !same_stage {
             self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         }
         let fresh_optimizer = false;
-        self.restore(&checkpoint, fresh_optimizer)?;
-        let first_skipped = self.progress.next_sample;
-        if same_stage {
-            self.progress.next_sample = next_sample;
+        self.restore(checkpoint, fresh_optimizer)?;
+        if !same_stage {
+            return Ok("the rows of the stage before are read again".to_owned());
         }
-        // Drops the lines of steps after the checkpoint; the lines of the skipped steps are written again below.
+        let first_skipped = self.progress.next_sample;
+        self.progress.next_sample = next_sample;
+        Ok(format!("rows {first_skipped} to {} are skipped", next_sample.max(1) - 1))
+    }
+
+    /// Drops what is known of the steps after the restored checkpoint, in `metrics.jsonl` too, where only the lines of
+    /// the streak's skipped steps are written again. Returns the streak.
+    fn forget_steps(&mut self, reporter: &mut Reporter<'_>) -> Streak {
         match self.open_metrics() {
             Ok((metrics, _)) => reporter.metrics = metrics,
             Err(error) => reporter.emit(TrainEvent::Warning(&format!(
                 "warning: metrics.jsonl keeps the lines of steps that were taken back: {error}"
             ))),
         }
-        let log = &mut self.guard_log;
-        let streak = std::mem::take(&mut log.streak);
+        let streak = std::mem::take(&mut self.guard_log.streak);
         for skipped in &streak.skipped {
             reporter.metrics.skipped(skipped);
         }
-        log.unread.clear();
-        log.last = None;
-        let times = if log.returns.0 == self.progress.step { log.returns.1 } else { 0 };
-        log.returns = (self.progress.step, times + 1);
-        let rows = if same_stage {
-            format!("rows {first_skipped} to {} are skipped", next_sample.max(1) - 1)
-        } else {
-            "the rows of the stage before are read again".to_owned()
-        };
-        let num_steps = streak.num_steps;
-        let far = format!("had a loss far above its mean (the last {loss:.4}, the mean {mean_loss:.4})");
-        let what = match streak.skipped.len() {
-            0 => far,
-            skipped if skipped == num_steps => "were not taken".to_owned(),
-            _ => format!("were not taken or {far}"),
-        };
-        reporter.emit(TrainEvent::Notice(&format!(
-            "guard: {num_steps} steps in a row {what}; back from step {from} to {}, {rows}",
-            path.shown()
-        )));
-        Ok(())
+        self.guard_log.unread.clear();
+        self.guard_log.last = None;
+        streak
     }
 
     /// The report of a step that the guard skipped, by its numbers and the mean loss before it.

@@ -52,10 +52,10 @@ impl Drop for PeakWatch {
 impl<B: TrainBackend> Trainer<B> {
     /// Writes the peak memory of the watched steps, of every process, to the metrics; nothing for a CPU.
     pub(super) fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let peak = self.budget.memory.peak();
+        let peak = self.machine.memory.peak();
         let own = peak.map_or(0, |peak| peak.in_use_bytes);
         let by_rank = self.gathered(own)?;
-        if let (MemoryProbe::Device(_), Some(peak)) = (self.budget.memory, peak) {
+        if let (MemoryProbe::Device(_), Some(peak)) = (self.machine.memory, peak) {
             reporter.metrics.memory(self.progress.step, peak, by_rank);
         }
         Ok(())

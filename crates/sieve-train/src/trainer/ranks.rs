@@ -1,5 +1,6 @@
 //! The processes that train together, or this process alone.
-use crate::group::{Agreement, Share};
+use crate::group::Agreement;
+use crate::share::Share;
 use crate::{Group, TrainError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;

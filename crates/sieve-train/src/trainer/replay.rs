@@ -109,7 +109,7 @@ impl<B: TrainBackend> Trainer<B> {
         let rows = self.stage.recipe.training.local_batch_size;
         let batch = self.stage.loader.batch(self.progress.next_sample, rows)?;
         let settings = BlockSettings {
-            keeping: self.budget.keeping,
+            keeping: self.machine.keeping,
             policy: KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() },
             ..BlockSettings::from(&self.recipe)
         };
@@ -121,7 +121,7 @@ impl<B: TrainBackend> Trainer<B> {
         let result = pass(
             &settings,
             self.learner.model.as_mut().expect(AWAY),
-            &DeviceBatch::new(&batch, &self.device),
+            &DeviceBatch::new(&batch, &self.machine.device),
             &self.learner.ropes.training,
             loss_scale,
             &mut GradientBuffer::default(),

@@ -1,8 +1,8 @@
 //! The state of the present stage, and the switch to the next one.
 use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
-use crate::group::Share;
 use crate::segment::Segment;
+use crate::share::Share;
 use crate::validation::{ValidationSize, check_labels};
 use crate::{Precision, TrainError, TrainingData};
 use burn::module::Module;
@@ -150,25 +150,26 @@ impl<B: TrainBackend> Trainer<B> {
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         self.progress.next_sample = 0;
         self.progress.unlabelled.num_rows_in_a_row = 0;
-        self.loss_mean.restart();
+        self.guard_log.loss_mean.restart();
         let conversion = self.conversion_from(&former, "the stage before")?;
         let (seed, seq_len) = (self.recipe.training.seed, self.stage.recipe.training.seq_len);
         let size = self.size_of_comparison();
         let loss_before = match conversion.changes_layers() {
             // The former model on the rows of the new stage.
             true => {
-                self.learner.ropes = Ropes::new(self.model(), seq_len, &self.device);
+                self.learner.ropes = Ropes::new(self.model(), seq_len, &self.machine.device);
                 Some(self.present_report(size)?.loss)
             }
             false => None,
         };
-        let next = Qwen3::new(&self.stage.shape, seed, &self.device);
+        let next = Qwen3::new(&self.stage.shape, seed, &self.machine.device);
         let before = self.learner.model.take().expect(AWAY);
-        let model = Segment::with_parameters_of(next, &before, &mut self.learner.optimizer.holder(self.precision));
+        let model =
+            Segment::with_parameters_of(next, &before, &mut self.learner.optimizer.holder(self.machine.precision));
         if conversion.changes_layers() {
             self.learner.optimizer.go_on_with(&self.stage.shape, &model);
         }
-        self.learner.ropes = Ropes::new(&model, seq_len, &self.device);
+        self.learner.ropes = Ropes::new(&model, seq_len, &self.machine.device);
         self.learner.model = Some(model);
         let Some(loss_before) = loss_before else {
             return Ok(Vec::new());
@@ -213,12 +214,12 @@ impl<B: TrainBackend> Trainer<B> {
         let (_, saved) = checkpoint.recipe_and_shape()?;
         let conversion = self.conversion_from(&saved, &checkpoint.path.shown().to_string())?;
         let weights = checkpoint.model()?;
-        let model = Qwen3::new(shape, seed, &self.device);
-        self.learner.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
+        let model = Qwen3::new(shape, seed, &self.machine.device);
+        self.learner.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.machine.device);
         let mut read = |name: &str, shape: &[usize]| weights.tensor(name, shape).map_err(TrainError::from);
         let mut source = converted_source(&model, &conversion, &mut read);
         let loader = ParameterLoader::new(DType::F32, &mut source);
-        let mut held = LoadedThen { loader, then: &mut self.learner.optimizer.holder(self.precision) };
+        let mut held = LoadedThen { loader, then: &mut self.learner.optimizer.holder(self.machine.precision) };
         let model = model.map(&mut held);
         held.loader.finish()?;
         if checkpoint.has_optimizer() && !fresh_optimizer {
@@ -226,7 +227,9 @@ impl<B: TrainBackend> Trainer<B> {
             let names = moments.names().into_iter().collect::<HashSet<_>>();
             let has = |name: &str| names.contains(name);
             let mut read = |name: &str, shape: &[usize], range| moments.part(name, shape, range);
-            self.learner.optimizer.load_state(&model, &self.device, &mut read, &has, &|name| conversion.adds(name))?;
+            self.learner
+                .optimizer
+                .load_state(&model, &self.machine.device, &mut read, &has, &|name| conversion.adds(name))?;
         }
         self.learner.model = Some(model);
         Ok(())
@@ -265,14 +268,14 @@ impl<B: TrainBackend> Trainer<B> {
                 .is_finite()
                 .then(|| format!("note: loss of {labels} held-out tokens after the conversion: {:.4}", after.loss)));
         }
-        let dtype = match self.precision {
+        let dtype = match self.machine.precision {
             Precision::F32 => DType::F32,
             Precision::Bf16 => DType::BF16,
         };
         let weights = checkpoint.model()?;
-        let former = Qwen3::<B::InnerBackend>::new(saved, recipe.training.seed, &self.device);
+        let former = Qwen3::<B::InnerBackend>::new(saved, recipe.training.seed, &self.machine.device);
         let former = load_parameters(former, dtype, &mut |name, shape| weights.tensor(name, shape))?;
-        let before = self.report_of(&former, &former.rope(seq_len, &self.device), size)?;
+        let before = self.report_of(&former, &former.rope(seq_len, &self.machine.device), size)?;
         Ok(losses_in_words(before.loss, after.loss, labels))
     }
 }

@@ -37,7 +37,7 @@ impl<B: TrainBackend> Trainer<B> {
         let mut pace = Pace {
             batches: Some(self.stage.batches(self.progress.next_sample)?),
             clock: Clock::start(),
-            watch: PeakWatch::start(self.budget.memory),
+            watch: PeakWatch::start(self.machine.memory),
             peak_is_new: true,
             is_first: true,
         };
@@ -220,7 +220,7 @@ impl<B: TrainBackend> Trainer<B> {
             all_written: self.checkpoints.has_written(),
             saves: self.ranks.writes() && self.checkpoints.must_retry(),
         };
-        self.ranks.agree(self.progress.step, self.loss_mean.state().mean_loss, own)
+        self.ranks.agree(self.progress.step, self.guard_log.loss_mean.state().mean_loss, own)
     }
 
     /// Labels, and tokens besides padding, in this process's part of the batches (context parallelism: of each row).
@@ -258,8 +258,8 @@ impl<B: TrainBackend> Trainer<B> {
         let dense = shape.dense_flops_per_token(seq_len).training() - saved;
         let (tokens_per_second, step_seconds) = clock.restart();
         let device_rate = tokens_per_second / self.share().size as f64;
-        let percent = |flops: f64| self.budget.peak_flops.map(|peak| 100.0 * flops * device_rate / peak);
-        let (memory_bytes, memory_total_bytes) = self.budget.memory.read();
+        let percent = |flops: f64| self.machine.peak_flops.map(|peak| 100.0 * flops * device_rate / peak);
+        let (memory_bytes, memory_total_bytes) = self.machine.memory.read();
         let num_steps = self.recipe.training.steps as u64;
         Some(StepReport {
             step: self.progress.step,

@@ -33,7 +33,8 @@ impl<B: TrainBackend> Trainer<B> {
                 let (rope, tokens) = (&self.learner.ropes.validation, self.held_out.tokens());
                 let mut weights = Weights { group, pieces: self.learner.optimizer.pieces() };
                 let losses = &mut |batch: Option<&_>| weights.token_losses(model, batch, rope);
-                let sums = share_sums(share, &self.stage.validation_loader, size, tokens, &self.device, losses)?;
+                let sums =
+                    share_sums(share, &self.stage.validation_loader, size, tokens, &self.machine.device, losses)?;
                 Ok(report(&sums_of_shares(&self.gathered(sums)?)))
             }
             _ => {
@@ -59,7 +60,7 @@ impl<B: TrainBackend> Trainer<B> {
             Ok(losses)
         };
         let tokens = self.held_out.tokens();
-        let sums = share_sums(self.share(), &self.stage.validation_loader, size, tokens, &self.device, losses)?;
+        let sums = share_sums(self.share(), &self.stage.validation_loader, size, tokens, &self.machine.device, losses)?;
         Ok(report(&sums_of_shares(&self.gathered(sums)?)))
     }
 }

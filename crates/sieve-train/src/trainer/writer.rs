@@ -1,7 +1,7 @@
 //! Writes checkpoints on a thread of its own while training continues.
 use crate::TrainError;
-use crate::group::Share;
 use crate::optimizer::ReplicaSums;
+use crate::share::Share;
 use serde::{Deserialize, Serialize};
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState};
 use std::collections::BTreeMap;

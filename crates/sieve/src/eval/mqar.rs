@@ -6,7 +6,7 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use sieve_core::recipe::MqarNoise as RecipeNoise;
+use sieve_core::recipe::{MqarNoise as RecipeNoise, MqarSection};
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{MqarConfig, MqarNoise};
 use sieve_eval::{RecallOfKind, RecallReport, recall};
@@ -21,6 +21,8 @@ const BATCH_TOKENS: usize = 16_384;
 /// Samples of a kind where neither the command nor the recipe sets a number.
 const NUM_SAMPLES: u64 = 1000;
 
+/// The default of `data.mqar.power`.
+const DEFAULT_POWER: f64 = 0.01;
 /// Name under which `--save` keeps the result.
 const COMMAND: &str = "mqar";
 
@@ -136,39 +138,60 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     })
 }
 
-/// The kinds of samples to measure: those of `--kinds`, otherwise of the recipe.
+/// The kinds of samples to measure: those of `--kinds`, otherwise of the recipe. What neither names is as in training,
+/// or without `[data] mqar` the recipe key's default.
 fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Vec<MqarConfig>> {
     let trained = recipe.data.mqar.as_ref();
-    let noise = match (args.noise, trained.map(|mqar| mqar.noise)) {
+    let of_sizes = |kind: SampleKind| MqarConfig {
+        vocab_size: kind.vocab_size,
+        power: trained.map_or(DEFAULT_POWER, |mqar| mqar.power),
+        noise: noise(args, trained),
+        ..MqarConfig::new(kind.seq_len, kind.num_pairs, trained.map_or(0, |mqar| mqar.seed))
+    };
+    let source = if args.kinds.is_empty() { "the recipe's [data] mqar" } else { "--kinds" };
+    let checked = |kind: SampleKind| {
+        let config = of_sizes(kind);
+        let named = || format!("{source} {}:{}", kind.seq_len, kind.num_pairs);
+        config.validate().map_err(|error| anyhow!(error).context(named()))?;
+        Ok(config)
+    };
+    sample_kinds(args, trained, model_vocab_size)?.into_iter().map(checked).collect()
+}
+
+/// The sizes of a kind of samples.
+#[derive(Clone, Copy)]
+struct SampleKind {
+    seq_len: usize,
+    num_pairs: usize,
+    vocab_size: usize,
+}
+
+/// The sizes of `--kinds` with one vocabulary for all, or the recipe's, each with its own.
+fn sample_kinds(args: &MqarArgs, trained: Option<&MqarSection>, model_vocab_size: usize) -> Result<Vec<SampleKind>> {
+    if !args.kinds.is_empty() {
+        // MQAR needs an even vocabulary: half of it are keys, half values. Without [data] mqar it is the model's.
+        let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
+        let kinds = args.kinds.iter().map(|&(seq_len, num_pairs)| SampleKind { seq_len, num_pairs, vocab_size });
+        return Ok(kinds.collect());
+    }
+    let Some(mqar) = trained else {
+        bail!(
+            "the recipe of this checkpoint has no [data] mqar\n  \
+             hint: name what to ask with --kinds, for example 64:4,128:8"
+        );
+    };
+    let sizes = mqar.seq_lens.iter().zip(&mqar.num_pairs).zip(mqar.vocab_size_of_kinds());
+    let kind = |((&seq_len, &num_pairs), vocab_size)| SampleKind { seq_len, num_pairs, vocab_size };
+    Ok(sizes.map(kind).collect())
+}
+
+/// What stands between the pairs: as `--noise` says, else as in training, else zeros.
+fn noise(args: &MqarArgs, trained: Option<&MqarSection>) -> MqarNoise {
+    match (args.noise, trained.map(|mqar| mqar.noise)) {
         (Some(NoiseArg::Zeros), _) | (None, None | Some(RecipeNoise::Zeros)) => MqarNoise::Zeros,
         (Some(NoiseArg::Uniform), _) | (None, Some(RecipeNoise::Uniform)) => MqarNoise::Uniform,
         (Some(NoiseArg::Disjoint), _) | (None, Some(RecipeNoise::Disjoint)) => MqarNoise::Disjoint,
-    };
-    // MQAR needs an even vocabulary: half of it are keys, half values. Without [data] mqar it is the model's.
-    let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
-    let (sizes, vocab_sizes) = match (args.kinds.is_empty(), trained) {
-        (false, _) => (args.kinds.clone(), vec![vocab_size; args.kinds.len()]),
-        (true, Some(mqar)) => {
-            let sizes = mqar.seq_lens.iter().copied().zip(mqar.num_pairs.iter().copied());
-            (sizes.collect(), mqar.vocab_size_of_kinds())
-        }
-        (true, None) => bail!(
-            "the recipe of this checkpoint has no [data] mqar\n  \
-             hint: name what to ask with --kinds, for example 64:4,128:8"
-        ),
-    };
-    let config = |((seq_len, num_pairs), vocab_size)| {
-        let config = MqarConfig {
-            vocab_size,
-            // Without [data] mqar this is the key's default.
-            power: trained.map_or(0.01, |mqar| mqar.power),
-            noise,
-            ..MqarConfig::new(seq_len, num_pairs, trained.map_or(0, |mqar| mqar.seed))
-        };
-        config.validate().map_err(|error| anyhow!(error).context(format!("--kinds {seq_len}:{num_pairs}")))?;
-        Ok(config)
-    };
-    sizes.into_iter().zip(vocab_sizes).map(config).collect()
+    }
 }
 
 /// Prints the report: a line for each kind of sample or, with `--json`, an object.

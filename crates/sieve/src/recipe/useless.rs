@@ -51,8 +51,8 @@ mod tests {
         for (overrides, expected) in [
             ("", None),
             (
-                "attention.kind=moba attention.preset=paper",
-                Some("hold 1536 tokens: attention attends to every key of rows of 256 tokens: dense attention"),
+                "attention.kind=infllm_v2 attention.preset=paper",
+                Some("hold 4096 tokens: attention attends to every key of rows of 256 tokens: dense attention"),
             ),
             (
                 "attention.kind=nsa attention.window_size=300",

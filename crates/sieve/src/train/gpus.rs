@@ -85,41 +85,10 @@ pub(crate) fn connected(
     let one = Tensor::<Cuda, 1>::ones([1], device);
     all_have_nccl(&mesh, NcclGroup::require())?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
-    let (late, late_events) = (mesh.clone(), events.clone());
-    let _limit = limit_time(CONNECTING, NCCL_START, move |is_over| match is_over {
-        false if rank == 0 => terminal::note(&format!("NCCL connects the GPUs of {size} ranks; still waiting")),
-        false => {}
-        true => {
-            let text = format!(
-                "NCCL has not connected the GPUs of {size} ranks within {} s\n  \
-                 hint: NCCL_SOCKET_IFNAME=NAME says which network interface the hosts share (ip addr lists them), and \
-                 a firewall must let all ports between them through; NCCL_DEBUG=INFO says what NCCL tries",
-                NCCL_START.as_secs()
-            );
-            if rank == 0 {
-                terminal::note(&format!("error: {text}"));
-            }
-            late.fail(&text);
-            if rank == 0 {
-                late_events.tell(Event::Failed, &text);
-            }
-            end_now(Exit::Failed);
-        }
-    })?;
+    let _limit = limit_connecting(&mesh, events)?;
     let on = if variable(INLINE).is_none() { NcclStream::Own } else { NcclStream::Burns };
     let nccl = Nccl::join(&mesh, device, parallelism.shard_ranks, on)?;
-    // Tests the group. Without pieces, every rank gets the whole sum.
-    let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
-    let sums = sums.into_iter().map(|sum| {
-        let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
-        sum.into_data().iter::<f32>().sum::<f32>()
-    });
-    let found = sums.sum::<f32>();
-    ensure!(
-        found == size as f32,
-        "the sum of a one of each of {size} ranks is {found} on this GPU\n  \
-         hint: NCCL_DEBUG=INFO says how NCCL connects them"
-    );
+    check_sum(&nccl, one, size)?;
     let degree = parallelism.context_parallel_degree;
     let links = match degree > 1 && size.is_multiple_of(degree) {
         // On Burn's stream: attention needs the other ranks' keys at once, and nothing could overlap with it.
@@ -133,6 +102,50 @@ pub(crate) fn connected(
         Some(links) => group.with_rank_group(Arc::new(links)),
         None => group,
     })
+}
+
+/// While NCCL connects: says so after [`CONNECTING`], and ends the process with all ranks after [`NCCL_START`].
+/// Ends when the result is dropped.
+fn limit_connecting(mesh: &Arc<Mesh>, events: &OnEvent) -> Result<Sender<()>> {
+    let (rank, size) = (mesh.world().rank, mesh.world().size);
+    let (mesh, events) = (mesh.clone(), events.clone());
+    limit_time(CONNECTING, NCCL_START, move |is_over| match is_over {
+        false if rank == 0 => terminal::note(&format!("NCCL connects the GPUs of {size} ranks; still waiting")),
+        false => {}
+        true => {
+            let text = format!(
+                "NCCL has not connected the GPUs of {size} ranks within {} s\n  \
+                 hint: NCCL_SOCKET_IFNAME=NAME says which network interface the hosts share (ip addr lists them), and \
+                 a firewall must let all ports between them through; NCCL_DEBUG=INFO says what NCCL tries",
+                NCCL_START.as_secs()
+            );
+            if rank == 0 {
+                terminal::note(&format!("error: {text}"));
+            }
+            mesh.fail(&text);
+            if rank == 0 {
+                events.tell(Event::Failed, &text);
+            }
+            end_now(Exit::Failed);
+        }
+    })
+}
+
+/// Tests that the GPUs are connected: the sum of a one of each rank is the number of ranks.
+fn check_sum(nccl: &Nccl, one: Tensor<Cuda, 1>, size: usize) -> Result<()> {
+    // Without pieces, every rank gets the whole sum.
+    let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
+    let sums = sums.into_iter().map(|sum| {
+        let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
+        sum.into_data().iter::<f32>().sum::<f32>()
+    });
+    let found = sums.sum::<f32>();
+    ensure!(
+        found == size as f32,
+        "the sum of a one of each of {size} ranks is {found} on this GPU\n  \
+         hint: NCCL_DEBUG=INFO says how NCCL connects them"
+    );
+    Ok(())
 }
 
 /// Starts a thread that checks NCCL every second. An error of NCCL ends all ranks. The count of collectives of all

@@ -175,12 +175,9 @@ impl Run<'_> {
         let log_path = session.log_path();
         let mut own_group = None;
         if let Some(mesh) = &process.mesh {
-            let size = mesh.world().size;
-            description = format!("{size} processes, each on {description}");
+            description = format!("{} processes, each on {description}", mesh.world().size);
             let group = group(mesh.clone(), &device)?;
-            let health = group.health(&device, hardware.precision, &|| state_of(place))?;
-            log.line(&health.line);
-            health.warnings.iter().for_each(|warning| log.always(warning));
+            tell_health(&group, &hardware, place, &log)?;
             own_group = Some(group);
         }
         let mut trainer = session.trainer::<B>(data, hardware, own_group)?;
@@ -208,35 +205,60 @@ impl Run<'_> {
         if let Some(address) = address {
             log.line(&format!("metrics: http://{address}/metrics"));
         }
-        let started = Instant::now();
-        let first_step = trainer.step();
+        let began = Began { at: Instant::now(), step: trainer.step() };
         let summary = run_steps(&mut trainer, process, &recipe, place, &log, &exporter)?;
         for line in cost_lines(summary.peak_memory, hardware_memory) {
             log.line(&line);
         }
-        if summary.interrupted {
-            tell_references(&log);
-            log.always(&stopped_line(&recipe, &summary, args.checkpoint_fallback.as_deref()));
-            let is_as_asked = args.stop_after.is_some_and(|n| summary.step - first_step >= n);
-            return Ok(if is_as_asked { Exit::Done } else { Exit::StoppedEarly });
-        }
-        log.line(&format!(
-            "trained {} in {}",
-            terminal::counted(summary.step - first_step, "step"),
-            terminal::duration(started.elapsed().as_secs_f64())
-        ));
-        curve(&log, &recipe, trainer.folder());
-        finish(&log, &summary, trainer.shape());
-        // Training is complete, so a failed sample, for example of too long a prompt, is no error.
-        if process.prints()
-            && let Err(error) = samples::at_the_end(&log, &recipe, &mut trainer, &device)
-        {
-            log.line(&format!("no sample: {error}"));
-        }
-        tell_references(&log);
-        next_steps(&log, &recipe, &summary, trainer.data(), &out);
-        Ok(Exit::Done)
+        tell_end(process, &log, &recipe, &mut trainer, &device, &summary, &began)
     }
+}
+
+/// When a process began to train, and after which step.
+struct Began {
+    at: Instant,
+    step: u64,
+}
+
+/// Says how training ended: where it stopped, or with its curve, a sample and what to do next.
+fn tell_end<B: TrainBackend>(
+    process: &Process<'_>,
+    log: &Log,
+    recipe: &Recipe,
+    trainer: &mut Trainer<B>,
+    device: &B::Device,
+    summary: &TrainSummary,
+    began: &Began,
+) -> Result<Exit> {
+    let args = process.args;
+    let num_steps = summary.step - began.step;
+    if summary.interrupted {
+        tell_references(log);
+        log.always(&stopped_line(recipe, summary, args.checkpoint_fallback.as_deref()));
+        let is_as_asked = args.stop_after.is_some_and(|asked| num_steps >= asked);
+        return Ok(if is_as_asked { Exit::Done } else { Exit::StoppedEarly });
+    }
+    let seconds = began.at.elapsed().as_secs_f64();
+    log.line(&format!("trained {} in {}", terminal::counted(num_steps, "step"), terminal::duration(seconds)));
+    curve(log, recipe, trainer.folder());
+    finish(log, summary, trainer.shape());
+    // Training is complete, so a failed sample, for example of too long a prompt, is no error.
+    if process.prints()
+        && let Err(error) = samples::at_the_end(log, recipe, trainer, device)
+    {
+        log.line(&format!("no sample: {error}"));
+    }
+    tell_references(log);
+    next_steps(log, recipe, summary, trainer.data(), trainer.folder().path());
+    Ok(Exit::Done)
+}
+
+/// Compares the devices of all ranks, and says how fast they compute and what is wrong with some.
+fn tell_health<B: TrainBackend>(group: &Group<B>, hardware: &Hardware<B>, place: &Device, log: &Log) -> Result<()> {
+    let health = group.health(&hardware.device, hardware.precision, &|| state_of(place))?;
+    log.line(&health.line);
+    health.warnings.iter().for_each(|warning| log.always(warning));
+    Ok(())
 }
 
 /// Checks that the run fits into the device's memory. Returns which optional activations fit too.

@@ -4,7 +4,6 @@ use sieve_core::ModelShape;
 use sieve_core::model::peak_bf16_flops;
 use sieve_kernels::{KernelTrace, TraceResult};
 use sieve_train::StepReport;
-use std::fmt::Write;
 use std::ops::Range;
 
 /// Steps before the trace. In the first steps kernels are compiled and memory is allocated.
@@ -88,23 +87,53 @@ impl StepProfile {
     }
 
     /// The printed table of `steps` traced steps: each group of kernels with its rate, the kernels that took longest,
-    /// and the longest idle times.
+    /// and the longest idle times. All numbers are of one step.
     fn table(&self, result: &TraceResult, steps: u64, report: &StepReport) -> String {
-        let steps_f = steps as f64;
+        let num_steps = steps as f64;
         let (span, busy) = (result.span_ns() as f64, result.busy_ns() as f64);
-        let mut text = format!(
+        let mut lines = vec![format!(
             "profile of {steps} steps: {:.2} ms a step on the GPU's clock, {:.1} % of it idle (1 - time in which a \
-             kernel ran / span)\n",
-            span / steps_f * 1e-6,
+             kernel ran / span)",
+            span / num_steps * 1e-6,
             100.0 * (1.0 - busy / span)
-        );
+        )];
+        let line = |total_ns: u64, count: usize, name: &str| {
+            let share = 100.0 * total_ns as f64 / busy;
+            format!(
+                "{share:6.1} %  {:8.3}  {:8.0}  {name}",
+                total_ns as f64 / num_steps * 1e-6,
+                count as f64 / num_steps
+            )
+        };
+        let totals = result.totals();
+        lines.push("  share        ms  launches".to_owned());
+        for (group, _) in GROUPS {
+            let members = || totals.iter().filter(|total| group_of(&total.name) == group);
+            let total_ns: u64 = members().map(|total| total.total_ns).sum();
+            if total_ns > 0 {
+                let rate = self.rate(group, total_ns as f64 * 1e-9, num_steps, report);
+                lines.push(line(total_ns, members().map(|total| total.count).sum(), &format!("{group}{rate}")));
+            }
+        }
+        lines.push("  kernel by kernel".to_owned());
+        let longest = totals.iter().take(LISTED);
+        lines.extend(longest.map(|total| line(total.total_ns, total.count, &format!("{:.90}", total.name))));
+        lines.push("  idle, by the kernel that ended it".to_owned());
+        for gap in result.idle_before().iter().take(LISTED_GAPS) {
+            let (ms, count) = (gap.total_ns as f64 / num_steps * 1e-6, gap.count as f64 / num_steps);
+            lines.push(format!("           {ms:8.3}  {count:8.0}  {:.90}", gap.name));
+        }
+        lines.join("\n").trim_end().to_owned()
+    }
+
+    /// `: N TFLOP/s` or `: N GB/s` of a group that took `seconds` in `num_steps` steps; empty where neither its
+    /// operations nor its bytes are known. A step costs a forward pass and twice as much backward.
+    fn rate(&self, group: &str, seconds: f64, num_steps: f64, report: &StepReport) -> String {
         let keys = report.attention.mean_active_keys;
         // Keys that a query sees, and keys up to it: density is the former over the latter.
         let flops = self.shape.flops_per_token(keys, keys / report.attention.density);
-        let tokens = self.tokens_per_step * steps_f;
-        let parameters = self.shape.parameters().total() as f64 * steps_f;
-        // TFLOP/s or GB/s of a group whose operations or bytes are known.
-        let rate = |group: &str, seconds: f64| match group {
+        let tokens = self.tokens_per_step * num_steps;
+        match group {
             GEMMS => self.tflops(tokens * (3.0 * flops.linear), seconds),
             ATTENTION => {
                 let attention = 3.0 * flops.attention + flops.index_scores + flops.index_gradient;
@@ -113,49 +142,12 @@ impl StepProfile {
             OPTIMIZER => {
                 // The bf16 weights and the masters' low bits, 2 bytes each, and two f32 moments are read and written,
                 // the f32 gradient is read; the norm reads it once more.
+                let parameters = self.shape.parameters().total() as f64 * num_steps;
                 let bytes = parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
                 format!(": {:.0} GB/s", bytes / seconds * 1e-9)
             }
             _ => String::new(),
-        };
-        let totals = result.totals();
-        let _ = writeln!(text, "  share        ms  launches");
-        for (group, _) in GROUPS {
-            let members = || totals.iter().filter(|total| group_of(&total.name) == group);
-            let ns: u64 = members().map(|total| total.total_ns).sum();
-            if ns == 0 {
-                continue;
-            }
-            let launches: usize = members().map(|total| total.count).sum();
-            let _ = writeln!(
-                text,
-                "{:6.1} %  {:8.3}  {:8.0}  {}{}",
-                100.0 * ns as f64 / busy,
-                ns as f64 / steps_f * 1e-6,
-                launches as f64 / steps_f,
-                group,
-                rate(group, ns as f64 * 1e-9)
-            );
         }
-        let _ = writeln!(text, "  kernel by kernel");
-        for total in totals.iter().take(LISTED) {
-            let _ = writeln!(
-                text,
-                "{:6.1} %  {:8.3}  {:8.0}  {:.90}",
-                100.0 * total.total_ns as f64 / busy,
-                total.total_ns as f64 / steps_f * 1e-6,
-                total.count as f64 / steps_f,
-                total.name
-            );
-        }
-        let _ = writeln!(text, "  idle, by the kernel that ended it");
-        for gap in result.idle_before().iter().take(LISTED_GAPS) {
-            let ms = gap.total_ns as f64 / steps_f * 1e-6;
-            let gaps = gap.count as f64 / steps_f;
-            let _ = writeln!(text, "           {ms:8.3}  {gaps:8.0}  {:.90}", gap.name);
-        }
-        text.truncate(text.trim_end().len());
-        text
     }
 
     /// The speed of `flops` operations in `seconds`, and its share of the peak.

@@ -182,44 +182,9 @@ fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
 
 /// The runs of a sweep, one for each combination of values.
 fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
-    let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
-    let mut shares_data = true;
-    for (index, sweep) in args.sweep.iter().enumerate() {
-        let Some((key, values)) = sweep.split_once('=') else {
-            bail!(
-                "--sweep {sweep} is not written section.key=V1,V2,…\n  \
-                 hint: for example --sweep optimizer.lr=1e-3,3e-3"
-            );
-        };
-        let values = split(values);
-        if values.is_empty() || values.iter().any(String::is_empty) {
-            bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
-        }
-        let mut others = args.recipe.overrides.iter().chain(&args.sweep[..index]);
-        let key_of = |item: &str| item.split('=').next().unwrap_or_default().trim().to_owned();
-        if let Some(other) = others.find(|other| key_of(other) == key_of(sweep)) {
-            bail!("--sweep {sweep}: {key} is also given as {other}\n  hint: give each key once, with all its values");
-        }
-        // Runs share one folder of shards unless a swept key changes the shards' content.
-        let of_text = ["data.", "tokenizer.", "validation.paths"];
-        let of_stage = [".paths", ".weights"];
-        let is_text = of_text.iter().any(|begin| key.starts_with(begin));
-        shares_data &= !is_text && !of_stage.iter().any(|end| key.ends_with(end));
-        combinations = combinations
-            .into_iter()
-            .flat_map(|combination| {
-                values.iter().map(move |value| {
-                    let mut longer = combination.clone();
-                    longer.push(format!("{key}={value}"));
-                    longer
-                })
-            })
-            .collect();
-        if combinations.len() > MAX_RUNS {
-            bail!("--sweep asks for more than {MAX_RUNS} runs\n  hint: give fewer values");
-        }
-    }
-    let runs = combinations.into_iter().map(|overrides| {
+    let swept = swept_keys(args)?;
+    let shares_data = !swept.iter().any(|(key, _)| changes_shards(key));
+    let runs = combinations(&swept)?.into_iter().map(|overrides| {
         let mut source = args.recipe.clone();
         source.overrides.extend(overrides.iter().cloned());
         let out = base.join(folder_name(&overrides));
@@ -237,6 +202,51 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         }
     }
     Ok(runs)
+}
+
+/// The keys of `--sweep` with their values. A key is given once, by `--sweep` or `--set`.
+fn swept_keys(args: &TrainArgs) -> Result<Vec<(&str, Vec<String>)>> {
+    let mut swept = Vec::new();
+    for (index, sweep) in args.sweep.iter().enumerate() {
+        let Some((key, values)) = sweep.split_once('=') else {
+            bail!(
+                "--sweep {sweep} is not written section.key=V1,V2,…\n  \
+                 hint: for example --sweep optimizer.lr=1e-3,3e-3"
+            );
+        };
+        let values = split(values);
+        if values.is_empty() || values.iter().any(String::is_empty) {
+            bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
+        }
+        let mut others = args.recipe.overrides.iter().chain(&args.sweep[..index]);
+        let key_of = |item: &str| item.split('=').next().unwrap_or_default().trim().to_owned();
+        if let Some(other) = others.find(|other| key_of(other) == key_of(sweep)) {
+            bail!("--sweep {sweep}: {key} is also given as {other}\n  hint: give each key once, with all its values");
+        }
+        swept.push((key, values));
+    }
+    Ok(swept)
+}
+
+/// Whether a key changes what shards hold, so that runs cannot share one folder of them.
+fn changes_shards(key: &str) -> bool {
+    let of_text = ["data.", "tokenizer.", "validation.paths"];
+    let of_stage = [".paths", ".weights"];
+    of_text.iter().any(|begin| key.starts_with(begin)) || of_stage.iter().any(|end| key.ends_with(end))
+}
+
+/// `KEY=VALUE` of each key, for every combination of their values; the last key's values change fastest.
+fn combinations(swept: &[(&str, Vec<String>)]) -> Result<Vec<Vec<String>>> {
+    let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
+    for (key, values) in swept {
+        let longer = |shorter: &Vec<String>, value: &String| [&shorter[..], &[format!("{key}={value}")]].concat();
+        combinations =
+            combinations.iter().flat_map(|shorter| values.iter().map(move |value| longer(shorter, value))).collect();
+        if combinations.len() > MAX_RUNS {
+            bail!("--sweep asks for more than {MAX_RUNS} runs\n  hint: give fewer values");
+        }
+    }
+    Ok(combinations)
 }
 
 /// Splits at commas that are not inside brackets or quotes.
@@ -308,50 +318,17 @@ impl<'a> Seeds<'a> {
 /// A group of seeds with its mean loss and spread.
 type Ranked<'a> = (&'a Seeds<'a>, (f64, f64));
 
-/// The printed table: each run's loss, the means over seeds, and the best combination of values.
+/// The printed table: each run's loss, the means over seeds, and the best combination of values. If only the seed is
+/// swept, nothing is best, and of other models' losses with one seed none.
 fn table(rows: &[Row]) -> Vec<String> {
     let groups = Seeds::of(rows);
     let has_seeds = groups.iter().any(|seeds| seeds.rows.len() > 1);
-    let ranked = groups.iter();
-    let ranked = ranked.filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?)));
-    let mut ranked: Vec<Ranked<'_>> = ranked.collect();
+    let mut ranked: Vec<Ranked<'_>> =
+        groups.iter().filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?))).collect();
     ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
     let differs_by_seed = !has_seeds && rows.len() > 1 && rows.iter().any(Row::is_of_another_model);
-    // If only the seed is swept, nothing is best.
     let best = ranked.first().filter(|_| !differs_by_seed && (groups.len() > 1 || !has_seeds));
-    let mark = |group: &Seeds<'_>| match best {
-        Some((best, _)) if best.name == group.name => "  best",
-        _ => "",
-    };
-
-    let name_of = |row: &Row| row.overrides.join(" ");
-    let names = rows.iter().map(name_of);
-    let names = names.chain(groups.iter().map(|seeds| seeds.name.clone()));
-    let width = names.map(|name| name.chars().count()).max().unwrap_or(0).max(15);
-    let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
-    for row in rows {
-        let name = name_of(row);
-        // Without several seeds each group is one run.
-        let group = groups.iter().find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
-        let mark = group.map_or("", mark);
-        lines.push(match (row.loss, row.perplexity) {
-            (Some(loss), Some(perplexity)) => {
-                let perplexity = terminal::perplexity(perplexity, 3);
-                format!("{name:<width$}  {loss:>10.5}  {perplexity:>12}{mark}")
-            }
-            _ => format!("{name:<width$}  diverged"),
-        });
-    }
-    if has_seeds {
-        lines.push(format!("{:<width$}  {:>10}  {:>12}", "mean of seeds", "loss", "spread"));
-    }
-    for group in groups.iter().filter(|_| has_seeds) {
-        let name = if group.name.is_empty() { "all" } else { &group.name };
-        lines.push(match group.mean_and_spread() {
-            Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{}", mark(group)),
-            None => format!("{name:<width$}  diverged for a seed"),
-        });
-    }
+    let mut lines = table_lines(rows, &groups, best.map(|(group, _)| group.name.as_str()));
     if differs_by_seed {
         lines.push(
             "one seed: the losses of such models differ by their seeds too, so none is named\n  \
@@ -361,6 +338,41 @@ fn table(rows: &[Row]) -> Vec<String> {
     }
     if let Some(best) = best {
         lines.extend(best_lines(best, ranked.get(1), has_seeds));
+    }
+    lines
+}
+
+/// A line for each run, then one for each group of several seeds. The group called `best` is marked: in the line of its
+/// mean, or of its run where no group has several seeds.
+fn table_lines(rows: &[Row], groups: &[Seeds<'_>], best: Option<&str>) -> Vec<String> {
+    let has_seeds = groups.iter().any(|seeds| seeds.rows.len() > 1);
+    let mark = |group: &Seeds<'_>| if best == Some(&group.name) { "  best" } else { "" };
+    let name_of = |row: &Row| row.overrides.join(" ");
+    let names = rows.iter().map(name_of).chain(groups.iter().map(|seeds| seeds.name.clone()));
+    let width = names.map(|name| name.chars().count()).max().unwrap_or(0).max(15);
+    let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
+    for row in rows {
+        let name = name_of(row);
+        // Without several seeds each group is one run.
+        let own_group = groups.iter().find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
+        lines.push(match (row.loss, row.perplexity) {
+            (Some(loss), Some(perplexity)) => {
+                let perplexity = terminal::perplexity(perplexity, 3);
+                format!("{name:<width$}  {loss:>10.5}  {perplexity:>12}{}", own_group.map_or("", mark))
+            }
+            _ => format!("{name:<width$}  diverged"),
+        });
+    }
+    if !has_seeds {
+        return lines;
+    }
+    lines.push(format!("{:<width$}  {:>10}  {:>12}", "mean of seeds", "loss", "spread"));
+    for group in groups {
+        let name = if group.name.is_empty() { "all" } else { &group.name };
+        lines.push(match group.mean_and_spread() {
+            Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{}", mark(group)),
+            None => format!("{name:<width$}  diverged for a seed"),
+        });
     }
     lines
 }

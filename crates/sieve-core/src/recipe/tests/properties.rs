@@ -6,9 +6,8 @@ use sieve_testing::Random;
 
 use super::*;
 use crate::keys::MIN_F32;
-use crate::model::{
-    DmaBias, DmaRecency, DmaShape, IndexScores, InfllmV2Shape, MobaShape, MsaShape, NsaCompression, NsaShape,
-};
+use crate::model::test_shapes::mean_key_kind;
+use crate::model::{DmaBias, DmaRecency, DmaShape, IndexScores, InfllmV2Shape, MsaShape, NsaCompression, NsaShape};
 
 /// Values that a recipe may hold.
 struct Draw(Random);
@@ -96,7 +95,7 @@ impl Draw {
                     shared_kv: self.coin(),
                 })
             }
-            3 => Attention::Moba(MobaShape { select_block_size: 64 * select, num_selected_blocks: k }),
+            3 => mean_key_kind(64 * select, k),
             4 => Attention::Msa(MsaShape {
                 indexer: if select == 1 { IndexScores::Qsa } else { IndexScores::Msa },
                 select_block_size: 64 * select,

@@ -54,53 +54,72 @@ impl BaAttConfig {
     /// All pairs of a query block and a competing key block of a head.
     fn pairs(&self, call: &Call<'_>, segments: Segments, head: usize, orders: &Orders) -> Pairs {
         let (d, tiles, scale) = (call.shape.head_dim, segments.tiles, call.shape.softmax_scale());
-        let (cols, kv_head) = (tiles.num_key_tiles(), call.kv_head(head));
-        let order = orders.keys_of(head, call.shape.num_heads);
-        let key = |slot: usize| call.key(kv_head, order[slot] as usize);
+        let (num_key_tiles, kv_head) = (tiles.num_key_tiles(), call.kv_head(head));
+        let key_order = orders.keys_of(head, call.shape.num_heads);
+        let key = |slot: usize| call.key(kv_head, key_order[slot] as usize);
         let query = |slot: usize| call.query(head, orders.query_row(head, slot));
-        let k = mean_and_variance((0..cols).map(|j| tiles.keys(j).map(key)), d);
+        let k = mean_and_variance((0..num_key_tiles).map(|j| tiles.keys(j).map(key)), d);
         let q = mean_and_variance((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
         let (estimates, means) = (self.block_logits(call, &q, &k), scores(&q.mean, &k.mean, d, scale));
-        let reach_k: Vec<_> = (0..cols).map(|j| Reach::of(tiles.keys(j).map(key), &k.mean[j * d..][..d])).collect();
+        let reach_k: Vec<_> = (0..num_key_tiles).map(|j| Reach::of(tiles.keys(j).map(key), &k.mean[j * d..][..d])).collect();
         let mut pairs = Pairs::default();
         for i in 0..tiles.num_query_tiles() {
-            let competing = if self.causal { segments.earlier(i) } else { cols };
+            let competing = if self.causal { segments.earlier(i) } else { num_key_tiles };
             if competing == 0 {
                 continue;
             }
             let reach_q = Reach::of(tiles.rows(i).map(query), &q.mean[i * d..][..d]);
-            let (mut largest, mut mass) = (vec![0.0f64; competing], vec![0.0f64; competing]);
-            for slot in tiles.rows(i) {
-                let (row, position) = (query(slot), call.shape.context() + orders.query_row(head, slot));
-                let logits = (0..order.len()).map(|slot| match !self.causal || order[slot] as usize <= position {
-                    true => dot(row, key(slot)) * scale,
+            let means_of_tile = &means[i * num_key_tiles..][..competing];
+            let (error, mass) = errors_and_mass(tiles, i, means_of_tile, |slot| {
+                let (q, position) = (query(slot), call.shape.context() + orders.query_row(head, slot));
+                let logits = (0..key_order.len()).map(|slot| match !self.causal || key_order[slot] as usize <= position {
+                    true => dot(q, key(slot)) * scale,
                     false => f32::NEG_INFINITY,
                 });
-                let mut p: Vec<f32> = logits.collect();
-                for (j, largest) in largest.iter_mut().enumerate() {
-                    let mean = means[i * cols + j];
-                    let errors = p[tiles.keys(j)].iter().map(|logit| f64::from((logit - mean).abs()));
-                    *largest = errors.fold(*largest, f64::max);
-                }
-                if !softmax(&mut p) {
-                    // A NaN, which makes the head's correlations None.
-                    p.fill(f32::NAN);
-                }
-                for (j, mass) in mass.iter_mut().enumerate() {
-                    *mass += p[tiles.keys(j)].iter().map(|&p| f64::from(p)).sum::<f64>() / tiles.rows(i).len() as f64;
-                }
-            }
-            let mut estimate = estimates[i * cols..][..competing].to_vec();
+                logits.collect()
+            });
+            let mut estimate = estimates[i * num_key_tiles..][..competing].to_vec();
             if !softmax(&mut estimate) {
                 estimate.fill(f32::NAN);
             }
             pairs.bound.extend(reach_k[..competing].iter().map(|reach| reach_q.bound(reach) * f64::from(scale)));
-            pairs.error.extend(largest);
+            pairs.error.extend(error);
             pairs.estimate.extend(estimate.into_iter().map(f64::from));
             pairs.mass.extend(mass);
         }
         pairs
     }
+}
+
+/// For each key tile that competes for a query tile, by the queries' exact logits: the largest distance of a logit from
+/// the product of the two tiles' means, which `means` has, and the attention mass, averaged over queries.
+///
+/// `logits_of` gives the logits of the query in a slot, with minus infinity at keys that it does not see.
+fn errors_and_mass(
+    tiles: Tiles,
+    query_tile: usize,
+    means: &[f32],
+    logits_of: impl Fn(usize) -> Vec<f32>,
+) -> (Vec<f64>, Vec<f64>) {
+    let (mut errors, mut masses) = (vec![0.0f64; means.len()], vec![0.0f64; means.len()]);
+    let num_queries = tiles.rows(query_tile).len() as f64;
+    for slot in tiles.rows(query_tile) {
+        let mut logits = logits_of(slot);
+        for (key_tile, (error, mean)) in errors.iter_mut().zip(means).enumerate() {
+            let distances = logits[tiles.keys(key_tile)].iter().map(|logit| f64::from((logit - mean).abs()));
+            *error = distances.fold(*error, f64::max);
+        }
+        if !softmax(&mut logits) {
+            // A NaN, which makes the head's correlations None.
+            logits.fill(f32::NAN);
+        }
+        let probabilities = logits;
+        for (key_tile, mass) in masses.iter_mut().enumerate() {
+            let of_tile = probabilities[tiles.keys(key_tile)].iter().map(|&p| f64::from(p));
+            *mass += of_tile.sum::<f64>() / num_queries;
+        }
+    }
+    (errors, masses)
 }
 
 impl Pairs {
