@@ -7,8 +7,10 @@ use crate::words_model;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use serde_json::{Value, json};
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::Child;
 use std::time::Duration;
 
@@ -260,6 +262,16 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
         (post(completion, r#"{"prompt": "t1", "logit_bias": {"5": 1}}"#), 400, "has no logit_bias"),
         (post(completion, r#"{"prompt": "t1", "temprature": 1}"#), 400, "temprature"),
         (post(completion, r#"{"prompt": "t1", "stop": ""}"#), 400, "stop is no text"),
+        (post(completion, &json!({"prompt": "t1", "stop": "x".repeat(4097)}).to_string()), 400, "longer than 4096"),
+        (
+            post(completion, r#"{"prompt": "t1", "stream_options": {"include_usage": "yes"}}"#),
+            400,
+            "stream_options.include_usage is not true or false",
+        ),
+        (post(completion, r#"{"prompt": "t1", "stream_options": {"usage": true}}"#), 400, "stream_options.usage"),
+        (post(completion, r#"{"prompt": "t1", "stream_options": []}"#), 400, "stream_options is not an object"),
+        (post(completion, &" ".repeat(5 << 20)), 413, "more than 4194304 bytes"),
+        (served.send("GET", "/v1/models/%ff", key, b""), 404, "model_not_found"),
         (post("/v1/chat/completions", r#"{"messages": [{"role": "user", "content": "t1"}]}"#), 400, "no chat template"),
     ] {
         assert_eq!(answer.0, status, "{words}: {}", answer.1);
@@ -311,7 +323,75 @@ fn a_chat_is_answered_by_the_models_template() {
     let said = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str());
     assert_eq!(said.collect::<String>(), " Paris");
     let image = json!([{"type": "image_url", "image_url": {"url": "x"}}]);
-    assert_eq!(served.post(path, &body(image, false)).0, 400);
+    // What a template could print of a message, and this server would drop, is refused with its place.
+    let answered = json!({"role": "assistant", "content": "Paris", "refusal": null, "tool_calls": [], "name": null});
+    for (message, words) in [
+        (json!({"role": "user", "content": image}), "messages[1].content is not a text"),
+        (json!({"role": "User", "content": "x"}), "messages[1].role is not system, developer, user or assistant"),
+        (json!({"content": "x"}), "messages[1].role is not"),
+        (json!("x"), "messages[1] is not an object"),
+        (json!({"role": "assistant", "content": null, "tool_calls": [{}]}), "has no messages[1].tool_calls"),
+        (json!({"role": "assistant", "content": "x", "reasoning_content": "y"}), "messages[1].reasoning_content"),
+        (json!({"role": "user", "content": "x", "name": "y"}), "messages[1].name"),
+        (json!({"role": "user", "content": "x", "cache_control": {}}), "the field messages[1].cache_control"),
+    ] {
+        let answer = served.post(path, &json!({"messages": [answered, message]}));
+        assert_eq!(answer.0, 400, "{words}: {}", answer.1);
+        assert!(answer.1.contains(words), "{words}: {}", answer.1);
+    }
+    let unchanged = json!({"messages": [answered], "modalities": ["text"], "function_call": "none",
+        "prompt_cache_key": "x", "safety_identifier": "x", "max_tokens": 1});
+    assert_eq!(served.post(path, &unchanged).0, 200);
+    served.stop();
+}
+
+#[test]
+fn bytes_and_places_of_tokens_are_those_of_the_text() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../checkpoints/tiny");
+    let served = Served::new(&tiny, &model.display().to_string(), "");
+    let text = "fn 日本<|endoftext|>é €x";
+    let scored = served.completion(&json!({"prompt": text, "max_tokens": 0, "echo": true, "logprobs": 0}));
+    let part = |name: &str| scored["logprobs"][name].as_array().expect("a list").clone();
+    // A token that begins behind whole characters stands where its place says.
+    let chars: Vec<char> = text.chars().collect();
+    let (mut found, mut end) = (0, 0);
+    for (token, place) in part("tokens").iter().zip(part("text_offset")) {
+        let (token, place) = (token.as_str().expect("a text"), place.as_u64().expect("a place") as usize);
+        let rest: String = chars[place..].iter().collect();
+        found += usize::from(rest.starts_with(token) && place >= end);
+        end = place;
+    }
+    assert_eq!(chars.len() - 1, end, "{scored}");
+    assert!(found >= 4 && found < part("tokens").len(), "{found}: {scored}");
+    // Of token ids the text leaves special tokens out.
+    let ids = json!({"prompt": [0, 97, 0, 98], "max_tokens": 0, "echo": true, "logprobs": 0});
+    let scored = served.completion(&ids);
+    let length = scored["text"].as_str().expect("a text").chars().count() as u64;
+    assert!(scored["logprobs"]["text_offset"][3].as_u64().is_some_and(|place| place < length), "{scored}");
+    assert_eq!(scored["logprobs"]["text_offset"][1], 0);
+    served.stop();
+    // A chat's tokens have their bytes, also where one is a part of a character.
+    fs::create_dir(tiny.path("chat")).expect("it is new");
+    for entry in fs::read_dir(&model).expect("a folder") {
+        let path = entry.expect("readable").path();
+        fs::copy(&path, tiny.path("chat").join(path.file_name().expect("a name"))).expect("writable");
+    }
+    fs::write(tiny.path("chat").join("chat_template.jinja"), "{{ messages[0].content }}").expect("writable");
+    let served = Served::new(&tiny, "chat", "");
+    let body = json!({"messages": [{"role": "user", "content": "日本 é"}], "max_tokens": 60, "temperature": 2,
+        "seed": 3, "logprobs": true, "top_logprobs": 3});
+    let answer = served.post("/v1/chat/completions", &body).json();
+    let choice = &answer["choices"][0];
+    let tokens = choice["logprobs"]["content"].as_array().expect("a list");
+    let bytes = tokens.iter().flat_map(|token| token["bytes"].as_array().into_iter().flatten());
+    let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().expect("a byte") as u8).collect();
+    assert_eq!(choice["message"]["content"], *String::from_utf8_lossy(&bytes), "{answer}");
+    let is_part = |token: &&Value| {
+        let text = token["token"].as_str().expect("a text");
+        token["bytes"].as_array().is_some_and(|bytes| bytes.len() < text.len())
+    };
+    assert!(tokens.iter().any(|token| is_part(&token)), "{answer}");
     served.stop();
 }
 

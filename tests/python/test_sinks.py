@@ -80,7 +80,7 @@ class Sinks(unittest.TestCase):
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.normal_(std=0.5)
-        own_config = sieve.SieveConfig(attention_kind="mha", qk_norm=False, attention_sinks=True, **sizes)
+        own_config = sieve.SieveConfig(attention_kind="mha", qk_norm=False, attention_sinks=True, rotates=True, **sizes)
         ours = sieve.DenseAttention(own_config, window).double()
         ours.load_state_dict(theirs.state_dict())
         mask, index = mask_of(window), torch.arange(TOKENS)

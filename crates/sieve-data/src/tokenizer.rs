@@ -23,6 +23,7 @@ use sieve_files::write_atomically;
 pub use stream::DecodeStream;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
+use words::byte_chars;
 
 /// Name of the end-of-document token in the tokenizers that Sieve trains.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -84,9 +85,9 @@ impl Tokenizer {
             std::io::ErrorKind::NotFound => {
                 let (folder, repository) = home_of(path);
                 let hint = format!(
-                    "--set tokenizer.path=hf://{repository} fetches a model's, as hf download {repository} \
-                     tokenizer.json --local-dir {folder} does; or train one: --set \
-                     'tokenizer.train={{vocab_size=8192}}' (docs/own-data.md)"
+                    "hf download {repository} tokenizer.json --local-dir {folder} fetches a model's; of a recipe, --set \
+                     tokenizer.path=hf://{repository} does, and --set 'tokenizer.train={{vocab_size=8192}}' trains one \
+                     (docs/own-data.md)"
                 );
                 DataError::refused(format!("there is no tokenizer {}", path.shown()), hint)
             }
@@ -325,6 +326,23 @@ impl Tokenizer {
         })
     }
 
+    /// The bytes that a token adds to a text behind another token, also where they are a part of a character; `None`
+    /// for unknown ids and special tokens, which are in no text, and where the vocabulary does not say which bytes.
+    pub fn bytes_behind(&self, before: Option<u32>, id: u32) -> Option<Vec<u8>> {
+        let token = self.text_token(id)?;
+        let is_added = self.marked.get_added_vocabulary().get_vocab().contains_key(&token);
+        if let Some(byte) = byte_of_token(&token).filter(|_| !is_added) {
+            return Some(vec![byte]);
+        }
+        if self.is_byte_level() && !is_added {
+            let chars = byte_chars();
+            let byte = |c: char| chars.iter().position(|known| *known == c).map(|byte| byte as u8);
+            return token.chars().map(byte).collect();
+        }
+        let text = self.decode_behind(before.as_slice(), &[id]).ok()?;
+        (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.into_bytes())
+    }
+
     /// The token of an id; `None` for unknown ids and special tokens, which have no text.
     fn text_token(&self, id: u32) -> Option<String> {
         let added = self.marked.get_added_vocabulary();
@@ -414,8 +432,13 @@ fn home_of(path: &Path) -> (String, String) {
 
 /// Whether a token of the vocabulary is a single byte in SentencePiece's form `<0x0A>`.
 fn is_byte_token(token: &str) -> bool {
+    byte_of_token(token).is_some()
+}
+
+/// The byte of a token in that form.
+fn byte_of_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-    digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
+    digits.filter(|digits| digits.len() == 2).and_then(|digits| u8::from_str_radix(digits, 16).ok())
 }
 
 fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {

@@ -9,10 +9,7 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The address cannot be listened at.
-    #[error(
-        "cannot listen at {host}:{port}: {error}\n  hint: use another --port, or a --host that is an address of this \
-         machine"
-    )]
+    #[error("cannot listen at {host}, port {port}: {error}\n  hint: {}", bind_hint(host))]
     Bind {
         /// Name or address.
         host: String,
@@ -24,6 +21,19 @@ pub enum ServeError {
     /// The system gives no thread or no timer.
     #[error("the server's threads cannot start: {0}\n  hint: raise the limits on threads and open files (ulimit -n)")]
     Runtime(#[from] io::Error),
+}
+
+/// What to write in place of an address that cannot be listened at.
+fn bind_hint(host: &str) -> String {
+    let (_, address) = host.split_once("://").unwrap_or(("", host));
+    let address = address.trim_end_matches('/');
+    match address.split_once(':') {
+        Some((name, port)) if !name.is_empty() && port.parse::<u16>().is_ok() => {
+            format!("--host {name} --port {port}")
+        }
+        _ if address != host && !address.is_empty() => format!("--host {address}"),
+        _ => "use another --port, or a --host that is an address of this machine".to_owned(),
+    }
 }
 
 /// Why a request is not answered. Its message goes to the client.

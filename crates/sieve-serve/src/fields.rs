@@ -3,11 +3,24 @@ use crate::error::ApiError;
 use serde_json::{Map, Value};
 
 /// Fields that change nothing in the answer.
-const WITHOUT_EFFECT: [&str; 4] = ["user", "store", "metadata", "service_tier"];
+const WITHOUT_EFFECT: [&str; 8] = [
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "stream_options.include_obfuscation",
+];
 
-/// The fields of a request that were not read yet.
+/// The fields of a request, or of an object in it, that were not read yet.
 #[derive(Debug)]
-pub(crate) struct Fields(Map<String, Value>);
+pub(crate) struct Fields {
+    fields: Map<String, Value>,
+    /// What stands before a name in errors: nothing, or the object's own name and a point.
+    path: String,
+}
 
 impl Fields {
     /// # Errors
@@ -18,19 +31,35 @@ impl Fields {
             ApiError::invalid("", format!("the body is not valid JSON: {error}"))
         })?;
         match value {
-            Value::Object(fields) => Ok(Self(fields)),
+            Value::Object(fields) => Ok(Self { fields, path: String::new() }),
             _ => Err(ApiError::invalid("", "the body is not a JSON object")),
         }
     }
 
+    /// The fields of an object inside the request, which errors call `name`.
+    ///
+    /// # Errors
+    /// A value that is no object.
+    pub(crate) fn inside(name: &str, value: Value) -> Result<Self, ApiError> {
+        match value {
+            Value::Object(fields) => Ok(Self { fields, path: format!("{name}.") }),
+            _ => Err(ApiError::invalid(name, format!("{name} is not an object"))),
+        }
+    }
+
+    /// The name of a field in errors.
+    pub(crate) fn full_name(&self, name: &str) -> String {
+        format!("{}{name}", self.path)
+    }
+
     /// Whether a field was not read yet.
     pub(crate) fn has(&self, name: &str) -> bool {
-        self.0.contains_key(name)
+        self.fields.contains_key(name)
     }
 
     /// Takes a field; null counts as absent.
     pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
-        self.0.remove(name).filter(|value| !value.is_null())
+        self.fields.remove(name).filter(|value| !value.is_null())
     }
 
     fn of_type<T>(
@@ -42,7 +71,8 @@ impl Fields {
         let Some(value) = self.take(name) else {
             return Ok(None);
         };
-        read(&value).map(Some).ok_or_else(|| ApiError::invalid(name, format!("{name} is not {wanted}")))
+        let name = self.full_name(name);
+        read(&value).map(Some).ok_or_else(|| ApiError::invalid(&name, format!("{name} is not {wanted}")))
     }
 
     pub(crate) fn bool(&mut self, name: &str) -> Result<bool, ApiError> {
@@ -85,6 +115,7 @@ impl Fields {
     pub(crate) fn lacks(&mut self, name: &str, changes_nothing: impl FnOnce(&Value) -> bool) -> Result<(), ApiError> {
         match self.take(name) {
             Some(value) if !changes_nothing(&value) => {
+                let name = &self.full_name(name);
                 Err(ApiError::invalid(name, format!("this server has no {name}; leave it out")))
             }
             _ => Ok(()),
@@ -93,8 +124,8 @@ impl Fields {
 
     /// Refuses fields that were not read, unless they change nothing.
     pub(crate) fn finish(self) -> Result<(), ApiError> {
-        let mut unknown = self.0.keys().filter(|name| !WITHOUT_EFFECT.contains(&name.as_str()));
-        match unknown.next() {
+        let names = self.fields.iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| self.full_name(name));
+        match names.into_iter().find(|name| !WITHOUT_EFFECT.contains(&name.as_str())) {
             Some(name) => {
                 let shown: String = name.chars().take(64).flat_map(char::escape_debug).collect();
                 Err(ApiError::invalid(&shown, format!("this server does not know the field {shown}; leave it out")))

@@ -5,11 +5,13 @@ use crate::reply::Reply;
 use crate::request::{Asked, Form};
 use crate::server::Server;
 use axum::Router;
-use axum::body::{Body, Bytes, to_bytes};
+use axum::body::{Body, Bytes};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderValue, Method, Response, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{get, post};
+use futures_util::StreamExt;
 use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -18,6 +20,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 /// Bytes of a request, at most.
 const MOST_BYTES: usize = 4 << 20;
+/// Bytes that are read of a larger one before it is answered.
+const MOST_READ: usize = 64 << 20;
 /// Seconds in which a request must arrive.
 const BODY_SECONDS: u64 = 30;
 
@@ -97,7 +101,13 @@ async fn models(State(server): State<Arc<Server>>) -> Response<Body> {
     json_response(&json!({"object": "list", "data": [about(&server)]}))
 }
 
-async fn model(State(server): State<Arc<Server>>, Path(name): Path<String>) -> Response<Body> {
+async fn model(
+    State(server): State<Arc<Server>>,
+    name: Result<Path<String>, PathRejection>,
+    uri: Uri,
+) -> Response<Body> {
+    // A name that is not UTF-8 is shown as it was sent.
+    let name = name.map_or_else(|_| uri.path().replacen("/v1/models/", "", 1), |Path(name)| name);
     match name == server.settings.name {
         true => json_response(&about(&server)),
         false => ApiError::unknown_model(&name, &server.settings.name).response(),
@@ -144,15 +154,29 @@ async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Res
 }
 
 /// The body of a request, within its limits of size and time.
-async fn read(request: Request) -> Result<Bytes, ApiError> {
-    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
-    if length.is_some_and(|length: u64| length > MOST_BYTES as u64) {
-        return Err(ApiError::too_large(MOST_BYTES));
-    }
-    let body = tokio::time::timeout(Duration::from_secs(BODY_SECONDS), to_bytes(request.into_body(), MOST_BYTES));
-    let body = body.await.map_err(|_| ApiError::too_slow(BODY_SECONDS))?;
-    // Also the error of a connection that broke off, where no client reads the answer.
-    body.map_err(|_| ApiError::too_large(MOST_BYTES))
+async fn read(request: Request) -> Result<Vec<u8>, ApiError> {
+    let read = async {
+        let (mut parts, mut num_bytes) = (request.into_body().into_data_stream(), 0);
+        let mut body = Vec::new();
+        // A larger body is read on, and dropped: most clients read no answer before they have sent all of theirs.
+        while num_bytes < MOST_READ
+            && let Some(part) = parts.next().await
+        {
+            // The error of a connection that broke off, where no client reads the answer.
+            let part = part.map_err(|error| ApiError::invalid("", format!("the body broke off: {error}")))?;
+            num_bytes += part.len();
+            match num_bytes <= MOST_BYTES {
+                true => body.extend_from_slice(&part),
+                false => body.clear(),
+            }
+        }
+        match num_bytes <= MOST_BYTES {
+            true => Ok(body),
+            false => Err(ApiError::too_large(MOST_BYTES)),
+        }
+    };
+    let body = tokio::time::timeout(Duration::from_secs(BODY_SECONDS), read);
+    body.await.map_err(|_| ApiError::too_slow(BODY_SECONDS))?
 }
 
 /// A stream of events: chunks as texts grow, an error if there is one, and `[DONE]`.

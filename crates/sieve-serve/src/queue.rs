@@ -12,7 +12,7 @@ pub(crate) struct Text {
     /// Which of its request's texts it is.
     pub(crate) index: usize,
     /// At least one token.
-    pub(crate) prompt: Vec<u32>,
+    pub(crate) prompt: Arc<[u32]>,
     /// Tokens after the prompt, at most.
     pub(crate) max_tokens: usize,
     pub(crate) sampling: Sampling,

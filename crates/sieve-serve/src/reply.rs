@@ -33,18 +33,27 @@ struct Choice {
     has_begun: bool,
     /// The token before the next one, which may decide how that is written.
     last: Option<u32>,
-    /// Characters before the next token.
+    /// Characters of the text before the next token, and the bytes of one that it goes on with.
+    offset: usize,
+    unfinished: Vec<u8>,
+}
+
+/// A token with its log-probability.
+#[derive(Debug)]
+struct ShownToken {
+    token: Spelled,
+    /// `None`: nothing precedes the token.
+    log_probability: Option<f64>,
+    top: Vec<(Spelled, f64)>,
     offset: usize,
 }
 
-/// A token with its text and log-probability.
-#[derive(Debug)]
-struct ShownToken {
+/// How a token is written.
+#[derive(Clone, Debug)]
+struct Spelled {
     text: String,
-    /// `None`: nothing precedes the token.
-    log_probability: Option<f64>,
-    top: Vec<(String, f64)>,
-    offset: usize,
+    /// What it adds to a text; `None` for special tokens, which are not in a text.
+    bytes: Option<Vec<u8>>,
 }
 
 impl Reply {
@@ -64,6 +73,7 @@ impl Reply {
             has_begun: false,
             last: asked.prompt(text).tokens.last().copied().filter(|_| !asked.echo),
             offset: 0,
+            unfinished: Vec::new(),
         };
         let choices = (0..asked.num_texts()).map(choice).collect();
         Self { server, id, created, choices, asked }
@@ -80,14 +90,14 @@ impl Reply {
             choice.has_begun = true;
             choice.text += prompt.text.as_deref().unwrap_or("");
             if self.asked.echo && num_top.is_some() {
-                choice.show(&self.server, prompt.tokens[0], None);
+                choice.show(&self.server, prompt.tokens[0], None, prompt.has_special_names);
             }
         }
         match piece {
-            Piece::Prompt(scores) => choice.show_all(&self.server, &scores),
+            Piece::Prompt(scores) => choice.show_all(&self.server, &scores, prompt.has_special_names),
             Piece::More(more, scores) => {
                 choice.text += &more;
-                choice.show_all(&self.server, &scores);
+                choice.show_all(&self.server, &scores, false);
             }
             Piece::End { has_stopped, num_tokens } => {
                 choice.num_tokens = num_tokens;
@@ -192,34 +202,50 @@ impl Reply {
 }
 
 impl Choice {
-    fn show_all(&mut self, server: &Server, scores: &[TokenScore]) {
-        scores.iter().for_each(|score| self.show(server, score.token, Some(score)));
+    fn show_all(&mut self, server: &Server, scores: &[TokenScore], has_special_names: bool) {
+        scores.iter().for_each(|score| self.show(server, score.token, Some(score), has_special_names));
     }
 
     /// Adds a token with its log-probability. As with OpenAI, the likeliest tokens beside it include it in any case.
-    fn show(&mut self, server: &Server, token: u32, score: Option<&TokenScore>) {
-        let text_of = |token: u32| token_text(server, self.last, token);
-        let text = text_of(token);
-        let mut top: Vec<(String, f64)> = Vec::new();
+    /// `has_special_names`: whether special tokens are in the text, by name.
+    fn show(&mut self, server: &Server, id: u32, score: Option<&TokenScore>, has_special_names: bool) {
+        let spell = |id: u32| Spelled::new(server, self.last, id);
+        let token = spell(id);
+        let mut top: Vec<(Spelled, f64)> = Vec::new();
         if let Some(score) = score {
-            top.extend(score.top.iter().map(|&(token, log_probability)| (text_of(token), log_probability)));
-            if score.top.iter().all(|one| one.0 != token) {
-                top.push((text.clone(), score.log_probability));
+            top.extend(score.top.iter().map(|&(id, log_probability)| (spell(id), log_probability)));
+            if score.top.iter().all(|one| one.0 != id) {
+                top.push((token.clone(), score.log_probability));
             }
         }
         let (log_probability, offset) = (score.map(|score| score.log_probability), self.offset);
-        self.offset += text.chars().count();
-        self.last = Some(token);
-        self.tokens.push(ShownToken { text, log_probability, top, offset });
+        match &token.bytes {
+            Some(bytes) => self.advance(bytes),
+            None if has_special_names => self.advance(token.text.as_bytes()),
+            None => {}
+        }
+        self.last = Some(id);
+        self.tokens.push(ShownToken { token, log_probability, top, offset });
+    }
+
+    /// Counts the characters that these bytes finish; a byte that is not UTF-8 becomes one character.
+    fn advance(&mut self, bytes: &[u8]) {
+        self.unfinished.extend_from_slice(bytes);
+        let whole = match std::str::from_utf8(&self.unfinished) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            _ => self.unfinished.len(),
+        };
+        self.offset += String::from_utf8_lossy(&self.unfinished[..whole]).chars().count();
+        self.unfinished.drain(..whole);
     }
 }
 
-/// The text of a token after another one; what the vocabulary calls it, if it has no text or is part of a character.
-fn token_text(server: &Server, before: Option<u32>, token: u32) -> String {
-    let text = server.tokenizer.decode_behind(before.as_slice(), &[token]).unwrap_or_default();
-    match text.is_empty() || text.contains(char::REPLACEMENT_CHARACTER) {
-        true => server.tokenizer.id_token(token).unwrap_or(text),
-        false => text,
+impl Spelled {
+    /// A token behind another one. One without a text, or of a part of a character, is named as the vocabulary does.
+    fn new(server: &Server, before: Option<u32>, id: u32) -> Self {
+        let bytes = server.tokenizer.bytes_behind(before, id);
+        let text = bytes.clone().and_then(|bytes| String::from_utf8(bytes).ok()).filter(|text| !text.is_empty());
+        Self { text: text.or_else(|| server.tokenizer.id_token(id)).unwrap_or_default(), bytes }
     }
 }
 
@@ -227,14 +253,14 @@ fn token_text(server: &Server, before: Option<u32>, token: u32) -> String {
 fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     let top = |token: &ShownToken| {
         let mut map = Map::new();
-        for (text, log_probability) in &token.top {
+        for (spelled, log_probability) in &token.top {
             // Several tokens may have the same text: the likeliest counts.
-            map.entry(text.as_str()).or_insert((*log_probability).into());
+            map.entry(spelled.text.as_str()).or_insert((*log_probability).into());
         }
         token.log_probability.map(|_| map)
     };
     json!({
-        "tokens": tokens.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(),
+        "tokens": tokens.iter().map(|token| token.token.text.as_str()).collect::<Vec<_>>(),
         "token_logprobs": tokens.iter().map(|token| token.log_probability).collect::<Vec<_>>(),
         "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
         "text_offset": tokens.iter().map(|token| token.offset).collect::<Vec<_>>(),
@@ -243,13 +269,10 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
 
 /// `logprobs` in the form of OpenAI's chats.
 fn chat_logprobs(tokens: &[ShownToken]) -> Value {
-    let one = |text: &str, log_probability: Option<f64>| {
-        let bytes = text.as_bytes();
-        json!({"token": text, "logprob": log_probability, "bytes": bytes})
-    };
+    let one = |token: &Spelled, log_probability: Option<f64>| json!({"token": token.text, "logprob": log_probability, "bytes": token.bytes});
     let content = tokens.iter().map(|token| {
-        let mut shown = one(&token.text, token.log_probability);
-        let top = token.top.iter().map(|(text, log_probability)| one(text, Some(*log_probability)));
+        let mut shown = one(&token.token, token.log_probability);
+        let top = token.top.iter().map(|(token, log_probability)| one(token, Some(*log_probability)));
         shown["top_logprobs"] = top.collect::<Vec<_>>().into();
         shown
     });

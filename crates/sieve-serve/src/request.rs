@@ -2,10 +2,11 @@
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
-use serde_json::Value;
+use serde_json::{Value, json};
 use sieve_eval::Sampling;
 use sieve_hf::ChatMessage;
 use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
 
 /// New tokens of a completion that does not say how many, as OpenAI has it.
 const DEFAULT_NEW_TOKENS: usize = 16;
@@ -17,6 +18,8 @@ const MOST_SAMPLES: u64 = 128;
 const MOST_TOP: u64 = 20;
 /// Stop texts, at most.
 const MOST_STOPS: usize = 16;
+/// Bytes of a stop text, at most: each token is compared with all of them.
+const MOST_STOP_BYTES: usize = 4096;
 /// Highest temperature, as OpenAI has it.
 const MOST_TEMPERATURE: f64 = 2.0;
 
@@ -30,8 +33,10 @@ pub(crate) enum Form {
 /// A prompt as tokens, and its text if the answer repeats it.
 #[derive(Debug)]
 pub(crate) struct Prompt {
-    pub(crate) tokens: Vec<u32>,
+    pub(crate) tokens: Arc<[u32]>,
     pub(crate) text: Option<String>,
+    /// Whether `text` has the names of special tokens, as one that was sent; decoded tokens leave them out.
+    pub(crate) has_special_names: bool,
     /// Tokens after the prompt, at most.
     pub(crate) max_tokens: usize,
 }
@@ -68,7 +73,7 @@ impl Asked {
         let context = server.settings.context as u64;
         let max_tokens = fields.count("max_tokens", [0, context])?;
         let max_tokens = fields.count("max_completion_tokens", [0, context])?.or(max_tokens);
-        let (echo, num_top, texts) = match form {
+        let (echo, num_top, prompts) = match form {
             Form::Completion => {
                 let num_top = fields.count("logprobs", [0, MOST_TOP])?;
                 (fields.bool("echo")?, num_top, completion_prompts(&mut fields, server)?)
@@ -86,18 +91,17 @@ impl Asked {
             let message = "a server with a selector does not score prompts; sieve eval tasks --selector does";
             return Err(ApiError::invalid("logprobs", message));
         }
-        let options = match fields.take("stream_options") {
-            Some(Value::Object(options)) => options,
-            None => serde_json::Map::new(),
-            Some(_) => return Err(ApiError::invalid("stream_options", "stream_options is not an object")),
-        };
+        let options = fields.take("stream_options").map(|options| Fields::inside("stream_options", options));
+        let mut options = options.transpose()?;
+        let has_usage = options.as_mut().map_or(Ok(false), |options| options.bool("include_usage"))?;
+        options.map_or(Ok(()), Fields::finish)?;
         let asked = Self {
             form,
-            prompts: texts
+            prompts: prompts
                 .into_iter()
-                .map(|(tokens, text)| {
-                    let max_tokens = room(form, tokens.len(), max_tokens, server.settings.context)?;
-                    Ok(Prompt { tokens, text: text.filter(|_| echo), max_tokens })
+                .map(|prompt| {
+                    let max_tokens = room(form, prompt.tokens.len(), max_tokens, server.settings.context)?;
+                    Ok(Prompt { max_tokens, text: prompt.text.filter(|_| echo), ..prompt })
                 })
                 .collect::<Result<_, ApiError>>()?,
             num_samples: fields.count("n", [1, MOST_SAMPLES])?.unwrap_or(1),
@@ -112,7 +116,7 @@ impl Asked {
             echo,
             num_top,
             streams: fields.bool("stream")?,
-            has_usage: options.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
+            has_usage,
         };
         refuse_what_is_not_served(&mut fields, asked.num_samples)?;
         fields.finish()?;
@@ -152,11 +156,19 @@ fn room(form: Form, prompt: usize, asked: Option<usize>, context: usize) -> Resu
     }
 }
 
-/// A prompt's tokens and text.
-type TokensAndText = (Vec<u32>, Option<String>);
+impl Prompt {
+    /// A prompt without room for new tokens yet. An empty one becomes the end-of-document token, as in
+    /// `sieve generate`.
+    fn new(tokens: Vec<u32>, text: Option<String>, has_special_names: bool, server: &Server) -> Self {
+        match tokens.is_empty() {
+            true => Self { tokens: [server.settings.eos_id].into(), text, has_special_names: false, max_tokens: 0 },
+            false => Self { tokens: tokens.into(), text, has_special_names, max_tokens: 0 },
+        }
+    }
+}
 
 /// The field `prompt`: a string, tokens, or a list of either.
-fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<TokensAndText>, ApiError> {
+fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt>, ApiError> {
     let invalid = |message: &str| ApiError::invalid("prompt", message);
     let is_chat = fields.has("messages");
     let missing = || match is_chat {
@@ -172,23 +184,18 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Tokens
         return Err(invalid(&format!("prompt is a list of more than {MOST_PROMPTS}")));
     }
     let read = |prompt: Value| match prompt {
-        Value::String(text) => Ok((encoded(&text, server)?, Some(text))),
+        Value::String(text) => Ok(Prompt::new(encoded(&text, server)?, Some(text), true, server)),
         Value::Array(ids) => {
             let most = server.settings.vocab_size as u64;
             let id = |id: &Value| id.as_u64().filter(|id| *id < most).map(|id| id as u32);
             let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
             let ids = ids.ok_or_else(|| invalid(&format!("a token of prompt is no whole number below {most}")))?;
             let text = server.tokenizer.decode(&ids).map_err(|error| invalid(&error.to_string()))?;
-            Ok((ids, Some(text)))
+            Ok(Prompt::new(ids, Some(text), false, server))
         }
         _ => Err(invalid("prompt is not a string, a list of tokens, or a list of either")),
     };
-    let from_start = |(tokens, text): TokensAndText| match tokens.is_empty() {
-        // An empty prompt becomes the end-of-document token, as in `sieve generate`.
-        true => (vec![server.settings.eos_id], text),
-        false => (tokens, text),
-    };
-    prompts.into_iter().map(|prompt| read(prompt).map(from_start)).collect()
+    prompts.into_iter().map(read).collect()
 }
 
 fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
@@ -201,7 +208,7 @@ fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
 }
 
 /// The field `messages`, as the model's chat template writes it.
-fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<TokensAndText, ApiError> {
+fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError> {
     let invalid = |message: &str| ApiError::invalid("messages", message);
     let Some(Value::Array(messages)) = fields.take("messages") else {
         return Err(match fields.has("prompt") {
@@ -212,26 +219,37 @@ fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<TokensAndText, Ap
     let Some(template) = &server.settings.template else {
         return Err(invalid("the model has no chat template; use /v1/completions"));
     };
-    let mut turns: Vec<(String, String)> = Vec::new();
-    for message in messages {
-        let role = message.get("role").and_then(Value::as_str);
-        let role = role.filter(|role| ["system", "developer", "user", "assistant"].contains(role));
-        let role = role.ok_or_else(|| invalid("a message's role is not system, user or assistant"))?;
-        let content = message.get("content").and_then(content);
-        let content = content.ok_or_else(|| invalid("a message's content is no text"))?;
-        // OpenAI's newer name of the system's role.
-        let role = if role == "developer" { "system" } else { role };
-        turns.push((role.to_owned(), content));
-    }
+    let turns = messages.into_iter().enumerate().map(|(at, message)| turn(at, message));
+    let turns = turns.collect::<Result<Vec<_>, _>>()?;
     if turns.is_empty() {
         return Err(invalid("messages is empty"));
     }
     let messages: Vec<_> = turns.iter().map(|(role, content)| ChatMessage { role, content }).collect();
     let text = template.render(&messages).map_err(|error| invalid(&error.to_string()))?;
-    match encoded(&text, server)? {
-        tokens if tokens.is_empty() => Ok((vec![server.settings.eos_id], None)),
-        tokens => Ok((tokens, None)),
+    Ok(Prompt::new(encoded(&text, server)?, None, true, server))
+}
+
+/// Role and content of a message, which has number `at`. What else a template could print of it is refused.
+fn turn(at: usize, message: Value) -> Result<(String, String), ApiError> {
+    let mut fields = Fields::inside(&format!("messages[{at}]"), message)?;
+    let invalid = |name: String, wanted: &str| ApiError::invalid(&name, format!("{name} is not {wanted}"));
+    let role = fields.string("role")?.unwrap_or_default();
+    let role = match role.as_str() {
+        // OpenAI's newer name of the system's role.
+        "system" | "developer" => "system",
+        "user" | "assistant" => role.as_str(),
+        _ => return Err(invalid(fields.full_name("role"), "system, developer, user or assistant")),
+    };
+    for name in ["tool_calls", "annotations"] {
+        fields.lacks(name, is_empty)?;
     }
+    for name in ["function_call", "name", "reasoning_content", "refusal", "audio"] {
+        fields.lacks(name, |_| false)?;
+    }
+    let content = fields.take("content").as_ref().and_then(content);
+    let content = content.ok_or_else(|| invalid(fields.full_name("content"), "a text"))?;
+    fields.finish()?;
+    Ok((role.to_owned(), content))
 }
 
 /// A message's content: a string, or a list of parts that are texts.
@@ -254,26 +272,35 @@ fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {
         Some(Value::Array(texts)) => texts.iter().map(|text| text.as_str().map(str::to_owned)).collect(),
         Some(_) => None,
     };
-    let is_short = |texts: &Vec<String>| texts.len() <= MOST_STOPS && texts.iter().all(|text| !text.is_empty());
-    texts.filter(is_short).ok_or_else(|| {
-        ApiError::invalid("stop", format!("stop is no text, or list of up to {MOST_STOPS} texts, none of them empty"))
+    let is_short = |text: &String| (1..=MOST_STOP_BYTES).contains(&text.len());
+    texts.filter(|texts| texts.len() <= MOST_STOPS && texts.iter().all(is_short)).ok_or_else(|| {
+        let message = format!(
+            "stop is no text, or list of up to {MOST_STOPS} texts, none of them empty or longer than \
+             {MOST_STOP_BYTES} bytes"
+        );
+        ApiError::invalid("stop", message)
     })
+}
+
+/// Whether a value is an empty list or object.
+fn is_empty(value: &Value) -> bool {
+    value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(serde_json::Map::is_empty)
 }
 
 /// Refuses fields of OpenAI that would change the answer and that this server lacks.
 fn refuse_what_is_not_served(fields: &mut Fields, num_samples: usize) -> Result<(), ApiError> {
-    let is_empty = |value: &Value| {
-        value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(serde_json::Map::is_empty)
-    };
     for name in ["presence_penalty", "frequency_penalty"] {
         fields.lacks(name, |value| value.as_f64() == Some(0.0))?;
     }
-    for name in ["logit_bias", "tools", "functions", "modalities"] {
+    for name in ["logit_bias", "tools", "functions"] {
         fields.lacks(name, is_empty)?;
     }
+    fields.lacks("modalities", |value| is_empty(value) || *value == json!(["text"]))?;
     fields.lacks("best_of", |value| value.as_u64() == Some(num_samples as u64))?;
     fields.lacks("suffix", |value| value.as_str() == Some(""))?;
-    fields.lacks("tool_choice", |value| value.as_str() == Some("none"))?;
+    for name in ["tool_choice", "function_call"] {
+        fields.lacks(name, |value| value.as_str() == Some("none"))?;
+    }
     fields.lacks("parallel_tool_calls", Value::is_boolean)?;
     fields.lacks("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text"))
 }

@@ -104,7 +104,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
     fn score(&self, texts: Vec<Text>) -> Result<(), EvalError> {
         let Engine { model, device, .. } = *self.engine;
         let num_top = texts.iter().filter_map(|text| text.num_top).max().unwrap_or(0);
-        let prompts: Vec<&[u32]> = texts.iter().map(|text| text.prompt.as_slice()).collect();
+        let prompts: Vec<&[u32]> = texts.iter().map(|text| &*text.prompt).collect();
         let scores = score_prompts(model, &prompts, num_top, device)?;
         for (text, mut scores) in texts.into_iter().zip(scores) {
             let num_top = text.num_top.unwrap_or(0);

@@ -43,7 +43,7 @@ const fn flag(commands: &'static [&'static str], names: &'static [&'static str],
 }
 
 /// Flags of other programs, mostly trainers, and the hint for each.
-const FLAGS: [Flag; 51] = [
+const FLAGS: [Flag; 63] = [
     flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
     flag(
         OF_RECIPES,
@@ -152,7 +152,23 @@ const FLAGS: [Flag; 51] = [
     flag(&["generate"], &["text", "input", "message"], "--prompt {:TEXT}"),
     flag(&["generate"], &["system-prompt", "system-message"], "--chat --system {:TEXT}"),
     flag(&["generate"], &["apply-chat-template", "chat-template"], "--chat"),
+    flag(
+        &["generate"],
+        &["template", "chat-template-file"],
+        "--chat; the chat template is in the model's folder: chat_template.jinja",
+    ),
+    flag(&["generate"], &["messages", "user", "question"], "--chat --prompt {:TEXT}; sieve serve takes whole chats"),
     flag(&["export"], &["output", "output-dir"], "--out {:DIR}"),
+    flag(
+        &["export"],
+        &["format", "gguf", "onnx", "quantize", "outtype"],
+        "leave it out: an export is safetensors; llama.cpp's converter makes GGUF of dense ones",
+    ),
+    flag(
+        &["export"],
+        &["push-to-hub", "hub-model-id", "repo-id", "upload"],
+        "leave it out: hf upload OWNER/NAME DIR sends the folder to the hub",
+    ),
     flag(
         &["serve"],
         &["max-model-len", "ctx-size", "context-length", "max-seq-len", "max-length", "max-total-tokens"],
@@ -180,6 +196,48 @@ const FLAGS: [Flag; 51] = [
         &["gpu-memory-utilization", "mem-fraction-static", "kv-cache-memory"],
         "leave it out: memory is planned for --max-texts texts of --max-context tokens",
     ),
+    flag(
+        &["serve"],
+        &["ssl-certfile", "ssl-keyfile", "ssl", "tls", "cors", "allowed-origins", "root-path"],
+        "leave it out: put a proxy with TLS in front of the server",
+    ),
+    flag(
+        &["serve"],
+        &[
+            "workers",
+            "num-workers",
+            "api-server-count",
+            "enable-prefix-caching",
+            "enable-chunked-prefill",
+            "cont-batching",
+        ],
+        "leave it out: one process decodes all texts together",
+    ),
+    flag(
+        &["serve"],
+        &[
+            "temperature",
+            "temp",
+            "top-p",
+            "top-k",
+            "max-new-tokens",
+            "max-tokens",
+            "n-predict",
+            "seed",
+            "stop",
+            "prompt",
+        ],
+        "leave it out: each request says it",
+    ),
+    flag(&["serve"], &["chat"], "leave it out: chats are answered at /v1/chat/completions"),
+    flag(&["serve"], &["enable-lora", "lora-modules", "lora", "adapter"], "leave it out: adapters are not read"),
+    flag(&["serve", "generate", "export"], &["recipe", "config"], "--checkpoint OUT, the folder of the recipe's run"),
+    flag(
+        &["serve", "generate"],
+        &["threads", "num-threads"],
+        "RAYON_NUM_THREADS={:N} in the environment; all cores are used without it",
+    ),
+    flag(&["serve"], &["reload", "debug", "log-level"], "leave it out: no request is logged; /metrics has counters"),
     flag(OF_MODELS, &["trust-remote-code"], "leave it out: no code of a model is run"),
     flag(
         &["serve"],

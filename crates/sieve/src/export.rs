@@ -37,8 +37,8 @@ enum FormArg {
 /// Runs `sieve export`: writes a checkpoint as a model of transformers.
 pub(crate) fn run(args: ExportArgs) -> Result<()> {
     let checkpoint = Checkpoint::open_model(&args.checkpoint)?;
-    let (recipe, _) = checkpoint.recipe_and_shape()?;
-    let tokenizer = loaded::tokenizer(&checkpoint.tokenizer_path(), &recipe)?;
+    let (recipe, shape) = checkpoint.recipe_and_shape()?;
+    let tokenizer = loaded::tokenizer(&checkpoint.tokenizer_path(), &recipe, &shape)?;
     let options = ExportOptions {
         dtype: match args.dtype {
             DtypeArg::F32 => ExportDtype::F32,

@@ -171,7 +171,7 @@ fn run_on<B: ModelBackend>(
 ) -> Result<()> {
     let placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
     let loaded = &placed.loaded;
-    let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
+    let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     // The text on standard output may be another program's input.
     terminal::remark(&format!("model: {}", loaded.line()));
     let tokens = chats.unwrap_or(prompts).iter().map(|prompt| tokenizer.encode_marked(prompt));

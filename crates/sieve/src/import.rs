@@ -1,7 +1,7 @@
 //! `sieve import`: a model in the Hugging Face layout as a checkpoint.
 use crate::out_of_memory::MemoryArgs;
 use crate::own_text::{OwnText, gives_steps};
-use crate::{hub, terminal};
+use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
@@ -91,16 +91,8 @@ fn keys_of_recipe(
     let Ok((recipe, shape)) = sieve_hf::imported_model(&args.from, kind, &sets) else {
         return Ok((sets, None));
     };
-    // Tokens that were added on top may lack a row: `print_notes` says so.
-    if tokenizer.num_base_tokens() > shape.vocab_size {
-        bail!(
-            "{}: tokenizer.json has {} tokens without the added ones, and the embedding {} rows: it is the \
-             tokenizer of another model\n  hint: take the tokenizer.json that was published with the weights",
-            args.from.shown(),
-            terminal::thousands(tokenizer.num_base_tokens() as u64),
-            terminal::thousands(shape.vocab_size as u64)
-        );
-    }
+    // `print_notes` names the added tokens that lack a row.
+    loaded::check_tokenizer(tokenizer, &args.from.join("tokenizer.json"), &shape)?;
     args.memory.check_import(&shape)?;
     let mut own_text = None;
     if !args.data.is_empty() {
@@ -166,6 +158,14 @@ fn check_folder(from: &Path) -> Result<()> {
              folder",
             gguf.shown()
         );
+    }
+    if from.is_file() {
+        let folder = from.parent().filter(|folder| folder.join("config.json").is_file());
+        let hint = folder.map_or_else(
+            || "name the folder of a model: config.json, safetensors and tokenizer.json".to_owned(),
+            |folder| format!("--from {}", terminal::shell_word(&folder.shown().to_string())),
+        );
+        bail!("--from {} is a file, and a model is a folder\n  hint: {hint}", from.shown());
     }
     let problem = match from.is_dir() {
         false => "there is no folder",

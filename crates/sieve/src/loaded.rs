@@ -1,7 +1,8 @@
 //! Loads a checkpoint and its tokenizer on a device, for the commands that use a trained model.
 use crate::device::{DeviceChoice, DtypeArg, Place};
 use crate::out_of_memory::MemoryArgs;
-use anyhow::{Context, Result};
+use crate::terminal;
+use anyhow::{Context, Result, bail};
 use burn::tensor::backend::Backend;
 use clap::Args;
 use sieve_core::{ModelShape, Recipe, ShownPath};
@@ -58,9 +59,36 @@ macro_rules! on_device {
 }
 pub(crate) use on_device;
 
-/// Loads a model's tokenizer. The recipe may name its end-of-document token.
-pub(crate) fn tokenizer(path: &Path, recipe: &Recipe) -> Result<Tokenizer> {
-    Ok(Tokenizer::from_file(path)?.with_eos_token(recipe.tokenizer.eos_token.as_deref()))
+/// Loads the tokenizer of a model of this shape. The recipe may name its end-of-document token.
+pub(crate) fn tokenizer(path: &Path, recipe: &Recipe, shape: &ModelShape) -> Result<Tokenizer> {
+    let tokenizer = Tokenizer::from_file(path)?.with_eos_token(recipe.tokenizer.eos_token.as_deref());
+    check_tokenizer(&tokenizer, path, shape)?;
+    Ok(tokenizer)
+}
+
+/// Refuses a tokenizer with more tokens than the model has rows. Tokens that were added on top may lack one: a text
+/// that holds such a token is refused later.
+pub(crate) fn check_tokenizer(tokenizer: &Tokenizer, path: &Path, shape: &ModelShape) -> Result<()> {
+    let (tokens, rows) = (tokenizer.vocab_size(), shape.vocab_size);
+    if tokens > rows && tokenizer.num_base_tokens() > rows {
+        bail!(
+            "{} has {} tokens without the added ones, and the embedding {} rows: it is the tokenizer of another \
+             model\n  hint: take the tokenizer.json that was published with the weights",
+            path.shown(),
+            terminal::thousands(tokenizer.num_base_tokens() as u64),
+            terminal::thousands(rows as u64)
+        );
+    }
+    // Rows without a token are usual, but not most of them.
+    if 2 * tokens < rows {
+        log::warn!(
+            "{} has {} tokens, and the embedding {} rows: it may be the tokenizer of another model",
+            path.shown(),
+            terminal::thousands(tokens as u64),
+            terminal::thousands(rows as u64)
+        );
+    }
+    Ok(())
 }
 
 /// Loads a checkpoint's model and its tokenizer.
@@ -70,7 +98,7 @@ pub(crate) fn load<B: Backend>(
     kept: Kept,
 ) -> Result<(LoadedModel<B>, Tokenizer)> {
     let loaded = load_model::<B>(checkpoint, device, kept)?;
-    let tokenizer = tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
+    let tokenizer = tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     Ok((loaded, tokenizer))
 }
 

@@ -153,7 +153,7 @@ fn run_on<B: DeviceBackend>(
 ) -> Result<()> {
     let (loaded, own) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let tokenizer = match &args.tokenizer {
-        Some(path) => loaded::tokenizer(path, &loaded.recipe)?,
+        Some(path) => loaded::tokenizer(path, &loaded.recipe, &loaded.shape)?,
         None => own,
     };
     terminal::line(&format!("model: {}", loaded.line()));

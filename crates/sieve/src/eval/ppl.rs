@@ -109,7 +109,7 @@ fn run_on<B: ModelBackend>(args: &PplArgs, ranks: Option<&ModelRanks>, device: &
 
 /// Measures a model; `prints` says whether this process prints the result and writes its files.
 fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bool, device: &B::Device) -> Result<()> {
-    let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
+    let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
     let usual_stride = match args.by_position || args.plot.is_some() {
         true => context,

@@ -168,7 +168,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
     let size = text::size_with_endings(&shape, longest, NUM_WRONG + 1);
     (args.place.memory).check_inference(&checkpoint, &place, |_, _| size)?;
-    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
+    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe, &shape)?;
     let asked = Asked { texts: texts(&args, &tasks, &source, &tokenizer, shape.max_seq_len)?, source };
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }

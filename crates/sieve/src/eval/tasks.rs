@@ -113,7 +113,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     let asked = asked(&args)?;
     let place = args.place.place(&checkpoint)?;
     let (recipe, shape) = peek_model(&checkpoint)?;
-    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
+    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe, &shape)?;
     let template = match args.apply_chat_template {
         true => Some(loaded::chat_template(&checkpoint, "--apply-chat-template")?),
         false => None,

@@ -84,6 +84,12 @@ fn check_messages(column: &str, data: &DataSection, parts: &Parts, rules: &mut R
         "is given, and data.prompt_column too",
         "leave one of them out: a chat has its questions among its messages",
     );
+    rules.require(
+        data.text_column == "text",
+        key,
+        format!("is given, and data.text_column = {:?} too", data.text_column),
+        "leave one of them out: what is read of a chat is its messages",
+    );
     if let Some(tokenizer) = parts.tokenizer.as_ref().and_then(TokenizerSection::given) {
         rules.require(
             matches!(tokenizer, TokenizerSource::Path(_)),
