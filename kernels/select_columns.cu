@@ -15,14 +15,16 @@
 #include "common/select_blocks.cuh"
 
 struct SelectColumnsParams {
-  u64 num_queries, num_keys, block, offset, query_block;
+  u64 num_queries, num_keys, tile, offset, query_tile;
   u64 fills, col_ptr_at, col_idx_at;
 };
 
 extern "C" __global__ void __launch_bounds__(128)
     select_columns(const u32* columns, const u32* bits, i32* counts, i32* pairs, i32* mask,
                    const __grid_constant__ SelectColumnsParams params) {
-  const SelectBlocks tiles = select_blocks(params);
+  // Here the blocks that queries and keys are cut into are tiles.
+  const SelectBlocks tiles = {(int)params.num_queries, (int)params.num_keys, (int)params.tile, (int)params.offset,
+                              (int)params.query_tile};
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, rows = tiles.num_rows(),
             list = (int)blockIdx.y;
   if (row >= rows) return;

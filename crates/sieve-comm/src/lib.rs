@@ -11,13 +11,15 @@ mod mesh;
 mod pieces;
 mod port;
 mod shard_group;
+mod timeouts;
 mod watch;
 mod world;
 
 pub use error::{CommError, Failure, Loss};
-pub use mesh::{Mesh, Timeouts, Work, place};
+pub use mesh::{Mesh, place};
 pub use pieces::Pieces;
 pub use port::ReservedPort;
 pub use shard_group::ShardGroup;
+pub use timeouts::{Timeouts, Work};
 pub use watch::CollectiveCounts;
 pub use world::World;

@@ -2,6 +2,7 @@
 mod join;
 
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
+use crate::timeouts::{Timeouts, Work};
 use crate::watch::{CollectiveCounts, GiveUp, Peer, Watch};
 use crate::{CommError, Failure, Loss, World};
 pub use join::place;
@@ -20,44 +21,6 @@ const EXCHANGE: u8 = 23;
 
 /// A connection for values may break before the report of the reason arrives; this is how long to wait for the report.
 const REASON_WAIT: Duration = Duration::from_secs(3);
-
-/// How long a rank waits for others.
-#[derive(Clone, Copy, Debug)]
-pub struct Timeouts {
-    /// Time until all ranks must have joined.
-    pub join: Duration,
-    /// Time without a heartbeat, or without progress of a rank in a step for which others wait.
-    pub silence: Duration,
-    /// Time without progress of any rank in a step, while none waits for another.
-    pub still: Duration,
-    /// Time without progress of a rank in a checkpoint, a validation or other long work.
-    pub long: Duration,
-    /// Time in which a process must end after another rank is lost.
-    pub goodbye: Duration,
-}
-
-impl Default for Timeouts {
-    fn default() -> Self {
-        Self {
-            join: Duration::from_secs(300),
-            silence: Duration::from_secs(30),
-            still: Duration::from_secs(100),
-            long: Duration::from_secs(600),
-            goodbye: Duration::from_secs(10),
-        }
-    }
-}
-
-/// The work of a rank, by which its progress timeout is chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
-    /// An ordinary step, which must make progress within [`Timeouts::silence`].
-    Step,
-    /// A first step, a validation or a checkpoint, which must make progress within [`Timeouts::long`].
-    Long,
-    /// Work without a timeout, such as reading and preparing data.
-    Any,
-}
 
 /// This rank's connections. Every rank calls the same functions in the same order.
 pub struct Mesh {

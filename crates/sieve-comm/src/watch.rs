@@ -1,7 +1,7 @@
 //! Heartbeats: which rank is lost, and how the others then end.
 use crate::error::in_parentheses;
 use crate::frame::{receive, send};
-use crate::mesh::Timeouts;
+use crate::timeouts::Timeouts;
 use crate::{Failure, Loss};
 use std::io::ErrorKind;
 use std::net::{Shutdown, TcpStream};

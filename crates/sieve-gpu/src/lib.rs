@@ -41,13 +41,15 @@ pub use nsa::{
     nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward, require_chosen_decode,
 };
 pub use runtime::checks::{require_non_empty, uniform_rows};
-pub use runtime::compiled::{DeviceLaunch, LoadedKernel, MapLayout, on_device};
+pub use runtime::compiled::{DeviceLaunch, LoadedKernel, on_device};
 pub use runtime::cubins::Cubins;
 pub use runtime::cuda_tensor::{CudaTensor, Fill, Memory};
 pub use runtime::dtype::DType;
+pub use runtime::hardware::Hardware;
 pub use runtime::layout::contiguous_strides;
+pub use runtime::map_layout::MapLayout;
 pub use runtime::operands::operand;
-pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Step, recorded_at};
+pub use runtime::recording::{BufferView, Launch, MapData, Recorder, Step, recorded_at};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
 pub use select::{Amount, KeptKeys, LongChoice, SelectorStep};

@@ -29,7 +29,10 @@ pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Qkv};
 use crate::runtime::{CudaTensor, operands, require};
-use sieve_core::NsaBlocks;
+use sieve_core::{ChoiceRule, NsaBlocks};
+
+/// Keys of a block that queries choose.
+const BLOCK_KEYS: usize = 64;
 
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
 type Bounds<'a> = [&'a CudaTensor; 2];
@@ -75,6 +78,17 @@ fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Resul
     require!(shape.head_dim == shape.head_dim_v, kernel, "call:": "values of another width", "one width");
     require!(row <= MAX_ROW_ELEMENTS, kernel, "call:": format!("a row of {row} numbers"), "up to 2^34, 32 GiB");
     Ok(())
+}
+
+/// Value of the `#define RULE` of the kernels that score blocks.
+fn rule_number(rule: ChoiceRule) -> u8 {
+    match rule {
+        ChoiceRule::WeightedProbability => 0,
+        ChoiceRule::LargestProbability => 1,
+        ChoiceRule::MeanKey => 2,
+        ChoiceRule::LargestScore => 3,
+        ChoiceRule::SumOfHeads => unreachable!("scored by GEMMs"),
+    }
 }
 
 #[cfg(test)]

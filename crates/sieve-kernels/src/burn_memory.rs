@@ -1,22 +1,14 @@
-//! Conversion between Burn's CUDA tensors and the launch wrappers' tensors.
-use crate::launch;
-use crate::memory_watch::note_allocation;
-use crate::probe::compute_capability;
-use crate::step_graph::below_tape;
-use burn::tensor::Shape;
-use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
+//! Conversion between Burn's CUDA tensors and the launch wrappers' tensors. `gpu_memory.rs` says how the wrappers
+//! allocate and launch with this memory.
+use crate::step_tape::StepTape;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::{CudaDevice, CudaRuntime};
-use cubecl::prelude::{ComputeClient, InputScalar};
+use cubecl::prelude::ComputeClient;
 use cubecl::server::{Binding, Handle};
 use cubecl::zspace::metadata::Metadata;
-use sieve_cuda::contiguous_copy;
-use sieve_gpu::{CudaTensor, DType, Fill, Hardware, KernelError, LaunchRequest, Memory};
+use sieve_gpu::{CudaTensor, DType};
 use std::fmt;
 use std::sync::Arc;
-
-/// Number of multiprocessors assumed if the driver does not report it.
-const DEFAULT_MULTIPROCESSORS: usize = 132;
 
 /// A tensor primitive of `burn_cuda::Cuda<f32, i32>`.
 pub type CudaPrimitive = CubeTensor<CudaRuntime>;
@@ -25,9 +17,11 @@ pub type CudaPrimitive = CubeTensor<CudaRuntime>;
 #[derive(Clone)]
 pub(crate) struct BurnMemory {
     /// Its `offset_start` is `None`: each tensor has the offset of its first element.
-    handle: Handle,
+    pub(crate) handle: Handle,
     pub(crate) client: ComputeClient<CudaRuntime>,
     pub(crate) device: CudaDevice,
+    /// Records the launches on this memory, and on memory that is allocated from it.
+    pub(crate) tape: Option<StepTape>,
 }
 
 /// Converts a Burn tensor to the launch wrappers' type, without a copy. Both share the buffer: while the result lives,
@@ -37,7 +31,7 @@ pub fn kernel_tensor(primitive: CudaPrimitive) -> CudaTensor {
     let dtype = kernel_dtype(primitive.dtype);
     let mut handle = primitive.handle;
     let offset = handle.offset_start.take().unwrap_or(0) as usize;
-    let memory = BurnMemory { handle, client: primitive.client, device: primitive.device };
+    let memory = BurnMemory { handle, client: primitive.client, device: primitive.device, tape: None };
     CudaTensor::new(Arc::new(memory), offset, [&shape, &strides], dtype)
 }
 
@@ -102,13 +96,12 @@ pub fn client_of(tensor: &CudaTensor) -> &ComputeClient<CudaRuntime> {
     &burn_memory(tensor).client
 }
 
-/// The buffer of a tensor on a GPU, also of one whose launches a step's tape records.
+/// The memory of a tensor on a GPU.
 ///
 /// # Panics
 /// For a tensor of a [`Recorder`](crate::Recorder), which must not reach Burn.
 pub(crate) fn burn_memory(tensor: &CudaTensor) -> &BurnMemory {
-    let memory = tensor.memory().or_else(|| below_tape(tensor));
-    memory.expect("a recorded tensor has no memory on a GPU")
+    tensor.memory().expect("a recorded tensor has no memory on a GPU")
 }
 
 /// The tensor's buffer from its first element on, in the form that CubeCL's server takes. A binding keeps the memory
@@ -133,63 +126,5 @@ fn handle_of(tensor: &CudaTensor) -> Handle {
 impl fmt::Debug for BurnMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BurnMemory").field("handle", &self.handle).finish_non_exhaustive()
-    }
-}
-
-impl BurnMemory {
-    /// New memory on the same GPU for a contiguous tensor, contents undefined.
-    pub(crate) fn new_buffer(&self, shape: &[usize], dtype: DType) -> Self {
-        let (client, device) = (self.client.clone(), self.device.clone());
-        let shape = Shape::from(shape.to_vec());
-        let tensor = empty_device_contiguous_dtype(client, device, shape, burn_dtype(dtype));
-        note_allocation(&self.client);
-        self.with_handle(tensor.handle)
-    }
-
-    fn with_handle(&self, handle: Handle) -> Self {
-        let (client, device) = (self.client.clone(), self.device.clone());
-        Self { handle, client, device }
-    }
-}
-
-impl Memory for BurnMemory {
-    fn hardware(&self) -> Hardware {
-        let hardware = &self.client.properties().hardware;
-        let (x, y, z) = hardware.max_cube_count;
-        Hardware {
-            compute_capability: compute_capability(self.device.index).unwrap_or_default(),
-            num_multiprocessors: hardware.num_streaming_multiprocessors.map_or(DEFAULT_MULTIPROCESSORS, |n| n as usize),
-            max_shared_bytes: hardware.max_shared_memory_size,
-            max_threads: hardware.max_units_per_cube as usize,
-            max_grid: [x, y, z].map(|n| n as usize),
-        }
-    }
-
-    fn num_bytes(&self) -> usize {
-        self.handle.size_in_used() as usize
-    }
-
-    fn allocate(&self, shape: &[usize], dtype: DType) -> Arc<dyn Memory> {
-        Arc::new(self.new_buffer(shape, dtype))
-    }
-
-    fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
-        // The shape is flat, because Burn pads the rows of a tensor of two or more dimensions.
-        let flat = Shape::from(vec![shape.iter().product::<usize>()]);
-        let (client, device, dtype) = (self.client.clone(), self.device.clone(), burn_dtype(dtype));
-        let value = match fill {
-            Fill::Zero => InputScalar::new(0u32, dtype),
-            Fill::Nan => InputScalar::new(f32::NAN, dtype),
-        };
-        Arc::new(self.with_handle(full_device_dtype(client, flat, device, value, dtype).handle))
-    }
-
-    fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory> {
-        Arc::new(self.with_handle(contiguous_copy(&tensor.clone().burn())))
-    }
-
-    unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller keeps the contract of this function.
-        unsafe { launch::queue(launch) }.map(drop)
     }
 }

@@ -8,13 +8,13 @@ mod library;
 mod plan;
 mod problem;
 
-use crate::burn_memory::{binding_of, device_of};
-use crate::lane::{self, DEVICE_THREAD_GONE, device_queue, late_error, report_late};
+use crate::burn_memory::{binding_of, burn_memory, device_of};
+use crate::device_thread::{DEVICE_THREAD_GONE, late_error, report_late};
+use crate::lane::{self, device_queue};
 use crate::locked::lock;
 use crate::probe::version_text;
-use crate::step_graph::{Work, tape_of};
 use cubecl::stream_id::StreamId;
-pub(crate) use library::Call;
+use library::Call;
 use plan::Refusal;
 use problem::{NAME, OperandTypes, Problem, operand_rows, result_shape};
 pub use sieve_core::GemmKind;
@@ -105,7 +105,7 @@ fn queue_gemm(
         factors: target.factors,
         stream: StreamId::current(),
     };
-    let noted = tape_of(x).map(|tape| (tape, Work::Gemm(call.clone())));
+    let noted = burn_memory(x).tape.as_ref().map(|tape| (tape, Box::new(call.clone())));
     submit(x, call)?;
     if let Some((tape, work)) = noted {
         tape.note(work);

@@ -3,7 +3,8 @@
 //! CubeCL reads on the stream it computes on, into freshly allocated host memory: 1.6 GB/s, and no kernel runs
 //! meanwhile. Here any thread copies through one page-locked buffer on a stream of its own.
 use crate::burn_memory::{binding_of, device_of};
-use crate::lane::{address_of, late_error, run_blocking};
+use crate::device_thread::late_error;
+use crate::lane::{address_of, run_blocking};
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUdevice, CUstream};

@@ -8,8 +8,8 @@
 //! stream to which the server queues the caller's work. A captured copy does not run. If a later CubeCL's text has no
 //! addresses, the fallback is taken.
 use crate::burn_memory::{binding_of, device_of};
+use crate::device_thread::{DEVICE_THREAD_GONE, Server};
 use crate::locked::lock;
-use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::{Binding, CopyDescriptor};
@@ -23,18 +23,13 @@ use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex};
 
 const NAME: &str = "stream";
 
 /// Bytes of the copy by which a stream is recognised.
 const PROBE_BYTES: usize = 128;
-
-/// CubeCL's server, which lives on the device thread.
-pub(crate) type Server = <CudaRuntime as cubecl::Runtime>::Server;
-
-/// Reason of the error when CubeCL's device thread has ended.
-pub(crate) const DEVICE_THREAD_GONE: &str = "the device thread is gone";
 
 /// The CUDA stream behind one of CubeCL's stream ids.
 struct Lane {
@@ -62,9 +57,8 @@ thread_local! {
 /// For each device index and stream id with an open lane: whether its order is [`Order::Inline`].
 static OPEN: LazyLock<Mutex<HashMap<(usize, u64), bool>>> = LazyLock::new(Mutex::default);
 
-/// The first error of queued work that came after its call had returned. Process-wide, because Burn's backend methods
-/// have no place for it.
-static LATE_ERROR: Mutex<Option<KernelError>> = Mutex::new(None);
+/// Number of buffers of launches, GEMMs and collectives that were allocated on another stream than the work ran on.
+static FOREIGN: AtomicUsize = AtomicUsize::new(0);
 
 /// Where a buffer lies on the GPU.
 pub(crate) struct Address {
@@ -81,17 +75,9 @@ pub(crate) fn is_inline() -> Option<bool> {
     (!open.is_empty()).then(|| open.values().all(|inline| *inline))
 }
 
-/// Keeps the first error of queued work for [`late_error`].
-pub(crate) fn report_late(error: KernelError) {
-    lock(&LATE_ERROR).get_or_insert(error);
-}
-
-/// Fails once after queued work has failed.
-///
-/// # Errors
-/// The error of the queued work, which names its kernel.
-pub(crate) fn late_error() -> Result<(), KernelError> {
-    lock(&LATE_ERROR).take().map_or(Ok(()), Err)
+/// How many buffers were allocated on another stream so far; see [`FOREIGN`].
+pub(crate) fn num_foreign_buffers() -> usize {
+    FOREIGN.load(Ordering::Relaxed)
 }
 
 /// The queue of the device thread of a tensor's GPU.
@@ -271,7 +257,7 @@ impl Lane {
         if foreign.is_empty() {
             return Ok(());
         }
-        crate::launch::FOREIGN.fetch_add(foreign.len(), std::sync::atomic::Ordering::Relaxed);
+        FOREIGN.fetch_add(foreign.len(), Ordering::Relaxed);
         self.foreign.push_back((record_event(self.stream)?, foreign));
         Ok(())
     }
@@ -330,14 +316,5 @@ mod tests {
         }
         let stream = Stream { sys: 0x1234_5678_u64 as CUstream };
         assert_eq!(stream_addresses(&format!("{stream:?}")), [0x1234_5678]);
-    }
-
-    #[test]
-    fn an_error_of_queued_work_is_the_next_calls_error_once() {
-        let error = |kernel| KernelError::Launch { kernel, reason: "refused".to_owned() };
-        report_late(error("first"));
-        report_late(error("second"));
-        assert_eq!(late_error(), Err(error("first")));
-        assert_eq!(late_error(), Ok(()));
     }
 }

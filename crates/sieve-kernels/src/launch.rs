@@ -4,7 +4,9 @@
 //! addresses of all its buffers and calls the driver on Burn's own stream, so no synchronisation is needed and a buffer
 //! that is freed afterwards may be reused at once.
 use crate::burn_memory::{binding_of, device_of, kernel_tensor};
-use crate::lane::{self, DEVICE_THREAD_GONE, Server, device_queue, late_error, on_lane_with, report_late};
+use crate::device_thread::{DEVICE_THREAD_GONE, Server, late_error, report_late};
+use crate::lane::{self, device_queue, on_lane_with};
+use crate::step_tape::StepWork;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use sieve_gpu::{Cubins, DeviceLaunch, KernelError, LaunchRequest, LoadedKernel, MapLayout};
@@ -13,9 +15,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Number of kernel launches of this process.
 static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
-
-/// Number of buffers of launches, GEMMs and collectives that were allocated on another stream than the work ran on.
-pub(crate) static FOREIGN: AtomicUsize = AtomicUsize::new(0);
 
 /// Numbers of kernel launches of this process so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +44,7 @@ impl LaunchCounts {
     pub fn so_far() -> Self {
         Self {
             launches: LAUNCHES.load(Ordering::Relaxed),
-            foreign_buffers: FOREIGN.load(Ordering::Relaxed),
+            foreign_buffers: lane::num_foreign_buffers(),
             is_inline: lane::is_inline(),
         }
     }
@@ -62,7 +61,7 @@ pub(crate) struct QueuedLaunch {
     shared_bytes: usize,
     maps: Vec<MapLayout>,
     /// The tensor maps' buffers, then the pointer arguments' buffers.
-    pub(crate) bindings: Vec<Binding>,
+    bindings: Vec<Binding>,
     /// The kernel's params struct, as 64-bit words.
     words: Vec<u64>,
     /// Whether it may start before the previous launch has ended (programmatic dependent launch).
@@ -141,7 +140,7 @@ impl QueuedLaunch {
     ///
     /// # Safety
     /// The conditions of [`queue`].
-    pub(crate) unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
+    unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
         let queued = on_lane_with(server, stream, self.bindings, |lane, pointers| {
             let launch = DeviceLaunch {
                 grid: self.grid,
@@ -158,5 +157,16 @@ impl QueuedLaunch {
         });
         let kernel = self.name;
         queued.map_err(|reason| KernelError::Launch { kernel, reason })
+    }
+}
+
+impl StepWork for QueuedLaunch {
+    fn bindings(&self) -> &[Binding] {
+        &self.bindings
+    }
+
+    fn queue_again(&self, server: &mut Server, stream: StreamId) -> Result<(), String> {
+        // SAFETY: the launch was sound when it was recorded, and its bindings keep its buffers.
+        unsafe { self.clone().run(server, stream) }.map_err(|error| error.to_string())
     }
 }

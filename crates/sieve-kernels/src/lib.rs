@@ -9,6 +9,8 @@ mod burn_memory;
 mod cache;
 mod cache_files;
 mod cublaslt;
+mod device_thread;
+mod gpu_memory;
 mod host_copy;
 mod kernel_trace;
 mod lane;
@@ -20,6 +22,7 @@ mod nccl;
 mod nvml;
 mod probe;
 mod step_graph;
+mod step_tape;
 
 pub use sieve_gpu::*;
 
@@ -36,4 +39,5 @@ pub use memory_watch::MemoryPeak;
 pub use nccl::{NcclGroup, NcclPiece, NcclReplicas, NcclStream, NcclSums, NcclWatch, NcclWork};
 pub use nvml::GpuState;
 pub use probe::{CudaReport, DeviceReport};
-pub use step_graph::{StepGraph, StepInputs, StepPositions, StepTape};
+pub use step_graph::{StepGraph, StepInputs, StepPositions};
+pub use step_tape::StepTape;

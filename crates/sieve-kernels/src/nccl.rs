@@ -16,7 +16,8 @@ pub use replicas::{NcclReplicas, NcclSums};
 pub use watch::NcclWatch;
 
 use crate::burn_memory::{binding_of, can_mut};
-use crate::lane::{self, Server, address_of, device_queue, on_lane, record_event};
+use crate::device_thread::Server;
+use crate::lane::{self, address_of, device_queue, on_lane, record_event};
 use crate::locked::lock;
 use crate::probe::version_text;
 use cubecl::device_handle::DeviceHandle;

@@ -8,56 +8,19 @@
 //! A graph keeps the memory of its buffers. The owner of the KV caches drops the graph before anything else writes to
 //! the caches.
 use crate::burn_memory::{BurnMemory, binding_of, burn_memory};
-use crate::cublaslt::Call;
-use crate::lane::{self, Server, check, device_queue, late_error, on_lane, on_lane_with, report_late, run_blocking};
-use crate::launch::{self, QueuedLaunch};
-use crate::locked::lock;
+use crate::device_thread::{Server, late_error, report_late};
+use crate::lane::{self, check, device_queue, on_lane, on_lane_with, run_blocking};
+use crate::launch;
+use crate::step_tape::{Notes, StepTape, StepWork};
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result::graph as driver_graph;
 use cudarc::driver::sys::{self as cuda, CUgraphExec, CUstream};
-use sieve_gpu::{CudaTensor, DType, Fill, Hardware, KernelError, LaunchRequest, Memory};
+use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 const NAME: &str = "step_graph";
-
-/// A launch or a GEMM of a step. Its bindings keep the buffers' memory.
-#[derive(Clone)]
-pub(crate) enum Work {
-    Launch(QueuedLaunch),
-    Gemm(Call),
-}
-
-impl Work {
-    fn bindings(&self) -> &[Binding] {
-        match self {
-            Self::Launch(launch) => &launch.bindings,
-            Self::Gemm(call) => &call.bindings,
-        }
-    }
-}
-
-/// Records the launches and GEMMs of a step while it runs: those on tensors of [`StepTape::noted`] and on tensors that
-/// were allocated from them.
-#[derive(Clone, Default)]
-pub struct StepTape {
-    notes: Arc<Mutex<Notes>>,
-}
-
-/// What a tape has recorded so far.
-#[derive(Default)]
-struct Notes {
-    work: Vec<Work>,
-    /// The first work that a graph cannot hold; `None` while it can hold all.
-    refused: Option<&'static str>,
-}
-
-/// A buffer whose launches are recorded on a tape.
-struct TapedMemory {
-    memory: BurnMemory,
-    tape: StepTape,
-}
 
 /// The tokens of a step, on the device.
 #[derive(Debug)]
@@ -94,7 +57,7 @@ struct Exec {
     graph: CUgraphExec,
     /// Keeps the memory of the graph's buffers. A queued replay holds the `Exec` until the device thread has launched
     /// it: the owner of the [`StepGraph`] may be many replays ahead when it drops it.
-    _work: Vec<Work>,
+    _work: Vec<Box<dyn StepWork>>,
 }
 
 // SAFETY: the driver allows graph calls from any thread; only the device thread launches the graph.
@@ -115,34 +78,13 @@ impl fmt::Debug for StepGraph {
     }
 }
 
-impl fmt::Debug for TapedMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.memory.fmt(f)
-    }
-}
-
 impl StepTape {
     /// The same tensor on a buffer whose launches the tape records. It counts as an owner of the buffer, so that Burn's
     /// in-place ops write to a copy while it lives; the graph does not.
     pub fn noted(&self, tensor: &CudaTensor) -> CudaTensor {
-        let memory = self.taped(burn_memory(tensor).clone());
+        let memory = Arc::new(BurnMemory { tape: Some(self.clone()), ..burn_memory(tensor).clone() });
         let layout = [tensor.shape(), tensor.strides()];
         CudaTensor::new(memory, tensor.offset_bytes(), layout, tensor.dtype()).under(tensor.policy())
-    }
-
-    /// Records work that was queued on tensors of this tape.
-    pub(crate) fn note(&self, work: Work) {
-        lock(&self.notes).work.push(work);
-    }
-
-    fn taped(&self, memory: BurnMemory) -> Arc<dyn Memory> {
-        let tape = self.clone();
-        Arc::new(TapedMemory { memory, tape })
-    }
-
-    /// Keeps the name of the first work that a graph cannot hold.
-    fn refuse(&self, what: &'static str) {
-        lock(&self.notes).refused.get_or_insert(what);
     }
 
     /// Captures the recorded work. `inputs` and `output` are the tensors that the step read and wrote.
@@ -152,10 +94,10 @@ impl StepTape {
     /// own stream; [`KernelError::Launch`] if the driver refuses the graph.
     pub fn graph(self, inputs: StepInputs, output: CudaTensor) -> Result<StepGraph, KernelError> {
         late_error()?;
-        let Notes { work, refused } = std::mem::take(&mut *lock(&self.notes));
+        let Notes { work, refused } = self.take();
         let stream = StreamId::current();
         // Buffers of other streams are kept until an event has passed, but a captured event cannot be queried.
-        let is_foreign = |work: &Work| work.bindings().iter().any(|binding| binding.stream != stream);
+        let is_foreign = |work: &Box<dyn StepWork>| work.bindings().iter().any(|binding| binding.stream != stream);
         let refused = match lane::is_inline() {
             Some(true) => refused.or_else(|| work.iter().any(is_foreign).then_some("buffers of another thread")),
             _ => Some("launches beside Burn's stream"),
@@ -166,47 +108,6 @@ impl StepTape {
         let num_launches = work.len();
         let exec = run_blocking(&output, NAME, move |server| capture(server, stream, work))?;
         Ok(StepGraph { exec: Arc::new(exec), inputs, output, num_launches, stream })
-    }
-}
-
-/// The tape that records a tensor's launches, if there is one.
-pub(crate) fn tape_of(tensor: &CudaTensor) -> Option<&StepTape> {
-    tensor.memory::<TapedMemory>().map(|memory| &memory.tape)
-}
-
-/// The buffer of a tensor whose launches a tape records.
-pub(crate) fn below_tape(tensor: &CudaTensor) -> Option<&BurnMemory> {
-    tensor.memory::<TapedMemory>().map(|memory| &memory.memory)
-}
-
-impl Memory for TapedMemory {
-    fn hardware(&self) -> Hardware {
-        self.memory.hardware()
-    }
-
-    fn num_bytes(&self) -> usize {
-        self.memory.num_bytes()
-    }
-
-    fn allocate(&self, shape: &[usize], dtype: DType) -> Arc<dyn Memory> {
-        self.tape.taped(self.memory.new_buffer(shape, dtype))
-    }
-
-    fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
-        self.tape.refuse("a fill by Burn");
-        self.memory.filled(shape, dtype, fill)
-    }
-
-    fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory> {
-        self.tape.refuse("a copy by Burn");
-        self.memory.gathered(tensor)
-    }
-
-    unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller keeps the contract of this function.
-        let queued = unsafe { launch::queue(launch) }?;
-        self.tape.note(Work::Launch(queued));
-        Ok(())
     }
 }
 
@@ -321,16 +222,12 @@ fn set_inputs(stream: CUstream, pointers: &[u64], rows: usize, same: Option<usiz
 }
 
 /// Captures the work as a graph, without running it. Runs on the device thread.
-fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exec, String> {
+fn capture(server: &mut Server, stream: StreamId, work: Vec<Box<dyn StepWork>>) -> Result<Exec, String> {
     let lane = on_lane(stream, Ok)?;
     let mode = cuda::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: only this thread queues work on Burn's stream, and the capture is ended below in every case.
     check("cuStreamBeginCapture", unsafe { cuda::cuStreamBeginCapture_v2(lane, mode) })?;
-    let queued = work.iter().cloned().try_for_each(|work| match work {
-        // SAFETY: the launch was sound when it was recorded, and its bindings keep its buffers.
-        Work::Launch(call) => unsafe { call.run(server, stream) }.map_err(|error| error.to_string()),
-        Work::Gemm(call) => call.run(server).map_err(|refusal| refusal.to_string()),
-    });
+    let queued = work.iter().try_for_each(|work| work.queue_again(server, stream));
     let mut graph = std::ptr::null_mut();
     // SAFETY: ends the capture begun above; the graph is ours, and the executable does not need it.
     unsafe {

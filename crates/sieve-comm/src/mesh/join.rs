@@ -1,6 +1,6 @@
 //! How the ranks of a group find each other: rank 0 listens, and the others connect to it.
-use super::Timeouts;
 use crate::frame::{receive_at_most, send};
+use crate::timeouts::Timeouts;
 use crate::watch::{Peer, is_timeout};
 use crate::world::TOKEN;
 use crate::{CommError, World};

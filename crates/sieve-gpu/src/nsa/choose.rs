@@ -1,5 +1,5 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
-use super::{Bounds, hopper};
+use super::{Bounds, hopper, rule_number};
 use crate::KernelError;
 use crate::attention::Qkv;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require};
@@ -156,17 +156,6 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
         .define("RULE", rule_number(rule))
         .threads(128)
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
-}
-
-/// Value of the kernel's `#define RULE`.
-pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
-    match rule {
-        ChoiceRule::WeightedProbability => 0,
-        ChoiceRule::LargestProbability => 1,
-        ChoiceRule::MeanKey => 2,
-        ChoiceRule::LargestScore => 3,
-        ChoiceRule::SumOfHeads => unreachable!("scored by GEMMs"),
-    }
 }
 
 /// The kernel that takes the most important blocks; `has_block`: a thread block for each query instead of a warp.

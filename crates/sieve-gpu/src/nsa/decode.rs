@@ -1,7 +1,7 @@
 //! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: decoding over
 //! the blocks that the queries of the new token choose by pooled keys, an indexer's keys or NSA's compressed keys.
-use super::choose::{rule_number, take_important};
-use super::no_gap;
+use super::choose::take_important;
+use super::{no_gap, rule_number};
 use crate::KernelError;
 use crate::attention::{DecodeScratch, DecodeStep, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};

@@ -12,8 +12,7 @@
 //! | log-sum-exps of an indexer's scores | `hopper_nsa_selected_attention_forward.cu`, keys alone |
 //! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
-use super::choose::rule_number;
-use super::selected::BLOCK_KEYS;
+use super::{BLOCK_KEYS, rule_number};
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};

@@ -1,6 +1,6 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
 use super::lists::ChoiceLists;
-use super::{Bounds, hopper, require_bounds, require_sizes};
+use super::{BLOCK_KEYS, Bounds, hopper, require_bounds, require_sizes};
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,
@@ -25,8 +25,6 @@ impl ChoiceLists {
 /// long enough to amortise loading the block's keys, short enough to spread the longest lists over thread blocks.
 const ITEM_ROWS: usize = 2048;
 
-/// Keys of a block that queries choose.
-pub(super) const BLOCK_KEYS: usize = 64;
 /// Rows of a tile of the forward pass.
 const FORWARD_ROWS: usize = 128;
 

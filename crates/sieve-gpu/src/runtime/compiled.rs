@@ -1,6 +1,6 @@
 //! Compiled kernels: loaded once on each GPU, from the cache of cubins or freshly compiled, and launched on any stream.
 use crate::KernelError;
-use crate::runtime::{Cubins, SourceKernel, compile_with_nvrtc};
+use crate::runtime::{Cubins, MapLayout, SourceKernel, compile_with_nvrtc};
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{
     self as cuda, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
@@ -25,18 +25,6 @@ pub struct LoadedKernel {
 unsafe impl Send for LoadedKernel {}
 // SAFETY: as above.
 unsafe impl Sync for LoadedKernel {}
-
-/// A TMA tensor map without its address: a bf16 tensor `[batch, rows, width]` that is read in tiles with the 128-byte
-/// swizzle. Elements outside the tensor are read as zeros.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct MapLayout {
-    /// Shape of the tensor, `[batch, rows, width]`.
-    pub shape: [usize; 3],
-    /// Strides of batch and rows in elements, multiples of 8; the stride of columns is 1.
-    pub strides: [usize; 2],
-    /// Rows and columns of a tile that TMA copies.
-    pub tile: [usize; 2],
-}
 
 /// One kernel launch, its tensors given as device addresses.
 #[derive(Debug)]

@@ -1,7 +1,8 @@
 //! Fixed-size caches of decode selectors: the keys of a prompt that received the most attention (SnapKV, H2O), and
 //! decoding, where a new key evicts the key with the least accumulated attention.
+use super::call::Call;
+use super::choose::{Amount, LongChoice};
 use super::lines::ProbeSums;
-use super::{Amount, Call, LongChoice};
 use crate::KernelError;
 use crate::attention::{DecodeScratch, Qkv};
 use crate::dma::{DmaSlots, slots_decode};

@@ -1,7 +1,9 @@
 //! Selection by columns and diagonals of the last queries' attention (MInference's vertical-slash), and FlexPrefill's
 //! choice between these and the largest entries of an estimated block map.
+use super::call::{Call, NAME, SCORE_BYTES};
+use super::choose::{Amount, KeptBits, LongChoice};
+use super::order::Orders;
 use super::scores::{Cut, Pooled};
-use super::{Amount, Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, ranges};
 use sieve_core::{BlockScores, HeadRule};
@@ -241,7 +243,7 @@ impl Call<'_> {
         let length = rows * columns;
         let words = length.div_ceil(u32::BITS as usize);
         let kept = nan_rows.empty_contiguous(&[s.shape.num_heads, words], DType::I32);
-        let means = self.means(&super::order::Orders::default())?;
+        let means = self.means(&Orders::default())?;
         for heads in self.slabs(self.heads(), length * DType::F32.size()) {
             let scores = self.scores_by_means(&means, heads.clone())?;
             let params = params!(SelectSoftmaxParams {

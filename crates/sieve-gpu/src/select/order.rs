@@ -1,14 +1,11 @@
 //! Permutations of tokens inside segments (runs of a fixed number of tokens), which permuted block-sparse attention
 //! (PBS) computes before it chooses blocks.
-use super::{Call, NAME};
+use super::call::{Call, MOST_IN_SEGMENT, NAME};
 use crate::KernelError;
 use crate::attention::Heads;
 use crate::runtime::{CudaTensor, SourceKernel, params};
 use sieve_core::{KeyMask, KeyScores};
 use std::ops::Range;
-
-/// Most tokens of a segment: a thread block sorts a segment.
-pub(super) const MOST_IN_SEGMENT: usize = 512;
 
 /// The permutations of a selection, views of the mask's buffer: the token of each slot; `None` where slots hold the
 /// tokens in order.

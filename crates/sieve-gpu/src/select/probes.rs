@@ -1,14 +1,12 @@
 //! Probes: every gamma-th query has dense attention. It chooses blocks for its query tile (as in MOMO), and its dense
 //! output corrects the sparse output of the queries after it.
-use super::{Call, Choice, KeptBits};
+use super::call::Call;
+use super::choose::{Choice, KeptBits};
 use crate::KernelError;
 use crate::attention::{BlockLse, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{BlockScores, CallShape, KeyMask, MaskPlaces, ProbeCorrection, Tiles};
 use std::ops::Range;
-
-/// Most blocks that select_gate chooses exactly for a probe: shared memory holds as many on every card.
-pub(super) const MOST_EXACT: usize = 128;
 
 /// Probes of a query tile, and keys of a key tile, in the dense attention of the probes.
 const SIDE: usize = 128;

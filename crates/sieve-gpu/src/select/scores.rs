@@ -1,14 +1,14 @@
 //! Scores of pairs of query and key blocks: dot products of block means, or of cells of consecutive tokens.
+use super::call::{CELL_SIDE, Call};
 use super::order::Orders;
-use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
 use crate::KernelError;
 use crate::attention::{Heads, KernelFamily, KeySource};
-use crate::runtime::{CudaTensor, DType, params};
+use crate::runtime::{CudaTensor, SourceKernel, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 
-/// Query cells, and key cells, of a tile of select_cells.
-pub(super) const CELL_SIDE: usize = 128;
+/// Bytes of shared memory that select_cells takes.
+const CELL_SHARED_BYTES: usize = 98_304;
 
 /// Query blocks, and key blocks, of a tile of select_scores.
 const SCORE_SIDE: usize = 64;
@@ -91,10 +91,6 @@ impl Call<'_> {
             BlockScores::Cells { stride, .. } => (self.selection.shape.num_keys - self.first_query()).div_ceil(stride),
             _ => self.selection.blocks()[0],
         }
-    }
-
-    pub(super) fn new_f32(&self, shape: &[usize]) -> CudaTensor {
-        self.qkv.q.tensor().empty_contiguous(shape, DType::F32)
     }
 
     /// Means and variances of blocks, each f32 `[heads, blocks, head_dim]`; without variances the means twice.
@@ -290,3 +286,23 @@ impl Call<'_> {
         Ok(masses)
     }
 }
+
+const SELECT_POOL: SourceKernel = SourceKernel::new("select_pool").threads(128);
+const SELECT_SCORES: SourceKernel = SourceKernel::new("select_scores").threads(256);
+
+/// The kernel that multiplies cells of queries and keys. `is_lse`: scores are log-sum-exps; otherwise largest products.
+/// `is_ordered`: keys are permuted.
+fn select_cells_kernel(head_dim: usize, [is_lse, is_ordered]: [bool; 2], family: KernelFamily) -> SourceKernel {
+    let (name, room_to_align) = match family {
+        KernelFamily::Portable => ("select_cells", 0),
+        KernelFamily::Hopper => ("hopper_select_cells", 1024),
+    };
+    SourceKernel::new(name)
+        .define("HEAD_DIM", head_dim)
+        .define("LSE", u8::from(is_lse))
+        .define("ORDERED", u8::from(is_ordered))
+        .threads(256)
+        .shared_bytes(CELL_SHARED_BYTES + room_to_align)
+}
+
+const SELECT_CELL_SUMS: SourceKernel = SourceKernel::new("select_cell_sums").threads(128);

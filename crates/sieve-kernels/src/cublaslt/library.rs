@@ -1,7 +1,9 @@
 //! cuBLASLt on CubeCL's device thread: the library's handle, its plans, and a workspace for each stream.
 use super::plan::{Operands, Plan, Refusal, WORKSPACE_BYTES};
 use super::problem::{Problem, Tile};
-use crate::lane::{Server, on_lane_with};
+use crate::device_thread::Server;
+use crate::lane::on_lane_with;
+use crate::step_tape::StepWork;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cudarc::cublaslt::{result as lt, sys::cublasLtHandle_t};
@@ -13,12 +15,12 @@ use std::collections::HashMap;
 /// One GEMM, sent to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
 /// not keep the next op from writing in place.
 #[derive(Clone)]
-pub(crate) struct Call {
+pub(super) struct Call {
     pub(super) problem: Problem,
     /// The tiles of [`Problem::preferred_tiles`], or none.
     pub(super) tiles: &'static [Tile],
     /// x, w, C and D; then, where x and w are fp8, their scales.
-    pub(crate) bindings: Vec<Binding>,
+    pub(super) bindings: Vec<Binding>,
     /// `[alpha, beta]` of `D = alpha A B + beta C`.
     pub(super) factors: [f32; 2],
     pub(super) stream: StreamId,
@@ -41,7 +43,7 @@ thread_local! {
 
 impl Call {
     /// Queues the GEMM on its stream. Runs on the device thread, after [`lane::open`](crate::lane::open) of the stream.
-    pub(crate) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
+    pub(super) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
         let (bindings, stream) = (std::mem::take(&mut self.bindings), self.stream);
         // An error of the closure is a text, so the refusal itself is kept here.
         let mut no_algorithm = None;
@@ -54,6 +56,17 @@ impl Call {
             })
         });
         queued.map_err(|reason| no_algorithm.unwrap_or(Refusal::Failed(reason)))
+    }
+}
+
+impl StepWork for Call {
+    fn bindings(&self) -> &[Binding] {
+        &self.bindings
+    }
+
+    /// Queues it on the stream of its first call, which is the step's.
+    fn queue_again(&self, server: &mut Server, _: StreamId) -> Result<(), String> {
+        self.clone().run(server).map_err(|refusal| refusal.to_string())
     }
 }
 
