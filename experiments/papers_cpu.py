@@ -147,7 +147,8 @@ def main():
         name = table.__name__
         if not given.check:
             about = {"about": name, "card": "two CPU cores", "date": str(datetime.date.today()), "seeds": [0],
-                     "commit": version.partition("(")[2].strip(")\n"), "command": COMMAND + " --needles" * given.needles,
+                     "commit": version.partition("(")[2].strip(")\n"),
+                     "command": COMMAND + " --needles" * given.needles,
                      "columns": columns}
             store(about, [{"table": name} | row for row in rows])
         for old, new in zip(noted()[name][1] if given.check else [], rows, strict=given.check):
