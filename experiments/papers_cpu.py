@@ -3,6 +3,8 @@ never changes.
 
     python3 experiments/papers_cpu.py --sieve target/release/sieve            measures and stores them
     python3 experiments/papers_cpu.py --sieve target/release/sieve --check    compares with the stored rows instead
+    python3 experiments/papers_cpu.py --sieve target/release/sieve --needles  ten needles in 8192 tokens of
+                                                                              checkpoints/tiny8k: ten minutes
 
 Other CPUs and thread counts add in another order, and a choice between nearly equal blocks may then differ: `--check`
 allows TOLERANCE. Needs nothing but Python.
@@ -20,14 +22,15 @@ from noted import noted
 from papers_rows import rounded, store
 from run_tables import ROOT
 
-MODEL = ["--checkpoint", "checkpoints/tiny", "--data", "LICENSE-APACHE", "--device", "cpu", "--json"]
+MODEL = ["--checkpoint", "checkpoints/tiny", "--data", "LICENSE-APACHE"]
 # Of a number of percent; of every other number.
 TOLERANCE = 0.5, 0.01
 COMMAND = "python3 experiments/papers_cpu.py --sieve SIEVE"
 
 
 def asked(sieve, *words):
-    done = subprocess.run([sieve, "-q", "eval", *words, *MODEL], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sieve, "-q", "eval", *words, "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"sieve eval {' '.join(words)}: {done.stderr}")
     return json.loads(done.stdout)
@@ -36,13 +39,13 @@ def asked(sieve, *words):
 def selectors(sieve, labels, *words):
     """What `sieve eval selectors` measured of each of `labels`, in their order, and all of its answer."""
     chosen = [word for label in labels for word in ("--selector", label)]
-    found = asked(sieve, "selectors", "--lengths", "1024", *words, *chosen)
+    found = asked(sieve, "selectors", *MODEL, "--lengths", "1024", *words, *chosen)
     return found["selectors"], found
 
 
 def tiny_attention(sieve):
     rows = []
-    for layer in asked(sieve, "attention", "--length", "512")["layers"]:
+    for layer in asked(sieve, "attention", *MODEL, "--length", "512")["layers"]:
         dense = not layer["attention"].startswith("dma")
         mean = lambda key: rounded(sum(head[key] for head in layer["heads"]) / len(layer["heads"]), 3)
         rows.append({"layer": str(layer["layer"]), "kind": "dense" if dense else "DMA",
@@ -104,6 +107,19 @@ def pbs_exact(sieve):
     return rows, {"permuted": "{}", "pairs": "{:.0f} %", "error of the output": "{}"}
 
 
+def needles_8k(sieve):
+    labels = ["momo:k=8,first_dense_layers=0", "momo:k=16,first_dense_layers=0", "ba_att", "ba_att:sparsity=0.9", "pbs",
+              "xattention"]
+    chosen = [word for label in labels for word in ("--selector", label)]
+    found = asked(sieve, "needle", "--checkpoint", "checkpoints/tiny8k", "--lengths", "8192", "--depths",
+                  "0,25,50,75,100", "--needles", "2", *chosen)["methods"]
+    rows = []
+    for name, one in zip(["dense", *(f"`{label}`" for label in labels)], found, strict=True):
+        rows.append({"method": name, "found": sum(cell["num_found"] for cell in one["cells"]),
+                     "of": sum(cell["num_needles"] for cell in one["cells"])})
+    return rows, {"method": "{}", "found": "{}", "of": "{}"}
+
+
 TABLES = [tiny_attention, ba_att_bound, momo_topk, momo_trim, pbs_exact]
 
 
@@ -119,18 +135,22 @@ def differs(column, form, old, new):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sieve", required=True, type=lambda path: shutil.which(path) or path)
-    parser.add_argument("--check", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--check", action="store_true", help="compare with the stored rows")
+    which.add_argument("--needles", action="store_true", help="measure and store the needles alone")
     given = parser.parse_args()
     given.sieve = pathlib.Path(given.sieve).resolve()
     version = subprocess.run([given.sieve, "--version"], capture_output=True, text=True, check=True).stdout
     faults, count = [], 0
-    for table in TABLES:
+    for table in [needles_8k] if given.needles else TABLES:
         rows, columns = table(given.sieve)
         name = table.__name__
         if not given.check:
-            store({"about": name, "card": "two CPU cores", "date": str(datetime.date.today()), "seeds": [0],
-                   "commit": version.partition("(")[2].strip(")\n"), "command": COMMAND, "columns": columns},
-                  [{"table": name} | row for row in rows])
+            about = {"about": name, "card": "two CPU cores", "date": str(datetime.date.today()), "seeds": [0],
+                     "commit": version.partition("(")[2].strip(")\n"),
+                     "command": COMMAND + " --needles" * given.needles,
+                     "columns": columns}
+            store(about, [{"table": name} | row for row in rows])
         for old, new in zip(noted()[name][1] if given.check else [], rows, strict=given.check):
             count += len(new)
             faults += [f"{name}, {next(iter(new.values()))}, {column}: stored {old[column]}, measured {value}"
