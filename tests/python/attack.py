@@ -31,6 +31,8 @@ import sys
 import threading
 import time
 
+from kinds import of_blocks_alone
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INPUTS = {"tokenizer": 0.2, "checkpoint": 0.2, "shard": 0.15, "plan": 0.35, "wheel": 0.1}
 FAULTS = {
@@ -596,7 +598,10 @@ def arguments_of_wheel(library, seed, first, count):
         "nsa_mean_pool": lambda: (sieve.nsa_mean_pool, [heads(2), heads(2)], {"blocks": blocks}),
         "nsa_selected": lambda: (sieve.nsa_selected, [heads(4), heads(2), heads(2), chosen], {"blocks": blocks}),
         "infllm_v2": lambda: (sieve.infllm_v2, [heads(4), heads(2), heads(2)], {"blocks": blocks, "local": 1}),
-        "moba": lambda: (sieve.moba, [heads(4), heads(2), heads(2)], {"block": 16, "num_selected": 2}),
+        **{
+            kind: lambda kind=kind: (getattr(sieve, kind), [heads(4), heads(2), heads(2)], {"block": 16, "num_selected": 2})
+            for kind in of_blocks_alone()
+        },
         "block_sparse": lambda: (sieve.block_sparse, [heads(4), heads(2), heads(2), sieve.block_mask(torch.ones(4, 1, 1), 64)], {}),
         "decode": lambda: (sieve.decode, [heads(4, 1), heads(2, 1), heads(2, 1), *caches(), torch.zeros(1, dtype=torch.int32)], {"window": 8}),
         "mla_decode": lambda: (sieve.mla_decode, [torch.zeros(1, 1, 16, 576).bfloat16(), torch.zeros(1, 64, 576).bfloat16(), 512], {"scale": 0.1}),

@@ -28,7 +28,7 @@ mod window;
 pub use dense::Dense;
 pub use dynamic_mask::{DmaForm, DmaRecency, DmaShape, DmaWindow};
 pub use infllm::InfllmV2Shape;
-pub use kind::{BlockPairs, FULL_ATTENTION, Kind, LayerFlops, SLIDING_ATTENTION, Stock, StockClass};
+pub use kind::{BlockPairs, ConfigKey, FULL_ATTENTION, Kind, LayerFlops, SLIDING_ATTENTION, Stock, StockClass};
 pub use latent::{DEEPSEEK_LATENT_EPS, MlaShape};
 pub(crate) use list::{ATTENTION_KEYS, kind_of_layer_type, table_name};
 pub use list::{Attention, AttentionKind, names_of_kinds, shapes};
@@ -54,6 +54,15 @@ impl Attention {
         let mut changed = *self;
         if let Some(kind) = changed.as_kind_mut() {
             kind.set_window(window);
+        }
+        changed
+    }
+
+    /// The same attention for heads of another width.
+    pub fn with_head_width(&self, head_dim: usize) -> Self {
+        let mut changed = *self;
+        if let Some(kind) = changed.as_kind_mut() {
+            kind.set_head_width(head_dim);
         }
         changed
     }

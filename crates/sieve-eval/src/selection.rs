@@ -153,6 +153,36 @@ impl AddAssign for SelectionTotals {
     }
 }
 
+/// Refuses selectors that rotate keys to other positions, where the model's keys have other angles than the plain ones
+/// of `rope_theta`, or no rotation.
+fn check_rotations(selectors: &LayerSelectors, shape: &ModelShape) -> Result<(), EvalError> {
+    for selector in selectors.iter() {
+        if shape.rope_scaling.is_some() && selector.moves_keys() {
+            let name = selector.name();
+            let what = format!(
+                "{name} rotates keys to other positions by the plain angles of rope_theta, and this model's are \
+                 scaled (model.rope_scaling)"
+            );
+            let hint = "use a method that leaves keys at their positions: streamingllm without reindex, h2o, quest";
+            return Err(EvalError::refused(what, hint));
+        }
+    }
+    let nope = (0..shape.num_layers).filter(|&layer| shape.has_dense_attention(layer) && !shape.has_rope(layer));
+    for layer in nope {
+        let selector = selectors.of(layer);
+        if selector.moves_keys() {
+            let name = selector.name();
+            let what = format!(
+                "{name} rotates keys to other positions, and layer {layer} of this model rotates none \
+                 (model.rope_layers)"
+            );
+            let hint = format!("give that layer a method that leaves keys at their positions: {layer}=dense/…");
+            return Err(EvalError::refused(what, hint));
+        }
+    }
+    Ok(())
+}
+
 impl Selection {
     /// Checks that the selectors fit the model. They act in its dense layers; other layers keep their own attention.
     ///
@@ -165,30 +195,9 @@ impl Selection {
         EvalError::require_dense(selectors.name(), shape)?;
         let selectors = selectors.for_layers(shape.num_layers)?;
         let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));
+        check_rotations(&selectors, shape)?;
         for selector in selectors.iter() {
-            if shape.rope_scaling.is_some() && selector.moves_keys() {
-                let name = selector.name();
-                let what = format!(
-                    "{name} rotates keys to other positions by the plain angles of rope_theta, and this model's are \
-                     scaled (model.rope_scaling)"
-                );
-                let hint = "use a method that leaves keys at their positions: streamingllm without reindex, h2o, quest";
-                return Err(EvalError::refused(what, hint));
-            }
             selector.check_context(shape.max_seq_len)?;
-        }
-        let nope = (0..shape.num_layers).filter(|&layer| shape.has_dense_attention(layer) && !shape.has_rope(layer));
-        for layer in nope {
-            let selector = selectors.of(layer);
-            if selector.moves_keys() {
-                let name = selector.name();
-                let what = format!(
-                    "{name} rotates keys to other positions, and layer {layer} of this model rotates none \
-                     (model.rope_layers)"
-                );
-                let hint = format!("give that layer a method that leaves keys at their positions: {layer}=dense/…");
-                return Err(EvalError::refused(what, hint));
-            }
         }
         let steps = selectors.clone().map(|selector| match selector.phase() {
             Phase::Prefill => Selector { method: Method::Dense, ..selector },

@@ -19,10 +19,11 @@ pub(crate) mod tensors;
 pub(crate) mod tokenizer_files;
 
 use crate::tensor_file::stream_tensor_file;
-use crate::tensor_files::INDEX;
+use crate::tensor_files::{INDEX, TensorFiles};
 use crate::{Checkpoint, CheckpointError};
 pub(crate) use architecture::{Architecture, Windows};
 pub use architecture::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions};
+use burn::tensor::DType;
 use folder::OutFolder;
 use sieve_core::ShownPath;
 pub(crate) use sieve_core::kinds::DEEPSEEK_LATENT_EPS;
@@ -118,17 +119,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     }
     let dtype = options.dtype.dtype();
     let shards = shards::plan(&tensors, dtype, options.max_shard_bytes);
-    for shard in &shards {
-        let headers: Vec<_> = shard.tensors.iter().map(|tensor| tensor.header(dtype)).collect();
-        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        let path = folder.partial(&shard.file);
-        stream_tensor_file(&path, &headers, Some(metadata), |n| Ok(shard.tensors[n].read(&weights, dtype)?.bytes))?;
-        files.push(shard.file.clone());
-    }
-    if shards.len() > 1 {
-        write_synced(&folder.partial(INDEX), shards::index(&shards, dtype).as_bytes())?;
-        files.push(INDEX.to_owned());
-    }
+    files.extend(write_shards(&folder, &shards, &weights, dtype)?);
     folder.publish(&files)?;
     files.push(folder::MARKER.to_owned());
     Ok(ExportReport {
@@ -141,6 +132,28 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         num_parameters,
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),
     })
+}
+
+/// Writes the weights, and an index of several files. Returns the files' names.
+fn write_shards(
+    folder: &OutFolder,
+    shards: &[shards::Shard<'_>],
+    weights: &TensorFiles,
+    dtype: DType,
+) -> Result<Vec<String>, CheckpointError> {
+    let mut files = Vec::new();
+    for shard in shards {
+        let headers: Vec<_> = shard.tensors.iter().map(|tensor| tensor.header(dtype)).collect();
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let path = folder.partial(&shard.file);
+        stream_tensor_file(&path, &headers, Some(metadata), |n| Ok(shard.tensors[n].read(weights, dtype)?.bytes))?;
+        files.push(shard.file.clone());
+    }
+    if shards.len() > 1 {
+        write_synced(&folder.partial(INDEX), shards::index(shards, dtype).as_bytes())?;
+        files.push(INDEX.to_owned());
+    }
+    Ok(files)
 }
 
 #[cfg(test)]

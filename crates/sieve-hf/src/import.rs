@@ -85,21 +85,7 @@ pub fn import<B: Backend>(
     device: &B::Device,
 ) -> Result<ImportReport, CheckpointError> {
     let path = out.join("step-0");
-    // These files show that the output folder holds a run or a checkpoint.
-    for (name, found) in [
-        ("step-0", "step-0"),
-        ("recipe.toml", "recipe.toml"),
-        ("config.toml", "a run"),
-        ("metrics.jsonl", "a run"),
-        ("state.json", "a checkpoint"),
-    ] {
-        if out.join(name).exists() {
-            return Err(CheckpointError::refused(
-                format!("{} holds {found}", out.shown()),
-                "name a new or empty folder with --out",
-            ));
-        }
-    }
+    check_out(out)?;
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json =
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
@@ -146,6 +132,25 @@ pub fn import<B: Backend>(
         all_scores_tie: ties,
         is_new_form,
     })
+}
+
+/// Refuses an output folder that holds a run or a checkpoint, which some files show.
+fn check_out(out: &Path) -> Result<(), CheckpointError> {
+    for (name, found) in [
+        ("step-0", "step-0"),
+        ("recipe.toml", "recipe.toml"),
+        ("config.toml", "a run"),
+        ("metrics.jsonl", "a run"),
+        ("state.json", "a checkpoint"),
+    ] {
+        if out.join(name).exists() {
+            return Err(CheckpointError::refused(
+                format!("{} holds {found}", out.shown()),
+                "name a new or empty folder with --out",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Whether an import with `settings`, which make DMA of a model of another kind, gave another attention than `recipe`'s

@@ -7,7 +7,6 @@ use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_core::ShownPath;
 use sieve_core::kinds::KeyReads;
-use sieve_core::model::Attention;
 use sieve_core::recipe::{AttentionKind, StartingSize};
 use sieve_kernels::step::require_fp8;
 use sieve_kernels::{AttentionShape, Cublaslt, CudaReport, KernelFamily, KeySource, LaunchCounts, NcclGroup};
@@ -202,13 +201,9 @@ fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
         .collect()
 }
 
-/// `shape` with heads of another width. In latent attention the part with RoPE gets half that width.
+/// `shape` with heads of another width.
 fn of_width(shape: &ModelShape, width: usize) -> ModelShape {
-    let attention = match shape.attention {
-        Attention::Mla(mla) => Attention::Mla(sieve_core::MlaShape { qk_rope_head_dim: width / 2, ..mla }),
-        other => other,
-    };
-    ModelShape { head_dim: width, attention, ..shape.clone() }
+    ModelShape { head_dim: width, attention: shape.attention.with_head_width(width), ..shape.clone() }
 }
 
 /// The kernel family of a model's attention on a GPU, or "reference".

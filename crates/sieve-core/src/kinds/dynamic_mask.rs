@@ -6,8 +6,8 @@ use super::dense::{
 use super::settings::{A_QUARTER_OF_THE_ROW, AttentionPreset, Settings, Sizes, choice, derived, named, number, whole};
 use super::sizes::{DmaBias, F32};
 use super::{
-    Activations, AttentionOp, BackwardCall, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Part, Stock,
-    StockClass, times,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Part,
+    Stock, StockClass, times,
 };
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use crate::model::{ModelShape, window_pairs};
@@ -428,6 +428,16 @@ impl Kind for DmaShape {
         let periods = slopes.map(|slopes| slopes.iter().map(|slope| 1.0 / slope).collect::<Vec<_>>());
         keys["periods"] = json!(periods);
         keys
+    }
+
+    fn config_key<'a>(&self, key: &'a str) -> ConfigKey<'a> {
+        // Older exports lack these keys; their models are as published, without recency and local window.
+        let absent = match key {
+            "recency" => Value::from("none"),
+            "local_window_size" => Value::from(0),
+            _ => Value::Null,
+        };
+        ConfigKey { name: key, absent }
     }
 
     /// transformers computes DMA in its class Doge alone: without recency and local window, with the exponential of the

@@ -19,6 +19,22 @@ pub struct LayerFlops {
     pub per_scored_key: f64,
 }
 
+/// A key of an export's `config.json`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ConfigKey<'a> {
+    /// Name of the key.
+    pub name: &'a str,
+    /// What an export means that lacks the key; null leaves it to the recipe's default.
+    pub absent: Value,
+}
+
+impl<'a> ConfigKey<'a> {
+    /// The key of this name, without a meaning where it lacks.
+    pub fn named(name: &'a str) -> Self {
+        Self { name, absent: Value::Null }
+    }
+}
+
 /// What a kind of attention is.
 pub trait Kind: std::fmt::Debug {
     /// The parameters of a layer's attention, in the order of the forward pass.
@@ -41,6 +57,9 @@ pub trait Kind: std::fmt::Debug {
 
     /// Sets the window, for kinds with one.
     fn set_window(&mut self, _window: usize) {}
+
+    /// Takes heads of another width, of which the recipe's default follows; nothing where no size of the kind does.
+    fn set_head_width(&mut self, _head_dim: usize) {}
 
     /// Number of latest keys that every query sees whatever their scores, where a window holds others too.
     fn local_window(&self) -> usize {
@@ -229,6 +248,11 @@ pub trait Kind: std::fmt::Debug {
 
     /// The sizes of the kind as keys of `config.json`, for the exported `modeling_sieve.py`.
     fn config_keys(&self, layer: &ModelShape) -> Value;
+
+    /// Where an export's `config.json` has a recipe's key of `[attention]`.
+    fn config_key<'a>(&self, key: &'a str) -> ConfigKey<'a> {
+        ConfigKey::named(key)
+    }
 
     /// The kind's name in `layer_types` of the `transformers` classes of grouped-query attention; `None` for kinds that
     /// no such class has.

@@ -4,8 +4,8 @@ use super::dense::output_projection;
 use super::settings::{AttentionPreset, Settings, Sizes, derived, whole};
 use super::sizes::F32;
 use super::{
-    Activations, AttentionOp, BackwardCall, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec,
-    Part, Stock, StockClass,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
+    ParamSpec, Part, Stock, StockClass,
 };
 use crate::keys::{MAX_WIDTH, keys};
 use crate::model::{ModelShape, window_pairs};
@@ -243,6 +243,18 @@ impl Kind for MlaShape {
             "qk_rope_head_dim": self.qk_rope_head_dim,
             "mla_qk_norm": self.qk_norm,
         })
+    }
+
+    fn config_key<'a>(&self, key: &'a str) -> ConfigKey<'a> {
+        match key {
+            // Older exports lack the key; their models have no norms of queries and keys.
+            "qk_norm" => ConfigKey { name: "mla_qk_norm", absent: Value::Bool(false) },
+            key => ConfigKey::named(key),
+        }
+    }
+
+    fn set_head_width(&mut self, head_dim: usize) {
+        self.qk_rope_head_dim = Self::half_a_head(head_dim);
     }
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {

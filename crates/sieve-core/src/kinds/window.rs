@@ -3,7 +3,8 @@
 use super::dense::{dense_pairs_rate, grouped_activations, grouped_flops, grouped_stock, key_and_value};
 use super::settings::{A_QUARTER_OF_THE_ROW, Settings, Sizes, derived};
 use super::{
-    Activations, AttentionOp, BackwardCall, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Stock,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec,
+    Stock,
 };
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::model::{ModelShape, window_pairs};
@@ -112,6 +113,13 @@ impl Kind for SwaShape {
 
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         json!({ "window_size": self.sliding_window })
+    }
+
+    fn config_key<'a>(&self, key: &'a str) -> ConfigKey<'a> {
+        match key {
+            "sliding_window" => ConfigKey::named("window_size"),
+            key => ConfigKey::named(key),
+        }
     }
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {

@@ -221,9 +221,22 @@ impl Document {
     /// Removes what an override to `kind` makes invalid: the keys of other kinds, given in the text or by overrides;
     /// and settings of the text elsewhere that go only with the text's kind.
     fn leave_out_other_kinds(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
+        self.leave_out_attention_of_others(kind);
+        // Otherwise the override names the kind of the text, so the text's other settings go with it.
+        if self.kind != Some(kind) {
+            self.leave_out_of_stages(kind, set);
+            self.leave_out_keys_of_choices(kind, set);
+            self.leave_out_of_layer_types(kind, set);
+            if kind.example().as_kind().is_latent() {
+                self.leave_out_beside_latent(set);
+            }
+        }
+    }
+
+    /// Removes the keys and tables of `[attention]` that `kind` does not have.
+    fn leave_out_attention_of_others(&mut self, kind: AttentionKind) {
         let left_out = &mut self.left_out;
         let is_latent = kind.example().as_kind().is_latent();
-        let of_text = |key: &str| !set.contains(key);
         if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
             attention.retain(|name, value| {
                 let kinds = schema::attention_kinds_with(name);
@@ -237,9 +250,13 @@ impl Document {
                 stays
             });
         }
-        if self.kind == Some(kind) {
-            return; // The override names the kind of the text, so the text's other settings go with it.
-        }
+    }
+
+    /// Removes the text's keys of stages that do not go with `kind`, or that were meant for the text's kind.
+    fn leave_out_of_stages(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
+        let left_out = &mut self.left_out;
+        let is_latent = kind.example().as_kind().is_latent();
+        let of_text = |key: &str| !set.contains(key);
         let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
         let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
         for (number, stage) in (1..).zip(stages) {
@@ -263,27 +280,37 @@ impl Document {
                 }
             }
         }
-        // Only kinds whose queries choose blocks have dense steps and layers that share a choice; only MSA an indexer.
-        let (chooses, has_indexer) =
-            (kind.example().as_kind().chooses_blocks(), kind.example().as_kind().has_indexer());
+    }
 
+    /// Removes the text's keys outside of `[attention]` that go only with kinds whose queries choose blocks, or that
+    /// have an indexer.
+    fn leave_out_keys_of_choices(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
+        let kind = kind.example();
+        let (chooses, has_indexer) = (kind.as_kind().chooses_blocks(), kind.as_kind().has_indexer());
         for (section, name, is_of_kind) in
             [("training", "dense_steps", chooses), ("optimizer", "indexer_lr", has_indexer)]
         {
             let key = format!("{section}.{name}");
-            if is_of_kind || !of_text(&key) {
+            if is_of_kind || set.contains(&key) {
                 continue;
             }
             let section = self.table.get_mut(section).and_then(Value::as_table_mut);
             if section.is_some_and(|section| section.remove(name).is_some()) {
-                left_out.push(key);
+                self.left_out.push(key);
             }
         }
-        let Some(Value::Table(model)) = self.table.get_mut("model") else {
+    }
+
+    /// Makes the text's `model.layer_types` fit `kind`: layers of the text's kind, and those that share a choice where
+    /// no layer makes one, get the kind of `[attention]`. Latent attention goes with no other kind.
+    fn leave_out_of_layer_types(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
+        let types = "model.layer_types";
+        let is_latent = kind.example().as_kind().is_latent();
+        let chooses = kind.example().as_kind().chooses_blocks();
+        let Some(Value::Table(model)) = self.table.get_mut("model").filter(|_| !set.contains(types)) else {
             return;
         };
-        let (types, kv_heads) = ("model.layer_types", "model.num_key_value_heads");
-        if let Some(Value::Array(names)) = model.get_mut("layer_types").filter(|_| of_text(types)) {
+        if let Some(Value::Array(names)) = model.get_mut("layer_types") {
             let is_dense = |name: &Value| name.as_str() == Some(Attention::DENSE.kind().name());
             // A layer type that names the text's kind means the kind of `[attention]`: it becomes "sparse".
             let own = self.kind.map(|own| Value::String(own.name().to_owned()));
@@ -297,10 +324,18 @@ impl Document {
             let is_other = |name: &Value| !matches!(name.as_str(), Some(OWN_LAYER | SHARED_LAYER));
             if is_latent && names.iter().any(is_other) {
                 model.remove("layer_types");
-                left_out.push(types.to_owned());
+                self.left_out.push(types.to_owned());
             }
         }
-        // Latent attention has norms and rotated channels of its own.
+    }
+
+    /// Removes the text's keys of `[model]` that latent attention, which has norms and rotated channels of its own and
+    /// a key and value for each query head, does not have.
+    fn leave_out_beside_latent(&mut self, set: &BTreeSet<String>) {
+        let of_text = |key: &str| !set.contains(key);
+        let Some(Value::Table(model)) = self.table.get_mut("model") else {
+            return;
+        };
         for (name, only) in [
             ("qk_norm", Some(Value::Boolean(false))),
             ("qkv_bias", Some(Value::Boolean(true))),
@@ -309,14 +344,15 @@ impl Document {
         ] {
             let key = format!("model.{name}");
             let conflicts = model.get(name).is_some_and(|value| only.as_ref().is_none_or(|only| value == only));
-            if is_latent && of_text(&key) && conflicts {
+            if of_text(&key) && conflicts {
                 model.remove(name);
-                left_out.push(key);
+                self.left_out.push(key);
             }
         }
         let differs = model.get("num_key_value_heads") != model.get("num_attention_heads");
-        if is_latent && differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {
-            left_out.push(kv_heads.to_owned());
+        let kv_heads = "model.num_key_value_heads";
+        if differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {
+            self.left_out.push(kv_heads.to_owned());
         }
     }
 }

@@ -114,9 +114,8 @@ pub(super) fn likelihoods<B: DeviceBackend>(
     mut selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<Likelihood>, EvalError> {
-    let shape = model.model.shape();
     for pair in questions.iter().flatten() {
-        check_vocabulary(&pair.tokens, shape.vocab_size)?;
+        check_vocabulary(&pair.tokens, model.model.shape().vocab_size)?;
     }
     let mut first_pair = 0;
     let questions: Vec<Question> = (questions.iter())
@@ -143,14 +142,28 @@ pub(super) fn likelihoods<B: DeviceBackend>(
         done += question.pairs.len();
         observe(done);
     }
+    score_packed(model, short, with_greedy, &mut keep, &mut |num_pairs| {
+        done += num_pairs;
+        observe(done);
+    })?;
+    Ok(found.into_iter().map(|found| found.expect("every pair was asked")).collect())
+}
+
+/// Scores as many questions in a forward pass as [`BATCH_TOKENS`] hold, packed into rows. `keep` gets the index of each
+/// pair, its ending's likelihood and number of scored tokens; `observe` the number of pairs of each pass.
+fn score_packed<B: DeviceBackend>(
+    model: &TaskModel<'_, B>,
+    mut questions: Vec<&Question<'_>>,
+    with_greedy: bool,
+    keep: &mut impl FnMut(usize, Ending, usize),
+    observe: &mut dyn FnMut(usize),
+) -> Result<(), EvalError> {
     // Sorted from the longest: memory that is too small shows at once, and short texts fill the ends of rows.
-    let mut order = short;
-    order.sort_by_key(|question| Reverse(question.num_repeated));
-    let longest = order.iter().flat_map(|question| question.pairs);
-    let longest = longest.map(Pair::num_inputs).max().unwrap_or(0);
-    let row_len = longest.max(MIN_ROW_TOKENS.min(shape.max_seq_len));
+    questions.sort_by_key(|question| Reverse(question.num_repeated));
+    let longest = questions.iter().flat_map(|question| question.pairs).map(Pair::num_inputs).max().unwrap_or(0);
+    let row_len = longest.max(MIN_ROW_TOKENS.min(model.model.shape().max_seq_len));
     let rope = model.model.rope(row_len, model.device);
-    let mut rest = &order[..];
+    let mut rest = &questions[..];
     while !rest.is_empty() {
         let mut num_tokens = 0;
         let fits = |question: &&&Question| {
@@ -163,12 +176,11 @@ pub(super) fn likelihoods<B: DeviceBackend>(
         for question in some {
             layout.add(question);
         }
-        layout.run(model, &rope, with_greedy, &mut keep)?;
-        done += some.iter().map(|question| question.pairs.len()).sum::<usize>();
-        observe(done);
+        layout.run(model, &rope, with_greedy, keep)?;
+        observe(some.iter().map(|question| question.pairs.len()).sum());
         rest = others;
     }
-    Ok(found.into_iter().map(|found| found.expect("every pair was asked")).collect())
+    Ok(())
 }
 
 /// Sizes of [`likelihoods`], for an estimate of its memory.
@@ -326,52 +338,15 @@ impl Layout {
     /// Runs the forward pass and gives `keep` the likelihood of each pair.
     fn run<B: DeviceBackend>(
         self,
-        model: &TaskModel<'_, B>,
+        task_model: &TaskModel<'_, B>,
         rope: &RotaryEmbedding<B>,
         with_greedy: bool,
         keep: &mut impl FnMut(usize, Ending, usize),
     ) -> Result<(), EvalError> {
-        let TaskModel { model, device, .. } = *model;
-        let batch = self.texts.batch().expect("one text at least");
-        // Where each of `tokens` lies in the packed rows.
-        let mut places = vec![None; self.tokens.len()];
-        for (place, &token) in batch.tokens.iter().enumerate() {
-            // `get_or_insert` keeps the first place of each token. Padding also has index 0, but comes after token 0.
-            places[token as usize].get_or_insert(place);
-        }
-        let place = |place: &Option<usize>| place.expect("every token is part of a text");
-        let places: Vec<usize> = places.iter().map(place).collect();
-        let documents = Documents::new(&batch.start, &batch.end, batch.shape, device);
-        // Without a shared prefix, the model simply reads the packed rows.
-        let is_shared = self.num_texts_tokens > self.tokens.len();
-        let hidden = if is_shared {
-            let shape = [1, self.tokens.len()];
-            let whole = Documents::whole_rows(shape, device);
-            let positions = TensorData::new(self.positions, shape);
-            let shared = SharedPrompts::new(documents, &batch.tokens, &places, device);
-            let context = LayerContext {
-                positions: Tensor::from_data(positions, device),
-                shared: Some(&shared),
-                ..LayerContext::new(&whole, rope)
-            };
-            model.hidden(ids(&self.tokens, shape, device), &context)
-        } else {
-            let tokens: Vec<u32> = (batch.tokens.iter()).map(|&token| self.tokens[token as usize]).collect();
-            let context = LayerContext::new(&documents, rope);
-            model.hidden(ids(&tokens, batch.shape, device), &context)
-        };
-        let ints = |values: Vec<i32>| {
-            let len = values.len();
-            Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), device)
-        };
-        let rows = self.scored.iter().map(|scored| match is_shared {
-            true => scored.input as i32,
-            false => places[scored.input] as i32,
-        });
-        let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
-        let hidden: Tensor<B, 3> = hidden.select(0, ints(rows.collect())).unsqueeze();
-        let labels: Vec<i32> = self.scored.iter().map(|scored| scored.token as i32).collect();
-        let labels = ints(labels).unsqueeze::<2>();
+        let TaskModel { model, device, .. } = *task_model;
+        let hidden = self.hidden_of_scored(task_model, rope);
+        let labels = self.scored.iter().map(|scored| scored.token as i32);
+        let labels = indices::<B>(labels, device).unsqueeze::<2>();
         let losses = model.token_losses_of(hidden.clone(), labels).into_data();
         let likeliest = match with_greedy {
             true => likeliest(model, hidden),
@@ -393,6 +368,51 @@ impl Layout {
         }
         Ok(())
     }
+
+    /// The model's output at the input before each scored token, `[1, scored, d_model]`.
+    fn hidden_of_scored<B: DeviceBackend>(&self, model: &TaskModel<'_, B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 3> {
+        let TaskModel { model, device, .. } = *model;
+        let batch = self.texts.batch().expect("one text at least");
+        // Where each of `tokens` lies in the packed rows.
+        let mut places = vec![None; self.tokens.len()];
+        for (place, &token) in batch.tokens.iter().enumerate() {
+            // `get_or_insert` keeps the first place of each token. Padding also has index 0, but comes after token 0.
+            places[token as usize].get_or_insert(place);
+        }
+        let place = |place: &Option<usize>| place.expect("every token is part of a text");
+        let places: Vec<usize> = places.iter().map(place).collect();
+        let documents = Documents::new(&batch.start, &batch.end, batch.shape, device);
+        let inputs = self.scored.iter().map(|scored| scored.input);
+        // Without a shared prefix, the model simply reads the packed rows.
+        let is_shared = self.num_texts_tokens > self.tokens.len();
+        let (hidden, rows) = if is_shared {
+            let shape = [1, self.tokens.len()];
+            let whole = Documents::whole_rows(shape, device);
+            let positions = TensorData::new(self.positions.clone(), shape);
+            let shared = SharedPrompts::new(documents, &batch.tokens, &places, device);
+            let context = LayerContext {
+                positions: Tensor::from_data(positions, device),
+                shared: Some(&shared),
+                ..LayerContext::new(&whole, rope)
+            };
+            let rows: Vec<i32> = inputs.map(|input| input as i32).collect();
+            (model.hidden(ids(&self.tokens, shape, device), &context), rows)
+        } else {
+            let tokens: Vec<u32> = (batch.tokens.iter()).map(|&token| self.tokens[token as usize]).collect();
+            let context = LayerContext::new(&documents, rope);
+            let rows: Vec<i32> = inputs.map(|input| places[input] as i32).collect();
+            (model.hidden(ids(&tokens, batch.shape, device), &context), rows)
+        };
+        let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
+        hidden.select(0, indices(rows, device)).unsqueeze()
+    }
+}
+
+/// A tensor of indices, `[indices]`.
+fn indices<B: DeviceBackend>(values: impl IntoIterator<Item = i32>, device: &B::Device) -> Tensor<B, 1, Int> {
+    let values: Vec<i32> = values.into_iter().collect();
+    let len = values.len();
+    Tensor::from_data(TensorData::new(values, [len]), device)
 }
 
 /// The likeliest next token at each position of `hidden`, `[1, positions, d_model]`.

@@ -5,9 +5,9 @@ use crate::export::config::LAYER_KEYS;
 use crate::export::config::{AMPLITUDE, DERIVED, NO_ROPE};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::{Map, Value};
-use sieve_core::ModelShape;
 use sieve_core::kinds::{FULL_ATTENTION, SLIDING_ATTENTION};
 use sieve_core::recipe::{AttentionKind, json_schema};
+use sieve_core::{Attention, ModelShape};
 use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -378,23 +378,17 @@ impl Reader {
     /// The lines of the recipe's `[attention]`, or of a table `[attention.NAME]`, for an export of Sieve. `of` has the
     /// recipe's keys: it is the file itself, or an entry of its list of layers.
     fn sieve_attention(&self, of: &Value) -> Result<String, CheckpointError> {
-        let kind = of["attention_kind"].as_str().unwrap_or_default();
-        let Some(keys) = keys_of_kind(kind) else {
+        let name = of["attention_kind"].as_str().unwrap_or_default();
+        let Some((keys, kind)) = keys_of_kind(name).zip(AttentionKind::named(name)) else {
             let kinds = AttentionKind::ALL.map(AttentionKind::name).join(", ");
             return Err(self.bad_value(format!("attention_kind is {}, not one of {kinds}", of["attention_kind"])));
         };
-        let mut lines = format!("kind = {kind:?}");
+        let mut lines = format!("kind = {name:?}");
         for key in keys {
-            let (none, zero) = (Value::from("none"), Value::from(0));
-            let value = match (kind, key.as_str()) {
-                // Older exports lack the keys; their models are as published, without recency and local window.
-                ("dma", "recency") if of[&key].is_null() => &none,
-                ("dma", "local_window_size") if of[&key].is_null() => &zero,
-                ("swa", "sliding_window") => &of["window_size"],
-                // Older exports lack the key; their models have no norms of queries and keys.
-                ("mla", "qk_norm") if of["mla_qk_norm"].is_null() => &Value::Bool(false),
-                ("mla", "qk_norm") => &of["mla_qk_norm"],
-                _ => &of[&key],
+            let there = kind.example().as_kind().config_key(&key);
+            let value = match &of[there.name] {
+                Value::Null => &there.absent,
+                value => value,
             };
             match value {
                 Value::Null => {}
@@ -520,7 +514,7 @@ local_window_size = 0"
         if dense_layers.contains(&true) || shared_layers.contains(&true) || !layer_kinds.is_empty() {
             let is_marked = |pattern: &[bool], layer: usize| pattern.get(layer) == Some(&true);
             let name = |layer| match (is_marked(&dense_layers, layer), is_marked(&shared_layers, layer)) {
-                (true, _) => "mha",
+                (true, _) => Attention::DENSE.kind().name(),
                 (false, true) => "shared",
                 (false, false) => layer_kinds.get(layer).and_then(Option::as_deref).unwrap_or("sparse"),
             };

@@ -4,7 +4,7 @@ use super::recipe_and_shape;
 use crate::CheckpointError;
 use crate::export::Architecture;
 use serde_json::Value;
-use sieve_core::{Attention, ModelShape};
+use sieve_core::ModelShape;
 use std::path::Path;
 
 static MATRIX: &str = include_str!("../../../../tests/golden/config_matrix.json");
@@ -40,8 +40,9 @@ fn compare(name: &str, shape: &ModelShape, theirs: &Value) {
     assert_eq!(theirs["windows"], Value::from(windows(shape)), "{name}");
     let rotates = (0..shape.num_layers).map(|layer| Value::from(shape.has_rope(layer))).collect::<Vec<_>>();
     assert_eq!(theirs["rotates"], Value::from(rotates), "{name}");
-    if let Attention::Dma(dma) = shape.attention {
-        assert_eq!(theirs["keep_window_size"], dma.keep_window_size, "{name}");
+    if shape.attention.as_kind().chooses() {
+        let kept = shape.attention.as_kind().num_kept();
+        assert_eq!(theirs["keep_window_size"], Value::from(kept), "{name}");
     }
 }
 

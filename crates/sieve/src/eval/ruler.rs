@@ -341,61 +341,11 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
 /// at a depth.
 fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
     let mut maps = Vec::new();
-    for report in reports {
+    for report in reports.iter().filter(|report| !report.tasks.is_empty()) {
         let method = selector::method(report.selector.as_deref(), &loaded.shape);
-        // All tasks have the same lengths.
-        let Some(first) = report.tasks.first() else {
-            continue;
-        };
-        let lengths: Vec<usize> = first.lengths.iter().map(|cell| cell.length).collect();
-        let cell = |cell: &LongCell, row: usize, what: &str| MapCell {
-            column: lengths.partition_point(|&length| length < cell.length),
-            row,
-            score: cell.score,
-            mean_rank: cell.mean_rank,
-            title: format!(
-                "{what}, {} tokens: score {:.1} %, mean rank {:.2} of {} samples",
-                cell.length,
-                100.0 * cell.score,
-                cell.mean_rank,
-                cell.num_samples
-            ),
-        };
-        let tasks = report.tasks.iter().enumerate();
-        let cells = tasks.flat_map(|(row, task)| {
-            let cells = task.lengths.iter().map(move |one| cell(one, row, task.task));
-            cells.collect::<Vec<_>>()
-        });
-        let mean =
-            |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
-        let summary = |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
-        // With a single task the map of all tasks has one row, so it is named after the task.
-        let all = match &report.tasks[..] {
-            [task] => task.task,
-            _ => "all tasks",
-        };
-        maps.push(Map {
-            name: format!("{all}: {method}"),
-            summary: summary(mean(|task| task.score), mean(|task| task.mean_rank)),
-            lengths: lengths.clone(),
-            rows: report.tasks.iter().map(|task| task.task.to_owned()).collect(),
-            about_rows: "",
-            cells: cells.collect(),
-        });
-        for task in report.tasks.iter().filter(|task| !task.cells.is_empty()) {
-            // The map has five rows, of 20 % each.
-            let row = |one: &LongCell| (one.depth.unwrap_or(0.0) / 20.0) as usize;
-            let cells = task.cells.iter();
-            let cells = cells.map(|one| cell(one, row(one), task.task));
-            maps.push(Map {
-                name: format!("{}, {}: {method}", task.task, task.haystack),
-                summary: summary(task.score, task.mean_rank),
-                lengths: lengths.clone(),
-                rows: (0..5).map(|n| format!("{}-{} %", 20 * n, 20 * n + 20)).collect(),
-                about_rows: "depth",
-                cells: cells.collect(),
-            });
-        }
+        maps.push(map_of_tasks(&report.tasks, &method));
+        let with_depths = report.tasks.iter().filter(|task| !task.cells.is_empty());
+        maps.extend(with_depths.map(|task| map_of_depths(task, &method)));
     }
     Picture {
         title: match reports.first().map(|report| &report.tasks[..]) {
@@ -404,5 +354,67 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
         },
         trained_len: loaded.recipe.training.seq_len,
         maps,
+    }
+}
+
+/// A map with a row for each task. All tasks have the same lengths.
+fn map_of_tasks(tasks: &[LongTaskReport], method: &str) -> Map {
+    let lengths = lengths_of(&tasks[0]);
+    let rows = tasks.iter().enumerate();
+    let cells = rows.flat_map(|(row, task)| task.lengths.iter().map(move |cell| (cell, row, task.task)));
+    let mean = |value: fn(&LongTaskReport) -> f64| tasks.iter().map(value).sum::<f64>() / tasks.len() as f64;
+    // With a single task the map has one row, so it is named after the task.
+    let name = match tasks {
+        [task] => task.task,
+        _ => "all tasks",
+    };
+    Map {
+        name: format!("{name}: {method}"),
+        summary: summary(mean(|task| task.score), mean(|task| task.mean_rank)),
+        rows: tasks.iter().map(|task| task.task.to_owned()).collect(),
+        about_rows: "",
+        cells: cells.map(|(cell, row, task)| map_cell(cell, &lengths, row, task)).collect(),
+        lengths,
+    }
+}
+
+/// A map of a task with a row for each fifth of the depths.
+fn map_of_depths(task: &LongTaskReport, method: &str) -> Map {
+    const PERCENT_OF_ROW: usize = 20;
+    let lengths = lengths_of(task);
+    let row = |cell: &LongCell| (cell.depth.unwrap_or(0.0) / PERCENT_OF_ROW as f64) as usize;
+    let borders = |row: usize| format!("{}-{} %", PERCENT_OF_ROW * row, PERCENT_OF_ROW * (row + 1));
+    Map {
+        name: format!("{}, {}: {method}", task.task, task.haystack),
+        summary: summary(task.score, task.mean_rank),
+        rows: (0..100 / PERCENT_OF_ROW).map(borders).collect(),
+        about_rows: "depth",
+        cells: task.cells.iter().map(|cell| map_cell(cell, &lengths, row(cell), task.task)).collect(),
+        lengths,
+    }
+}
+
+fn lengths_of(task: &LongTaskReport) -> Vec<usize> {
+    task.lengths.iter().map(|cell| cell.length).collect()
+}
+
+fn summary(score: f64, mean_rank: f64) -> String {
+    format!("score {:.1} %, mean rank {mean_rank:.2}", 100.0 * score)
+}
+
+/// A cell of a map, in the column of its length; its title begins with the name of the task.
+fn map_cell(cell: &LongCell, lengths: &[usize], row: usize, task: &str) -> MapCell {
+    MapCell {
+        column: lengths.partition_point(|&length| length < cell.length),
+        row,
+        score: cell.score,
+        mean_rank: cell.mean_rank,
+        title: format!(
+            "{task}, {} tokens: score {:.1} %, mean rank {:.2} of {} samples",
+            cell.length,
+            100.0 * cell.score,
+            cell.mean_rank,
+            cell.num_samples
+        ),
     }
 }

@@ -134,14 +134,20 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         ));
     }
     terminal::lines(notes(rows));
+    print_devices(rows);
+}
+
+/// Says on which device each selector chose and attended, and what it copied to the CPU. Selectors with the same path
+/// share a line.
+fn print_devices(rows: &[&Row]) {
     let (on_cpu, others): (Vec<&&Row>, Vec<&&Row>) = rows.iter().partition(|row| is_on_cpu(&row.measure));
     let mut printed = Vec::new();
-    for Row { label, measure: m } in others {
-        let path = selector::paths(&m.paths);
-        if m.host_bytes > 0.0 {
+    for Row { label, measure } in others {
+        let path = selector::paths(&measure.paths);
+        if measure.host_bytes > 0.0 {
             terminal::line(&format!(
                 "{label}: {path}; a prompt copies {:.2} MB of q, k, v or their means to the CPU",
-                m.host_bytes / 1e6
+                measure.host_bytes / 1e6
             ));
         } else if !printed.contains(&path) {
             terminal::line(&path);
