@@ -65,7 +65,7 @@ def measure(sieve, text, out, device="cuda:0", kinds=KINDS, lengths=MEASURED, mo
                 command = [sieve, "-q", "train", "--recipe", f"{kind}_80m", "--out", str(folder), "--device", device]
                 done = subprocess.run([*command, *sets(words)], capture_output=True, text=True, timeout=LIMIT,
                                       check=False)
-                failed = done.stderr.strip().splitlines()[-1:] if done.returncode else None
+                failed = done.stderr.strip().splitlines()[-3:] if done.returncode else None
             except subprocess.TimeoutExpired:
                 failed = [f"not finished after {LIMIT} s"]
             lines = json_lines(folder / "metrics.jsonl")

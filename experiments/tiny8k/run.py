@@ -118,13 +118,14 @@ def steps_in(given, keys):
 def score(given, name, words):
     """One line of rows.jsonl from the JSON of a command, or its last words where it failed or took too long."""
     rows = given.out / "back/rows.jsonl"
-    if any(row.get("score") == name for row in json_lines(rows)):
+    if found_of(json_lines(rows), name) is not None:
         return
     began = time.monotonic()
     words = [given.sieve, "-q", "eval", *map(str, words), "--json", "--device", given.device]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=given.limit, check=False)
-        found, failed = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else None
+        # An error and its hint.
+        found, failed = done.stdout, done.stderr.strip().splitlines()[-3:] if done.returncode else None
     except subprocess.TimeoutExpired:
         found, failed = "", [f"not finished after {given.limit:g} s"]
     row = {"row": "score", "score": name, "command": " ".join(words[2:]),
@@ -185,8 +186,8 @@ def make(given):
 
 
 def found_of(rows, name):
-    """What a score found, or None where it failed."""
-    return next((row.get("found") for row in rows if row.get("score") == name), None)
+    """What a score found, or None where it failed each time."""
+    return next((row["found"] for row in rows if row.get("score") == name and "found" in row), None)
 
 
 def named(selector):

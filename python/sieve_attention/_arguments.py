@@ -87,6 +87,8 @@ def check_sinks(name, q, sinks, other):
 
 # Tensors that autocast casts, as those of torch's own attention.
 CAST = ("q", "k", "v", "compressed_k", "compressed_v", "gates", "index_q", "index_k")
+# What definitions compute.
+DEFINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _problem(name, defaults, arguments):
@@ -100,6 +102,45 @@ def _problem(name, defaults, arguments):
         layout = "" if not is_tensor(x) or x.layout == torch.strided else "sparse "
         got = f"a {layout}tensor {list(x.shape)}" if is_tensor(x) else repr(x) if len(repr(x)) < 80 else f"a {type(x).__name__}"
         return f"{argument} is {got}; it must be {wanted}{', or None' if may_be_none else ''}"
+    return None
+
+
+def _mismatch(arguments):
+    """Which argument does not fit the others, in the words of the library, for definitions: torch would broadcast some
+    of these and name none. None where all fit.
+    """
+    tensors = {argument: x for argument, x in arguments.items() if is_tensor(x)}
+    (first, leader), *_ = tensors.items()
+    for argument, x in tensors.items():
+        if x.device != leader.device:
+            return f"{argument} is on {x.device}, and {first} on {leader.device}"
+        if argument in CAST and x.dtype not in DEFINED:
+            return f"{argument} is {str(x.dtype)[6:]}; the definitions take {', '.join(str(y)[6:] for y in DEFINED)}"
+        if argument in CAST and leader.dtype in DEFINED and x.dtype != leader.dtype:
+            wanted = str(leader.dtype)[6:]
+            return f"{argument} is {str(x.dtype)[6:]}, expected {wanted}\n  hint: cast it before the call"
+    q, k, v = (tensors.get(argument) for argument in "qkv")
+    # What each must be, named in this order.
+    wanted = {"k": None, "v": None}
+    if k is not None and v is not None:
+        heads = [x.shape[2] for x in (q, k, v) if x is not None]
+        if heads[-1] != heads[-2] or not all(heads) or heads[0] % heads[-1]:
+            of = f"{'q/' if q is not None else ''}k/v heads {'/'.join(map(str, heads))}"
+            return f"number of {of} is not supported (supported: as many k as v heads, dividing the q heads)"
+        wanted["v"] = [*k.shape[:3], v.shape[3]]
+    if q is not None:
+        rows, tokens, _, width = q.shape
+        if k is not None:
+            wanted["k"] = [rows, tokens, k.shape[2], width]
+            wanted["v"] = [rows, tokens, *v.shape[2:]] if v is not None else None
+            wanted["bias"] = [rows, k.shape[2], tokens]
+        for argument in ("index_q", "index_k", "indices", "gates"):
+            wanted[argument] = [rows, tokens, *tensors[argument].shape[2:]] if argument in tensors else None
+    if v is not None:
+        wanted["w_dt"], wanted["a"] = [v.shape[2], v.shape[2] * v.shape[3]], [v.shape[2]]
+    for argument, shape in wanted.items():
+        if shape is not None and argument in tensors and list(tensors[argument].shape) != shape:
+            return f"{argument} has shape {list(tensors[argument].shape)}, expected {shape}"
     return None
 
 
@@ -125,7 +166,8 @@ def checked(function):
             kwargs = {argument: _cast(argument, x, dtype) for argument, x in kwargs.items()}
         if run is not function:
             # A definition takes what torch takes, so its arguments are looked at first.
-            if problem := _problem(name, defaults, signature.bind(*args, **kwargs).arguments):
+            given = signature.bind(*args, **kwargs).arguments
+            if problem := _problem(name, defaults, given) or _mismatch(given):
                 raise SieveError(f"{name}: {problem}")
             # It has no default of its own for block sizes.
             kwargs = {**{x: value for x, value in defaults.items() if x == "blocks"}, **kwargs}

@@ -671,8 +671,9 @@ def block_mask(mask, block=128):
     """
     if block not in (64, 128):
         raise SieveError(f"block_mask: block is {block}; it must be 64 or 128")
-    size = torch.arange(mask.shape[1], device=mask.device)
-    kept = mask.bool() & (torch.arange(mask.shape[2], device=mask.device) <= size[:, None])
+    _, queries, keys = mask.shape
+    size = torch.arange(queries, device=mask.device)
+    kept = mask.bool() & (torch.arange(keys, device=mask.device) <= size[:, None])
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
     words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)

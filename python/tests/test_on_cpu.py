@@ -222,3 +222,34 @@ def test_models_of_transformers(monkeypatch):
                 assert_close("model", other, one, one, floor=1e-4)
         said = [model.generate(ids[:1], max_new_tokens=8, do_sample=False).tolist() for model in made]
         assert said[0] == said[1]
+
+
+OTHERS = {
+    "q is int32; the definitions take float64": lambda q, k, v: sieve.attention(q.int(), k.int(), v.int()),
+    "k is bfloat16, expected float32": lambda q, k, v: sieve.attention(q, k.bfloat16(), v),
+    "number of q/k/v heads 3/2/2": lambda q, k, v: sieve.moba(q[:, :, :3], k, v, block=32),
+    "number of q/k/v heads 4/2/1": lambda q, k, v: sieve.attention(q, k, v[:, :, :1]),
+    "number of k/v heads 2/1": lambda q, k, v: sieve.nsa_mean_pool(k, v[:, :, :1]),
+    "k has shape [1, 30, 2, 64], expected [1, 100, 2, 64]": lambda q, k, v: sieve.attention(q, k[:, :30], v[:, :30]),
+    "v has shape [1, 30, 2, 64], expected [1, 100, 2, 64]": lambda q, k, v: sieve.infllm_v2(q, k, v[:, :30]),
+    "k has shape [1, 100, 2, 32], expected [1, 100, 2, 64]": lambda q, k, v: sieve.attention(q, k[..., :32], v),
+    "bias has shape [1, 4, 100], expected [1, 2, 100]": lambda q, k, v: sieve.attention(
+        q, k, v, bias=torch.zeros(1, 4, 100)
+    ),
+    "w_dt has shape [2, 64], expected [2, 128]": lambda q, k, v: sieve.dma_attention(q, k, v, W_DT[:, :64], A, keep=8),
+    "a has shape [3], expected [2]": lambda q, k, v: sieve.dma_scores(v, W_DT, torch.ones(3)),
+    "indices has shape [1, 30, 2, 3], expected [1, 100, 2, 3]": lambda q, k, v: sieve.selected_attention(
+        q, k, v, GIVEN[:, :30], block=32
+    ),
+    "mask is a tensor [1, 2, 4, 4]; it must be a tensor of 3 axes": lambda q, k, v: sieve.block_sparse(
+        q, k, v, sieve.block_mask(torch.ones(1, 2, 4, 4, dtype=torch.bool))
+    ),
+    "k is on meta, and q on cpu": lambda q, k, v: sieve.attention(q, k.to("meta"), v),
+}
+
+
+@pytest.mark.parametrize("sentence", OTHERS)
+def test_arguments_that_do_not_fit_each_other_are_named(sentence, on_cpu):
+    with pytest.raises(sieve.SieveError) as error:
+        OTHERS[sentence](Q.float(), K.float(), V.float())
+    assert sentence in str(error.value)
