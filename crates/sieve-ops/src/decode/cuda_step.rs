@@ -449,7 +449,7 @@ impl Layer<'_> {
         let recency = slopes
             .as_deref()
             .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
-        let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
+        let rank = token.v.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
         let rank = rank.reshaped(NAME, "rank", &[self.batch(), num_kv_heads])?;
         slots.dma_decode(token, &rank, length, scale, dma.spec.bias.into(), &buffers)
     }
