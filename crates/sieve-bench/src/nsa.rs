@@ -394,111 +394,157 @@ impl Inputs {
 
 /// Runs every kernel and its backward pass on a device; the selected branch reads the blocks `inputs.chosen`.
 fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError> {
-    let Case { shape, d_o, doc_start, doc_end, .. } = &inputs.case;
-    let ([batch, seq_len, num_heads, d], num_kv_heads) = (shape.output(), shape.num_kv_heads);
-    let (blocks, rows) = (inputs.blocks, inputs.rows());
-    let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
-    let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
-    let documents = bounds.each_ref();
-    let size = blocks.compress_block_size;
-    let tensor = bf16(&inputs.qkv, &packed_of(*shape));
-    let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
-    let d_o = bf16(d_o, &shape.output());
-    let positions = inputs.positions.each_ref().map(|x| bf16(x, &[size, d]));
-    let compressed = bf16(&inputs.compressed, &[2, rows, d]);
-    let d_blocks = bf16(&inputs.d_blocks, &[2, rows, size * d]);
-    let scale = 1.0 / (d as f32).sqrt();
-    let mut outputs = Vec::new();
-    let mut add = |name, tensor: &CudaTensor| {
-        outputs.push((name, device.floats(tensor)?));
-        Ok::<(), KernelError>(())
-    };
-
-    device.poison(*shape);
-    add("blocks", &qkv.nsa_blocks(positions.each_ref(), documents, blocks)?)?;
-    let [dqkv, dk, dv] = nsa_blocks_backward(shape, documents, blocks, &d_blocks)?;
-    add("blocks dqkv", &dqkv)?;
-    add("k_positions", &dk)?;
-    add("v_positions", &dv)?;
-    add("mean pool", &qkv.nsa_mean_pool(documents, blocks)?)?;
-    let dqkv = nsa_mean_pool_backward(shape, documents, blocks, &compressed)?;
-    add("mean pool dqkv", &dqkv)?;
-
-    let (coarse, indices) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
-    add("compressed o", &coarse.o)?;
-    add("compressed lse", &coarse.lse)?;
-    let [dqkv, d_compressed] =
-        qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &coarse, &d_o)?;
-    add("compressed dqkv", &dqkv)?;
-    add("dcompressed", &d_compressed)?;
-
-    let mut chosen = vec![device.ints(&indices)?];
+    let mut run = Run::new(inputs, device);
+    let qkv = run.packed(&run.bf16(&inputs.qkv, &packed_of(inputs.case.shape)));
+    device.poison(inputs.case.shape);
+    run.blocks_and_means(&qkv)?;
+    let mut chosen = vec![run.compressed(&qkv)?];
     for (_, choice, pooled) in inputs.choices() {
-        let pooled = bf16(pooled, &[2, pooled.len() / 2 / d, d]);
-        let indices = qkv.choose_key_blocks(documents, &pooled, choice, scale)?;
+        let d = inputs.case.shape.head_dim;
+        let pooled = run.bf16(pooled, &[2, pooled.len() / 2 / d, d]);
+        let indices = qkv.choose_key_blocks(run.documents.each_ref(), &pooled, choice, run.scale)?;
         chosen.push(device.ints(&indices)?);
     }
-    let count = blocks.num_selected_blocks;
-    let given = device.int(&inputs.chosen, &[batch, seq_len, num_kv_heads, count]);
-    let tensor = bf16(&inputs.selected_qkv(), &packed_of(*shape));
-    let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
-    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
-    add("selected o", &selected.o)?;
-    add("selected lse", &selected.lse)?;
-    // Two runs over the forward pass's lists show that a backward pass leaves them unchanged.
-    for (name, order, lists) in [
-        ("selected dqkv", SumOrder::Any, &lists[..]),
-        ("selected dqkv, again", SumOrder::Any, &lists[..]),
-        ("selected dqkv, new lists", SumOrder::Any, &[][..]),
-        ("selected dqkv, fixed order", SumOrder::Fixed, &lists[..]),
-    ] {
-        device.poison(*shape);
-        let dqkv = tensor.empty_contiguous(tensor.shape(), sieve_kernels::DType::BF16);
-        let grads = Qkv::packed(&dqkv, num_heads, num_kv_heads);
-        let call = AttentionGradients {
-            qkv: &qkv.in_order(order),
-            result: &selected,
-            d_o: &d_o,
-            grads: &grads,
-            softmax_scale: scale,
-        };
-        call.nsa_selected_attention_backward(documents, &given, blocks, lists)?;
-        add(name, &dqkv)?;
+    run.selected()?;
+    run.gates()?;
+    Ok(Found { outputs: run.outputs, chosen })
+}
+
+/// The kernels' runs on a device: what all of them read, and the outputs so far.
+struct Run<'a> {
+    inputs: &'a Inputs,
+    device: &'a dyn Device,
+    /// The first token of each token's document, and its end.
+    documents: [CudaTensor; 2],
+    /// Gradient of every branch's output.
+    d_o: CudaTensor,
+    scale: f32,
+    outputs: Results,
+}
+
+impl<'a> Run<'a> {
+    fn new(inputs: &'a Inputs, device: &'a dyn Device) -> Self {
+        let Case { shape, d_o, doc_start, doc_end, .. } = &inputs.case;
+        let documents = [doc_start, doc_end].map(|x| device.int(x, &[shape.batch, shape.seq_len]));
+        let d_o = device.float(d_o, &shape.output(), sieve_kernels::DType::BF16);
+        let scale = 1.0 / (shape.head_dim as f32).sqrt();
+        Self { inputs, device, documents, d_o, scale, outputs: Vec::new() }
     }
 
-    // The index gradient has a kernel on Hopper alone; elsewhere it is computed by attention, which is checked above.
-    let index = bf16(&inputs.indexer(), &[batch, seq_len, num_kv_heads + 2, d]);
-    // Two runs show that the kernel leaves the lists unchanged.
-    for (name, order) in [
-        ("index gradient", SumOrder::Any),
-        ("index gradient, again", SumOrder::Any),
-        ("index gradient, fixed order", SumOrder::Fixed),
-    ] {
-        let gradient = IndexGradient {
-            index: &index,
-            lse: &selected.lse,
-            block_indices: &given,
-            lists: &lists,
-            weight: Inputs::INDEX_WEIGHT,
-        };
-        device.poison(*shape);
-        if let Some(gradient) = qkv.in_order(order).index_gradient(documents, gradient, blocks, scale)? {
-            add(name, &gradient)?;
+    fn bf16(&self, values: &[f32], sizes: &[usize]) -> CudaTensor {
+        self.device.float(values, sizes, sieve_kernels::DType::BF16)
+    }
+
+    /// The heads of a packed tensor.
+    fn packed(&self, tensor: &CudaTensor) -> Qkv {
+        Qkv::packed(tensor, self.inputs.case.shape.num_heads, self.inputs.case.shape.num_kv_heads)
+    }
+
+    fn add(&mut self, name: &'static str, tensor: &CudaTensor) -> Result<(), KernelError> {
+        self.outputs.push((name, self.device.floats(tensor)?));
+        Ok(())
+    }
+
+    /// The blocks that MLPs compress and the means of blocks, with their gradients.
+    fn blocks_and_means(&mut self, qkv: &Qkv) -> Result<(), KernelError> {
+        let (inputs, documents) = (self.inputs, self.documents.clone());
+        let (shape, blocks, rows, documents) = (&inputs.case.shape, inputs.blocks, inputs.rows(), documents.each_ref());
+        let (size, d) = (blocks.compress_block_size, shape.head_dim);
+        let positions = inputs.positions.each_ref().map(|x| self.bf16(x, &[size, d]));
+        let d_blocks = self.bf16(&inputs.d_blocks, &[2, rows, size * d]);
+        self.add("blocks", &qkv.nsa_blocks(positions.each_ref(), documents, blocks)?)?;
+        let [dqkv, dk_positions, dv_positions] = nsa_blocks_backward(shape, documents, blocks, &d_blocks)?;
+        self.add("blocks dqkv", &dqkv)?;
+        self.add("k_positions", &dk_positions)?;
+        self.add("v_positions", &dv_positions)?;
+        self.add("mean pool", &qkv.nsa_mean_pool(documents, blocks)?)?;
+        let d_means = self.bf16(&inputs.compressed, &[2, rows, d]);
+        self.add("mean pool dqkv", &nsa_mean_pool_backward(shape, documents, blocks, &d_means)?)
+    }
+
+    /// The compressed branch with its gradients. Returns the blocks that queries chose by it.
+    fn compressed(&mut self, qkv: &Qkv) -> Result<Vec<i32>, KernelError> {
+        let (inputs, scale, documents) = (self.inputs, self.scale, self.documents.clone());
+        let (blocks, documents, d_o) = (inputs.blocks, documents.each_ref(), self.d_o.clone());
+        let compressed = self.bf16(&inputs.compressed, &[2, inputs.rows(), inputs.case.shape.head_dim]);
+        let (result, indices) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+        self.add("compressed o", &result.o)?;
+        self.add("compressed lse", &result.lse)?;
+        let [dqkv, d_compressed] =
+            qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &result, &d_o)?;
+        self.add("compressed dqkv", &dqkv)?;
+        self.add("dcompressed", &d_compressed)?;
+        self.device.ints(&indices)
+    }
+
+    /// The selected branch over `inputs.chosen`, with its gradients and those of an indexer.
+    fn selected(&mut self) -> Result<(), KernelError> {
+        let (inputs, scale, documents) = (self.inputs, self.scale, self.documents.clone());
+        let (shape, blocks, documents) = (inputs.case.shape, inputs.blocks, documents.each_ref());
+        let sizes = [shape.batch, shape.seq_len, shape.num_kv_heads, blocks.num_selected_blocks];
+        let given = self.device.int(&inputs.chosen, &sizes);
+        let qkv = self.packed(&self.bf16(&inputs.selected_qkv(), &packed_of(shape)));
+        let (result, lists) = qkv.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
+        self.add("selected o", &result.o)?;
+        self.add("selected lse", &result.lse)?;
+        // Two runs over the forward pass's lists show that a backward pass leaves them unchanged.
+        for (name, order, lists) in [
+            ("selected dqkv", SumOrder::Any, &lists[..]),
+            ("selected dqkv, again", SumOrder::Any, &lists[..]),
+            ("selected dqkv, new lists", SumOrder::Any, &[][..]),
+            ("selected dqkv, fixed order", SumOrder::Fixed, &lists[..]),
+        ] {
+            self.device.poison(shape);
+            let dqkv = given.empty_contiguous(&packed_of(shape), sieve_kernels::DType::BF16);
+            let call = AttentionGradients {
+                qkv: &qkv.in_order(order),
+                result: &result,
+                d_o: &self.d_o,
+                grads: &self.packed(&dqkv),
+                softmax_scale: scale,
+            };
+            call.nsa_selected_attention_backward(documents, &given, blocks, lists)?;
+            self.add(name, &dqkv)?;
         }
+        // The index gradient has a kernel on Hopper alone; elsewhere it is computed by attention, which is checked
+        // above.
+        let index = self.bf16(&inputs.indexer(), &[shape.batch, shape.seq_len, shape.num_kv_heads + 2, shape.head_dim]);
+        // Two runs show that the kernel leaves the lists unchanged.
+        for (name, order) in [
+            ("index gradient", SumOrder::Any),
+            ("index gradient, again", SumOrder::Any),
+            ("index gradient, fixed order", SumOrder::Fixed),
+        ] {
+            let call = IndexGradient {
+                index: &index,
+                lse: &result.lse,
+                block_indices: &given,
+                lists: &lists,
+                weight: Inputs::INDEX_WEIGHT,
+            };
+            self.device.poison(shape);
+            if let Some(gradient) = qkv.in_order(order).index_gradient(documents, call, blocks, scale)? {
+                self.add(name, &gradient)?;
+            }
+        }
+        Ok(())
     }
 
-    let branches = inputs.branches.each_ref().map(|x| bf16(x, &shape.output()));
-    let branches = branches.each_ref();
-    let logits = bf16(&inputs.logits, &[batch, seq_len, num_heads * 3]);
-    let bias = device.float(&inputs.bias, &[num_heads * 3], sieve_kernels::DType::F32);
-    add("gates o", &nsa_gates(branches, &logits, &bias)?)?;
-    let gradients = nsa_gates_backward(branches, &logits, &bias, &d_o)?;
-    for (name, branch) in GATED.into_iter().zip(&gradients.branches) {
-        add(name, branch)?;
+    /// The gates that add up the branches, with their gradients.
+    fn gates(&mut self) -> Result<(), KernelError> {
+        let (inputs, shape) = (self.inputs, self.inputs.case.shape);
+        let branches = inputs.branches.each_ref().map(|x| self.bf16(x, &shape.output()));
+        let branches = branches.each_ref();
+        let logits = self.bf16(&inputs.logits, &[shape.batch, shape.seq_len, shape.num_heads * 3]);
+        let bias = self.device.float(&inputs.bias, &[shape.num_heads * 3], sieve_kernels::DType::F32);
+        self.add("gates o", &nsa_gates(branches, &logits, &bias)?)?;
+        let gradients = nsa_gates_backward(branches, &logits, &bias, &self.d_o)?;
+        for (name, branch) in GATED.into_iter().zip(&gradients.branches) {
+            self.add(name, branch)?;
+        }
+        self.add("gates dlogits", &gradients.logits)?;
+        self.add("gates dbias", &gradients.bias)
     }
-    add("gates dlogits", &gradients.logits)?;
-    add("gates dbias", &gradients.bias)?;
-    Ok(Found { outputs, chosen })
 }
 
 /// Compares every output and every choice of a run with the expected ones.

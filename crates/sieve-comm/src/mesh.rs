@@ -4,7 +4,7 @@ mod join;
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
 use crate::timeouts::{Timeouts, Work};
 use crate::watch::{CollectiveCounts, GiveUp, Peer, Watch};
-use crate::{CommError, Failure, Loss, World};
+use crate::{CommError, Failure, Loss, ShardGroup, World};
 pub use join::place;
 use join::{accept_all, connect, find_host, listen};
 use std::fmt;
@@ -130,30 +130,52 @@ impl Mesh {
         Ok(())
     }
 
-    /// The values of all ranks, concatenated in the order of the ranks; `counts` gives how many each rank passes.
+    /// The values of the ranks of this one's group, concatenated in the order of the ranks. `counts` gives how many
+    /// values each rank passes. All ranks must call it, with groups of the same size.
     ///
     /// # Errors
     /// A rank is lost, or passes another number of values.
-    pub fn gather_values(&self, own: &[f32], counts: &dyn Fn(usize) -> usize) -> Result<Vec<f32>, CommError> {
+    pub fn gather_values(
+        &self,
+        own: &[f32],
+        counts: &dyn Fn(usize) -> usize,
+        group: ShardGroup,
+    ) -> Result<Vec<f32>, CommError> {
         let _collective = self.begin()?;
-        let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
+        let new = |ranks: Range<usize>| vec![0.0; ranks.map(counts).sum()];
         if self.world.rank > 0 {
             let first = &self.peers[0];
             self.send_values(first, own)?;
-            self.receive_all(first, &mut all)?;
-            return Ok(all);
+            let mut values = new(group.ranks());
+            self.receive_all(first, &mut values)?;
+            return Ok(values);
         }
-        let (first, mut others) = all.split_at_mut(own.len());
-        first.copy_from_slice(own);
-        for peer in self.peers.iter() {
-            let (theirs, rest) = others.split_at_mut(counts(peer.rank));
-            self.receive_all(peer, theirs)?;
-            others = rest;
+        let mut values_of_first = Vec::new();
+        for first in (0..self.world.size).step_by(group.size()) {
+            let ranks = first..first + group.size();
+            let mut values = new(ranks.clone());
+            let mut rest = values.as_mut_slice();
+            for rank in ranks.clone() {
+                let (theirs, others) = rest.split_at_mut(counts(rank));
+                match rank {
+                    0 => theirs.copy_from_slice(own),
+                    _ => self.receive_all(self.peer(rank), theirs)?,
+                }
+                rest = others;
+            }
+            for rank in ranks.filter(|&rank| rank > 0) {
+                self.send_values(self.peer(rank), &values)?;
+            }
+            if first == 0 {
+                values_of_first = values;
+            }
         }
-        for peer in self.peers.iter() {
-            self.send_values(peer, &all)?;
-        }
-        Ok(all)
+        Ok(values_of_first)
+    }
+
+    /// On rank 0: the connections to another rank.
+    fn peer(&self, rank: usize) -> &Peer {
+        &self.peers[rank - 1]
     }
 
     /// The bytes of every rank, by rank.

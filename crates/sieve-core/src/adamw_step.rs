@@ -19,3 +19,13 @@ pub struct AdamWStep {
     /// Bias correction of the second moment: `1 - beta2^t`.
     pub bias_correction2: f64,
 }
+
+impl AdamWStep {
+    /// Step `number`, counted from 1, with the numbers that are usual for language models: decay rates of 0.9 and 0.95,
+    /// an eps of 1e-8 and a weight decay of 0.1.
+    pub fn usual(lr: f64, number: i32) -> Self {
+        let (beta1, beta2) = (0.9_f64, 0.95_f64);
+        let [bias_correction1, bias_correction2] = [beta1, beta2].map(|beta| 1.0 - beta.powi(number));
+        Self { lr, beta1, beta2, eps: 1e-8, weight_decay: 0.1, bias_correction1, bias_correction2 }
+    }
+}

@@ -206,15 +206,7 @@ fn pointwise() {
     let len = 1 << 24;
     let (mut param, grad) = (values(len, 8), values(len, 9));
     let (mut m, mut v) = (vec![0.0; len], vec![0.0; len]);
-    let step = AdamWStep {
-        lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_correction1: 0.1,
-        bias_correction2: 0.05,
-    };
+    let step = AdamWStep::usual(1e-3, 1);
     let time = measure(|| adamw(&mut param, &grad, &mut m, &mut v, 1.0, &step));
     report("adamw", "2^24", time, 28 * len);
     let mut norm = 0.0;

@@ -70,17 +70,8 @@ mod tests {
 
     const GRAD_SCALE: f32 = 0.5;
 
-    fn step_number(t: i32, weight_decay: f64) -> AdamWStep {
-        let (beta1, beta2) = (0.9_f64, 0.95_f64);
-        AdamWStep {
-            lr: 3e-3,
-            beta1,
-            beta2,
-            eps: 1e-8,
-            weight_decay,
-            bias_correction1: 1.0 - beta1.powi(t),
-            bias_correction2: 1.0 - beta2.powi(t),
-        }
+    fn step_number(number: i32, weight_decay: f64) -> AdamWStep {
+        AdamWStep { weight_decay, ..AdamWStep::usual(3e-3, number) }
     }
 
     #[test]

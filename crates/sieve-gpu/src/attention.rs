@@ -22,7 +22,7 @@ pub(crate) use backward::{
 };
 pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
 pub(crate) use bias_base::{Bias, SeenKeys};
-pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps};
+pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps, gradient_params};
 pub(crate) use decode::{DecodeStep, KvCache, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_scale};

@@ -23,7 +23,7 @@ pub use attention::backward::AttentionGradients;
 pub use attention::decode::{DecodeStep, KvCache, TokenRotation};
 pub use attention::decode_scratch::{DecodeScratch, WARP_KEYS};
 pub use attention::forward::AttentionResult;
-pub use attention::heads::{AttentionShape, Qkv};
+pub use attention::heads::{AttentionShape, Heads, Qkv};
 pub use attention::hopper_tiling::KernelFamily;
 pub use attention::sparse_forward::SparseKeyReads;
 pub use attention::tiling::KeySource;

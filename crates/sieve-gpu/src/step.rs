@@ -92,15 +92,7 @@ fn has_fp8(calls: &Calls) -> bool {
 /// the leaf and the low bits that the leaf lacks.
 fn call_optimizer(calls: &mut Calls, sizes: &[usize]) {
     let (param, leaf, factor) = (calls.f32(sizes), calls.bf16(sizes), calls.f32(&[1]));
-    let step = AdamWStep {
-        lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_correction1: 0.1,
-        bias_correction2: 0.1,
-    };
+    let step = AdamWStep::usual(1e-3, 1);
     for (param, leaf) in [(&param, None), (&param, Some(&leaf)), (&leaf, Some(&leaf))] {
         let moment = &calls.f32(sizes);
         let tensors =

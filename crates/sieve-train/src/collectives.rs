@@ -134,11 +134,8 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         }
         let group = self.group;
         let count = |rank: usize| wholes.iter().map(|(_, pieces)| pieces.of(group.place_of(rank)).len()).sum::<usize>();
-        // The ranks one after another, and for each rank its piece of every tensor; then this group's ranks alone.
-        let mut all = self.mesh.gather_values(&own, &count)?;
-        let [others, own_group] = [0..group.ranks().start, group.ranks()].map(|ranks| ranks.map(count).sum::<usize>());
-        all.drain(..others);
-        all.truncate(own_group);
+        // The ranks of the group one after another, and for each rank its piece of every tensor.
+        let all = self.mesh.gather_values(&own, &count, group)?;
         Ok(Box::new(move || {
             let mut all = all.into_iter();
             let mut values: Vec<Vec<f32>> = wholes.iter().map(|_| Vec::new()).collect();

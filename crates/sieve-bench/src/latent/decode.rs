@@ -173,96 +173,139 @@ impl TokenCall {
     /// Decodes the token, requires its latent in the cache, and compares o with latent attention in f64; the tolerance
     /// follows from a plain computation that rounds to bf16.
     fn judge(mut self, device: &dyn Device) -> Outcome {
+        let numbers = self.draw_numbers();
+        let [cache, o] = self.on_device(&numbers, device)?;
+        let width = numbers.width;
+        for (row, length) in self.lengths.iter().enumerate() {
+            if cache[(row * self.room + length) * width..][..width] != self.new_latent(&numbers, row) {
+                return wrong(format!("the new latent of row {row} is not in the cache"));
+            }
+        }
+        let [num_heads, ..] = self.heads;
+        let [exact, plain] = [false, true].map(|is_plain| {
+            let all = (0..self.batch).flat_map(|row| (0..num_heads).map(move |head| (row, head)));
+            let outputs = all.flat_map(|(row, head)| self.output_of_head(&numbers, row, head, is_plain));
+            outputs.collect::<Vec<f32>>()
+        });
+        Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0).judge("o", &o, &plain, &exact)
+    }
+
+    fn draw_numbers(&mut self) -> TokenNumbers {
+        let [num_heads, head_dim, rope] = self.heads;
+        let (batch, rank, key_dim) = (self.batch, self.rank, head_dim + rope);
+        let (width, packed_width) = (rank + rope, num_heads * (2 * key_dim + head_dim));
+        let random = &mut self.random;
+        let packed = random.bf16_normals(batch * packed_width);
+        let up = scaled_normals(random, num_heads * 2 * head_dim * rank, 1.0 / (rank as f32).sqrt());
+        let mut normals = |count: usize| random.bf16_normals(count);
+        let (latent, rotated, norm) = (normals(batch * rank), normals(batch * rope), normals(key_dim));
+        let latents = normals(batch * self.room * width);
+        let mut factors = |count: usize| -> Vec<f32> { (0..count).map(|_| 0.2 + 2.0 * random.unit() as f32).collect() };
+        let (key_scale, scales) = (factors(batch * num_heads), factors(batch * self.room * num_heads));
+        TokenNumbers { width, packed_width, packed, up, latent, rotated, norm, latents, key_scale, scales }
+    }
+
+    /// The cache after the call, and the call's output.
+    fn on_device(&self, numbers: &TokenNumbers, device: &dyn Device) -> Result<[Vec<f32>; 2], KernelError> {
         let [num_heads, head_dim, rope] = self.heads;
         let (batch, room, rank, key_dim) = (self.batch, self.room, self.rank, head_dim + rope);
-        let width = rank + rope;
-        let packed_width = num_heads * (2 * key_dim + head_dim);
-        let packed = self.random.bf16_normals(batch * packed_width);
-        let up = scaled_normals(&mut self.random, num_heads * 2 * head_dim * rank, 1.0 / (rank as f32).sqrt());
-        let mut normals = |count: usize| self.random.bf16_normals(count);
-        let (latent, rotated, norm) = (normals(batch * rank), normals(batch * rope), normals(key_dim));
-        let latents = normals(batch * room * width);
-        let mut factors =
-            |count: usize| -> Vec<f32> { (0..count).map(|_| 0.2 + 2.0 * self.random.unit() as f32).collect() };
-        let (key_scale, scales) = (factors(batch * num_heads), factors(batch * room * num_heads));
-        // Without norms the rotated key is the end of the first head's packed key.
-        let rotated_of = |row: usize| match self.has_norm {
-            true => &rotated[row * rope..][..rope],
-            false => &packed[row * packed_width + num_heads * key_dim + head_dim..][..rope],
-        };
+        let TokenNumbers { width, packed_width, packed, up, latent, rotated, norm, key_scale, .. } = numbers;
         // On the device the cache holds NaN behind each row's tokens.
-        let [mut on_latents, mut on_scales] = [&latents, &scales].map(Clone::clone);
+        let [mut latents, mut scales] = [&numbers.latents, &numbers.scales].map(Clone::clone);
         for (row, &length) in self.lengths.iter().enumerate() {
-            on_latents[(row * room + length) * width..(row + 1) * room * width].fill(f32::NAN);
-            on_scales[(row * room + length) * num_heads..(row + 1) * room * num_heads].fill(f32::NAN);
+            latents[(row * room + length) * width..(row + 1) * room * width].fill(f32::NAN);
+            scales[(row * room + length) * num_heads..(row + 1) * room * num_heads].fill(f32::NAN);
         }
         let bf16 = |values: &[f32], shape: &[usize]| device.float(values, shape, sieve_kernels::DType::BF16);
         let f32s = |values: &[f32], shape: &[usize]| device.float(values, shape, sieve_kernels::DType::F32);
-        let cache = bf16(&on_latents, &[batch, room, width]);
-        let of_scales = f32s(&on_scales, &[batch, room, num_heads]);
-        let norms =
-            [bf16(&norm, &[key_dim]), bf16(&rotated, &[batch, 1, rope]), f32s(&key_scale, &[batch, 1, num_heads])];
+        let cache = bf16(&latents, &[batch, room, *width]);
+        let scales = f32s(&scales, &[batch, room, num_heads]);
+        let norms = [bf16(norm, &[key_dim]), bf16(rotated, &[batch, 1, rope]), f32s(key_scale, &[batch, 1, num_heads])];
         let lengths: Vec<i32> = self.lengths.iter().map(|&length| length as i32).collect();
         let token = LatentToken {
-            packed: &bf16(&packed, &[batch, 1, packed_width]),
-            up: &bf16(&up, &[num_heads * 2 * head_dim, rank]),
-            latent: &bf16(&latent, &[batch, 1, rank]),
+            packed: &bf16(packed, &[batch, 1, *packed_width]),
+            up: &bf16(up, &[num_heads * 2 * head_dim, rank]),
+            latent: &bf16(latent, &[batch, 1, rank]),
             norm: self.has_norm.then(|| norms.each_ref()),
             length: &device.int(&lengths, &[batch]),
             heads: self.heads,
         };
-        let scale = 1.0 / (key_dim as f32).sqrt();
-        let o = token.decode(&cache, self.has_norm.then_some(&of_scales), scale)?;
-        let after = device.floats(&cache)?;
-
-        let (mut exact, mut plain) = (Vec::new(), Vec::new());
-        for row in 0..batch {
-            let length = self.lengths[row];
-            let new = [&latent[row * rank..][..rank], rotated_of(row)].concat();
-            if after[(row * room + length) * width..][..width] != new {
-                return wrong(format!("the new latent of row {row} is not in the cache"));
-            }
-            for head in 0..num_heads {
-                let q = &packed[row * packed_width + head * key_dim..][..key_dim];
-                // A row of the up-projection of keys (`which` = 0) or of values (1).
-                let weights = |which: usize, d: usize| &up[((head * 2 + which) * head_dim + d) * rank..][..rank];
-                for (to, is_plain) in [(&mut exact, false), (&mut plain, true)] {
-                    let round = |x: f64| if is_plain { f64::from(round_bf16(x as f32)) } else { x };
-                    // The query times the up-projection of keys, to be multiplied with latents.
-                    let mut folded = vec![0.0f64; rank];
-                    for d in 0..head_dim {
-                        let q = match self.has_norm {
-                            true => round(f64::from(q[d]) * f64::from(norm[d])),
-                            false => q[d].into(),
-                        };
-                        folded.iter_mut().zip(weights(0, d)).for_each(|(to, w)| *to += q * f64::from(*w));
-                    }
-                    folded.iter_mut().for_each(|x| *x = round(*x));
-                    folded.extend(q[head_dim..].iter().map(|x| f64::from(*x)));
-                    let key = |at: usize| match at == length {
-                        true => &new[..],
-                        false => &latents[(row * room + at) * width..][..width],
-                    };
-                    let factor = |at: usize| match (self.has_norm, at == length) {
-                        (false, _) => 1.0,
-                        (true, true) => key_scale[row * num_heads + head].into(),
-                        (true, false) => scales[(row * room + at) * num_heads + head].into(),
-                    };
-                    let dot = |at: usize| key(at).iter().zip(&folded).map(|(k, q)| f64::from(*k) * q).sum::<f64>();
-                    let logits: Vec<f64> = (0..=length).map(|at| f64::from(scale) * factor(at) * dot(at)).collect();
-                    let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                    let p: Vec<f64> = logits.iter().map(|x| (x - most).exp()).collect();
-                    let sum: f64 = p.iter().sum();
-                    let column = |r: usize| (0..=length).map(|at| p[at] * f64::from(key(at)[r])).sum::<f64>() / sum;
-                    let attended: Vec<f64> = (0..rank).map(|r| round(column(r))).collect();
-                    for d in 0..head_dim {
-                        let dot: f64 = attended.iter().zip(weights(1, d)).map(|(c, w)| c * f64::from(*w)).sum();
-                        to.push(round(dot) as f32);
-                    }
-                }
-            }
-        }
-        let got = device.floats(&o)?;
-        Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0).judge("o", &got, &plain, &exact)
+        let o = token.decode(&cache, self.has_norm.then_some(&scales), self.softmax_scale())?;
+        Ok([device.floats(&cache)?, device.floats(&o)?])
     }
+
+    fn softmax_scale(&self) -> f32 {
+        let [_, head_dim, rope] = self.heads;
+        1.0 / ((head_dim + rope) as f32).sqrt()
+    }
+
+    /// The new token's row of the cache: its latent, then its rotated key. Without norms the rotated key is the end of
+    /// the first head's packed key.
+    fn new_latent(&self, numbers: &TokenNumbers, row: usize) -> Vec<f32> {
+        let ([num_heads, head_dim, rope], rank) = (self.heads, self.rank);
+        let first_key = row * numbers.packed_width + num_heads * (head_dim + rope);
+        let rotated = match self.has_norm {
+            true => &numbers.rotated[row * rope..][..rope],
+            false => &numbers.packed[first_key + head_dim..][..rope],
+        };
+        [&numbers.latent[row * rank..][..rank], rotated].concat()
+    }
+
+    /// The output of a head by the definition, in f64; with `is_plain` values are rounded to bf16 where kernels may.
+    fn output_of_head(&self, numbers: &TokenNumbers, row: usize, head: usize, is_plain: bool) -> Vec<f32> {
+        let ([num_heads, head_dim, rope], room, rank) = (self.heads, self.room, self.rank);
+        let (length, width, key_dim) = (self.lengths[row], numbers.width, head_dim + rope);
+        let round = |x: f64| if is_plain { f64::from(round_bf16(x as f32)) } else { x };
+        // A row of the up-projection of keys (`which` = 0) or of values (1).
+        let weights = |which: usize, d: usize| &numbers.up[((head * 2 + which) * head_dim + d) * rank..][..rank];
+        let q = &numbers.packed[row * numbers.packed_width + head * key_dim..][..key_dim];
+        // The query times the up-projection of keys, to be multiplied with latents.
+        let mut folded = vec![0.0f64; rank];
+        for d in 0..head_dim {
+            let q = match self.has_norm {
+                true => round(f64::from(q[d]) * f64::from(numbers.norm[d])),
+                false => q[d].into(),
+            };
+            folded.iter_mut().zip(weights(0, d)).for_each(|(to, w)| *to += q * f64::from(*w));
+        }
+        folded.iter_mut().for_each(|x| *x = round(*x));
+        folded.extend(q[head_dim..].iter().map(|x| f64::from(*x)));
+        let new = self.new_latent(numbers, row);
+        let key = |at: usize| match at == length {
+            true => &new[..],
+            false => &numbers.latents[(row * room + at) * width..][..width],
+        };
+        let factor = |at: usize| match (self.has_norm, at == length) {
+            (false, _) => 1.0,
+            (true, true) => numbers.key_scale[row * num_heads + head].into(),
+            (true, false) => numbers.scales[(row * room + at) * num_heads + head].into(),
+        };
+        let dot = |at: usize| key(at).iter().zip(&folded).map(|(k, q)| f64::from(*k) * q).sum::<f64>();
+        let scale = f64::from(self.softmax_scale());
+        let logits: Vec<f64> = (0..=length).map(|at| scale * factor(at) * dot(at)).collect();
+        let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let p: Vec<f64> = logits.iter().map(|x| (x - most).exp()).collect();
+        let sum: f64 = p.iter().sum();
+        let column = |r: usize| (0..=length).map(|at| p[at] * f64::from(key(at)[r])).sum::<f64>() / sum;
+        let attended: Vec<f64> = (0..rank).map(|r| round(column(r))).collect();
+        let value = |d: usize| attended.iter().zip(weights(1, d)).map(|(c, w)| c * f64::from(*w)).sum::<f64>();
+        (0..head_dim).map(|d| round(value(d)) as f32).collect()
+    }
+}
+
+/// The numbers of a [`TokenCall`], in the layout of [`LatentToken`].
+struct TokenNumbers {
+    /// Columns of a row of the cache, and of the packed tensor.
+    width: usize,
+    packed_width: usize,
+    packed: Vec<f32>,
+    up: Vec<f32>,
+    latent: Vec<f32>,
+    /// Rotated keys, the weight of the norm, and its factors for the new keys.
+    rotated: Vec<f32>,
+    norm: Vec<f32>,
+    key_scale: Vec<f32>,
+    /// The cache and the factors of its keys; each row's tokens are its first ones.
+    latents: Vec<f32>,
+    scales: Vec<f32>,
 }

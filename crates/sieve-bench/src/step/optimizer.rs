@@ -10,16 +10,6 @@ use sieve_kernels::step::{AdamwTensors, FixedSum, Term, join_master, split_maste
 use sieve_kernels::{CudaTensor, KernelError};
 use sieve_testing::{Random, round_bf16};
 
-const UPDATE: AdamWStep = AdamWStep {
-    lr: 1e-3,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    bias_correction1: 0.1,
-    bias_correction2: 0.05,
-};
-
 /// Checks the optimizer's kernels on tensors of given numbers of elements.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &size in extent.sizes(&[1027, 1, 5, 65536, 65537, 1_234_567]) {
@@ -37,7 +27,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
     let grad_scale = bench.device.float(&[1.0], &[1], DType::F32);
     let update = |param| {
         let tensors = [param, &exp_avg, &exp_avg_sq];
-        step(UPDATE, tensors, [&grad, &grad_scale], Some(&leaf))
+        step(AdamWStep::usual(1e-3, 1), tensors, [&grad, &grad_scale], Some(&leaf))
     };
     let shape = size.to_string();
     // Bytes moved for each parameter: an f32 master 8 and its bf16 copy (the leaf) 2, or a master split into the leaf
@@ -63,12 +53,7 @@ fn step(
 /// Compares an AdamW update with f64; an update of a split master must give the same bits, and a gradient scale of 0 or
 /// not finite must change nothing.
 fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
-    const UPDATE: AdamWStep = AdamWStep {
-        lr: 3e-3,
-        bias_correction1: 0.521_703_1,
-        bias_correction2: 0.301_662_7,
-        ..super::optimizer::UPDATE
-    };
+    let update = AdamWStep::usual(3e-3, 7);
     let normal = |random: &mut Random| {
         let numbers = (0..size).map(|_| random.normal_with_tails());
         numbers.collect::<Vec<f32>>()
@@ -80,15 +65,15 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     let scale = device.float(&[0.5], &[1], DType::F32);
     let (param, exp_avg, exp_avg_sq, grad) = (upload(&p), upload(&m), upload(&v), upload(&g));
     let leaf = device.float(&vec![f32::NAN; size], &[size], DType::BF16);
-    step(UPDATE, [&param, &exp_avg, &exp_avg_sq], [&grad, &scale], Some(&leaf))?;
+    step(update, [&param, &exp_avg, &exp_avg_sq], [&grad, &scale], Some(&leaf))?;
     let mut exact = [Vec::new(), Vec::new(), Vec::new()];
     for at in 0..size {
         let grad = f64::from(g[at]) * 0.5;
-        let m = f64::from(m[at]) * UPDATE.beta1 + grad * (1.0 - UPDATE.beta1);
-        let v = f64::from(v[at]) * UPDATE.beta2 + grad * grad * (1.0 - UPDATE.beta2);
-        let root = (v / UPDATE.bias_correction2).sqrt() + UPDATE.eps;
-        let kept = f64::from(p[at]) * (1.0 - UPDATE.lr * UPDATE.weight_decay);
-        let p = kept - UPDATE.lr / UPDATE.bias_correction1 * m / root;
+        let m = f64::from(m[at]) * update.beta1 + grad * (1.0 - update.beta1);
+        let v = f64::from(v[at]) * update.beta2 + grad * grad * (1.0 - update.beta2);
+        let root = (v / update.bias_correction2).sqrt() + update.eps;
+        let kept = f64::from(p[at]) * (1.0 - update.lr * update.weight_decay);
+        let p = kept - update.lr / update.bias_correction1 * m / root;
         for (list, value) in exact.iter_mut().zip([p, m, v]) {
             list.push(value as f32);
         }
@@ -107,7 +92,7 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     let joined = || join_master(&leaf, &rest);
     calls.holds("split and joined", &joined()?, &p)?;
     let (moment, second) = (upload(&m), upload(&v));
-    step(UPDATE, [&rest, &moment, &second], [&grad, &scale], Some(&leaf))?;
+    step(update, [&rest, &moment, &second], [&grad, &scale], Some(&leaf))?;
     calls.equal("param of a split master", &joined()?, &param)?;
     calls.equal("exp_avg of a split master", &moment, &exp_avg)?;
     calls.equal("exp_avg_sq of a split master", &second, &exp_avg_sq)?;
@@ -118,11 +103,11 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
         let gate = device.float(&[gate], &[1], DType::F32);
         let (p, m, v) = (upload(&whole), upload(&exact[1]), upload(&exact[2]));
         let no_leaf = None;
-        step(UPDATE, [&p, &m, &v], [&nan, &gate], no_leaf)?;
+        step(update, [&p, &m, &v], [&nan, &gate], no_leaf)?;
         calls.holds("param behind a gate", &p, &whole)?;
         calls.holds("exp_avg behind a gate", &m, &exact[1])?;
         calls.holds("exp_avg_sq behind a gate", &v, &exact[2])?;
-        step(UPDATE, [&rest, &m, &v], [&nan, &gate], Some(&leaf))?;
+        step(update, [&rest, &m, &v], [&nan, &gate], Some(&leaf))?;
         calls.equal("a split master behind a gate", &joined()?, &param)?;
     }
     Ok(calls.worst)

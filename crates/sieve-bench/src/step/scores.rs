@@ -36,7 +36,7 @@ pub(super) fn bench(
     let [qkv, dqkv] = [0, 1].map(|_| Qkv::packed(&bench.bf16(packed), heads, kv_heads));
     let w_dt = bench.f32([kv_heads, kv_heads * head_dim]);
     let (a, dz) = (bench.f32([kv_heads]), bench.f32([1, kv_heads, tokens]));
-    let forward = || qkv.dma_scores(&w_dt, &a);
+    let forward = || qkv.v.dma_scores(&w_dt, &a);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
     let keys = (tokens * kv_heads) as f64;
     // Reads v in bf16; writes x and z in f32.
@@ -46,8 +46,8 @@ pub(super) fn bench(
     // Reads v, reads and writes dv in bf16; reads x and dz in f32.
     let work = Work::Bytes(keys * (6 * head_dim + 8) as f64);
     bench.row("dma_scores backward", &shape, work, || {
-        let call = ScoresBackward { qkv: &qkv, w_dt: &w_dt, a: &a, x: &scored.x, dz: &dz };
-        call.dma_scores_backward(&dqkv)
+        let call = ScoresBackward { values: &qkv.v, w_dt: &w_dt, a: &a, x: &scored.x, dz: &dz };
+        call.dma_scores_backward(&dqkv.v)
     });
     Ok(())
 }
@@ -68,7 +68,7 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     let on_host = DmaScoresCall::<Flex> { qkv: qkv.host(shape), w_dt: w_dt.host(w_shape), a: a.host([kv_heads]), spec };
     let z = floats::<Flex, 3>(reference::dma_scores(&on_host));
     let heads = Qkv::packed(&qkv.tensor, 2 * kv_heads, kv_heads);
-    let scores = heads.dma_scores(&w_dt.tensor, &a.tensor)?;
+    let scores = heads.v.dma_scores(&w_dt.tensor, &a.tensor)?;
     calls.close("z", &scores.z, &z)?;
     // The expected ranks are computed from the kernel's scores: the product of slope and position is rounded to f32,
     // then the sum.
@@ -79,7 +79,7 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     for (what, origin) in
         [("ranks in documents", Origin::DocumentStart(&start)), ("ranks from a position on", Origin::First(100_001))]
     {
-        let ranks = heads.dma_ranks(&w_dt.tensor, &a.tensor, Some(&KernelRecency { slopes: &slopes, origin }))?;
+        let ranks = heads.v.dma_ranks(&w_dt.tensor, &a.tensor, Some(&KernelRecency { slopes: &slopes, origin }))?;
         let expected = z.iter().enumerate().map(|(at, z)| {
             let (row, token) = (at / tokens / kv_heads, at % tokens);
             let position = match origin {
@@ -93,9 +93,9 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
 
     let (dz_host, dqkv_host) = (dz.host([BATCH, kv_heads, tokens]), dqkv.host(shape));
     let [dqkv_exact, dw_exact, da_exact] = reference::dma_scores_backward(&on_host, dz_host, dqkv_host);
-    let call = ScoresBackward { qkv: &heads, w_dt: &w_dt.tensor, a: &a.tensor, x: &scores.x, dz: &dz.tensor };
+    let call = ScoresBackward { values: &heads.v, w_dt: &w_dt.tensor, a: &a.tensor, x: &scores.x, dz: &dz.tensor };
     let into = Qkv::packed(&dqkv.tensor, 2 * kv_heads, kv_heads);
-    let (dw, da) = call.dma_scores_backward(&into)?;
+    let (dw, da) = call.dma_scores_backward(&into.v)?;
     calls.close("dv among dqkv", &dqkv.tensor, &floats::<Flex, 4>(dqkv_exact))?;
     calls.close("dw_dt", &dw, &floats::<Flex, 2>(dw_exact))?;
     calls.close("da", &da, &floats::<Flex, 1>(da_exact))?;

@@ -5,7 +5,7 @@ use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_core::DmaWindow;
 use sieve_gpu::{
-    CudaTensor, DType, KernelError, KeyLists, PositionOrigin, Qkv, Recency, ScoreBias, ScoresBackward, dma_select,
+    CudaTensor, DType, Heads, KernelError, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, dma_select,
 };
 
 /// v, w_dt `[KV heads, KV heads * width]`, a, doc_start? → x, z
@@ -21,9 +21,8 @@ impl DmaScores {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { slopes } = self;
         let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
-        // No launch reads queries or keys; the values stand in for them.
-        let (qkv, start) = (Qkv::separate(&v, &v, &v), t.maybe("doc_start"));
-        let scores = qkv.dma_ranks(&w_dt, &a, recency(slopes, start.as_ref())?.as_ref())?;
+        let start = t.maybe("doc_start");
+        let scores = Heads::all(&v).dma_ranks(&w_dt, &a, recency(slopes, start.as_ref())?.as_ref())?;
         Ok(vec![("x", scores.x), ("z", scores.z)])
     }
 }
@@ -38,8 +37,8 @@ impl DmaScoresBackward {
         let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
         let dv = v.zeros_contiguous(v.shape(), DType::BF16);
         let backward =
-            ScoresBackward { qkv: &Qkv::separate(&v, &v, &v), w_dt: &w_dt, a: &a, x: &t.get("x")?, dz: &t.get("dz")? };
-        let (dw_dt, da) = backward.dma_scores_backward(&Qkv::separate(&dv, &dv, &dv))?;
+            ScoresBackward { values: &Heads::all(&v), w_dt: &w_dt, a: &a, x: &t.get("x")?, dz: &t.get("dz")? };
+        let (dw_dt, da) = backward.dma_scores_backward(&Heads::all(&dv))?;
         Ok(vec![("dv", dv), ("dw_dt", dw_dt), ("da", da)])
     }
 }
@@ -129,7 +128,7 @@ impl DmaForward {
         let &Self { scale, keep, local, ref slopes, linear, only_o } = self;
         let (qkv, w_dt, a, documents) = (t.qkv()?, t.get("w_dt")?, t.get("a")?, t.documents()?);
         let recency = recency(slopes, Some(&documents[0]))?;
-        let (scores, bias) = qkv.dma_ranks_and_bias(&w_dt, &a, recency.as_ref(), score_bias(linear))?;
+        let (scores, bias) = qkv.v.dma_ranks_and_bias(&w_dt, &a, recency.as_ref(), score_bias(linear))?;
         let (_, lists) = selection(&scores.z, keep, local, &documents)?;
         let o_low = o_low(only_o);
         let forward = match &lists {

@@ -122,9 +122,13 @@ fn sum_parts_gives_each_rank_its_pieces_and_gather_values_joins_them() {
                 mesh.sum(&mut sum).unwrap();
                 assert!(own == concatenated(&sum, &parts(rank)), "{count} values");
                 let count_of = |rank: usize| parts(rank).iter().map(Range::len).sum::<usize>();
-                let all = mesh.gather_values(&own, &count_of).unwrap();
-                let expected = (0..size).flat_map(|rank| concatenated(&sum, &parts(rank)));
-                all == expected.collect::<Vec<_>>()
+                // All ranks are one group, or each is its own, or pairs are groups where pairs divide the ranks.
+                [0, 1, 2].into_iter().all(|group_size| {
+                    let group = ShardGroup::new(rank, size, group_size);
+                    let gathered = mesh.gather_values(&own, &count_of, group).unwrap();
+                    let expected = group.ranks().flat_map(|rank| concatenated(&sum, &parts(rank)));
+                    gathered == expected.collect::<Vec<_>>()
+                })
             })
         });
         assert!(found.iter().flatten().all(|equal| *equal), "{size} ranks");

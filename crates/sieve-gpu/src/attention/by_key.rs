@@ -4,7 +4,7 @@ use crate::attention::{
     AttentionGradients, AttentionShape, BackwardTiling, Bias, KernelFamily, KeySource, PassInputs, Qkv, QueryShares,
     ROW_ALIGNMENT, convert_sums, dq_sum_shape, head_by_head, padded_len,
 };
-use crate::runtime::{AttentionParams, CudaTensor, DType, SourceKernel, SumOrder, params};
+use crate::runtime::{AttentionParams, CudaTensor, DType, SourceKernel, SumOrder};
 use crate::step::{column_sums, empty_zero};
 
 const NAME: &str = "attention_backward";
@@ -71,6 +71,20 @@ impl GradientWords {
     }
 }
 
+/// The params struct of a backward kernel by key tiles: the fields that are in [`GradientWords`], then, behind the `;`,
+/// the struct's own.
+macro_rules! gradient_params {
+    ($name:ident { $words:expr; $($own:tt)* }) => {
+        $crate::runtime::params!($name {
+            { base, softmax_scale, padded_len }: $words,
+            [dk_offset, dk_token_stride, dk_batch_stride]: $words.dk,
+            [dv_offset, dv_token_stride, dv_batch_stride]: $words.dv,
+            $($own)*
+        })
+    };
+}
+pub(crate) use gradient_params;
+
 /// The operands of a pass by key tiles, whose sizes, strides and types are checked.
 pub(crate) struct KeyPass<'a> {
     pub(crate) call: &'a AttentionGradients<'a>,
@@ -126,10 +140,8 @@ impl KeyPass<'_> {
         });
         let words = GradientWords::new(NAME, call, qkv, shape)?;
         for set in BackwardTiling::launches(shape, dq_sums.sums.is_some()) {
-            let params = params!(AttentionBackwardParams {
-                { base, softmax_scale, padded_len }: words,
-                [dk_offset, dk_token_stride, dk_batch_stride]: words.dk,
-                [dv_offset, dv_token_stride, dv_batch_stride]: words.dv,
+            let params = gradient_params!(AttentionBackwardParams {
+                words;
                 window,
                 head_shares: shares.heads,
                 query_shares: shares.queries,

@@ -147,6 +147,73 @@ enum Seen<'a> {
     Chosen { chosen: &'a CudaTensor, block_size: usize },
 }
 
+/// What a launch takes for the keys that its queries see.
+struct SeenOperands {
+    form: DecodeForm,
+    /// The kernel's tensors between the queries and the sinks.
+    tensors: Vec<CudaTensor>,
+    /// The call's sizes; for chosen blocks with a KV head for each chooser.
+    heads: AttentionShape,
+    /// Blocks of a chooser, and keys of a block; 0 where no blocks are chosen.
+    num_chosen: usize,
+    select_size: usize,
+    rotation: RotationWords,
+}
+
+/// The numbers of a rotation and of the norms before it; 0 where the token is not rotated.
+#[derive(Default)]
+struct RotationWords {
+    max_positions: usize,
+    table_stride: usize,
+    epsilon: f32,
+}
+
+impl Seen<'_> {
+    /// Checks the operands that belong to these keys. `appended` are the token's key and value, then the cache's.
+    fn operands(self, shape: &AttentionShape, appended: [&CudaTensor; 4]) -> Result<SeenOperands, KernelError> {
+        let [_, _, k_cache, v_cache] = appended;
+        let plain = |form, tensors: &[&CudaTensor]| SeenOperands {
+            form,
+            tensors: tensors.iter().copied().cloned().collect(),
+            heads: *shape,
+            num_chosen: 0,
+            select_size: 0,
+            rotation: RotationWords::default(),
+        };
+        Ok(match self {
+            Self::Appended => plain(DecodeForm::Appended, &appended),
+            Self::Cached => plain(DecodeForm::Cached, &[k_cache, v_cache]),
+            Self::Rotated(rotation) => {
+                let mut operands = plain(DecodeForm::rotated(rotation.norm.is_some()), &appended);
+                if let Some(([q_weight, k_weight], epsilon)) = rotation.norm {
+                    operands!(NAME,
+                        q_weight: BF16[shape.head_dim] aligned,
+                        k_weight: BF16[shape.head_dim] aligned,
+                    );
+                    operands.tensors.extend([q_weight, k_weight]);
+                    operands.rotation.epsilon = epsilon;
+                }
+                let RotaryTables { cos, sin, max_positions, stride } =
+                    RotaryTables::of(NAME, rotation.tables, shape.head_dim)?;
+                operands.tensors.extend([cos, sin]);
+                operands.rotation = RotationWords { max_positions, table_stride: stride, ..operands.rotation };
+                operands
+            }
+            Self::Chosen { chosen, block_size } => {
+                let [_, choosers, num_chosen] = chosen.dims(NAME, "chosen")?;
+                operands!(only NAME, chosen: I32[shape.batch, choosers, num_chosen] contiguous);
+                require_non_empty(NAME, "chosen", num_chosen)?;
+                SeenOperands {
+                    heads: AttentionShape { num_kv_heads: choosers, ..*shape },
+                    num_chosen,
+                    select_size: block_size,
+                    ..plain(DecodeForm::Chosen, &[k_cache, v_cache, chosen])
+                }
+            }
+        })
+    }
+}
+
 /// Checks a decoding call and launches the kernel for the keys that its queries see.
 fn launch(
     token: &Qkv,
@@ -168,69 +235,28 @@ fn launch(
     let window = step.window.unwrap_or(capacity + 1);
     require_non_empty(NAME, "window", window)?;
     let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
-    let mut tensors = vec![token.q.tensor()];
-    // For chosen blocks `heads` has a KV head for each chooser.
-    let (mut heads, mut num_chosen, mut select_size) = (*shape, 0, 0);
-    let (mut max_positions, mut table_stride, mut norm_epsilon) = (0, 0, 0f32);
-    let (tables, weights);
-    let appended = [token.k.tensor(), token.v.tensor(), &cache.k, &cache.v];
-    let form = match seen {
-        Seen::Appended => {
-            tensors.extend(appended);
-            DecodeForm::Appended
-        }
-        Seen::Rotated(rotation) => {
-            tensors.extend(appended);
-            if let Some(([q_weight, k_weight], epsilon)) = rotation.norm {
-                operands!(NAME,
-                    q_weight: BF16[shape.head_dim] aligned,
-                    k_weight: BF16[shape.head_dim] aligned,
-                );
-                weights = [q_weight, k_weight];
-                tensors.extend(&weights);
-                norm_epsilon = epsilon;
-            }
-            tables = RotaryTables::of(NAME, rotation.tables, shape.head_dim)?;
-            (max_positions, table_stride) = (tables.max_positions, tables.stride);
-            tensors.extend([&tables.cos, &tables.sin]);
-            DecodeForm::rotated(rotation.norm.is_some())
-        }
-        Seen::Cached => {
-            tensors.extend([&cache.k, &cache.v]);
-            DecodeForm::Cached
-        }
-        Seen::Chosen { chosen, block_size } => {
-            [_, heads.num_kv_heads, num_chosen] = chosen.dims(NAME, "chosen")?;
-            select_size = block_size;
-            operands!(only NAME, chosen: I32[shape.batch, heads.num_kv_heads, num_chosen] contiguous);
-            require_non_empty(NAME, "chosen", num_chosen)?;
-            tensors.extend([&cache.k, &cache.v, chosen]);
-            DecodeForm::Chosen
-        }
-    };
-    scratch.require(NAME, &heads)?;
+    let seen = seen.operands(shape, [token.k.tensor(), token.v.tensor(), &cache.k, &cache.v])?;
+    scratch.require(NAME, &seen.heads)?;
     let sinks = step.sinks.map(|sinks| {
-        require!(!matches!(form, DecodeForm::Chosen), NAME, "sinks": "there", "none over chosen blocks");
+        require!(!matches!(seen.form, DecodeForm::Chosen), NAME, "sinks": "there", "none over chosen blocks");
         operands!(NAME, sinks: BF16[shape.num_heads]);
         Ok(sinks)
     });
     let sinks = sinks.transpose()?;
-    tensors.extend(&sinks);
+    let mut tensors = vec![token.q.tensor()];
+    tensors.extend(seen.tensors.iter().chain(&sinks));
     tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
     let params = params!(AttentionDecodeParams {
-        base: token.token_params(NAME, &heads, step.softmax_scale)?,
+        base: token.token_params(NAME, &seen.heads, step.softmax_scale)?,
         capacity,
         window_size: window,
         num_splits: scratch.num_splits,
         cache_heads: shape.num_kv_heads,
-        num_chosen,
-        select_size,
+        { num_chosen, select_size }: seen,
         { num_dropped, num_first }: step,
-        max_positions,
-        table_stride,
-        epsilon: norm_epsilon,
+        { max_positions, table_stride, epsilon }: seen.rotation,
     });
-    let kernel = attention_decode_kernel(scratch.tiling, form, sinks.is_some());
+    let kernel = attention_decode_kernel(scratch.tiling, seen.form, sinks.is_some());
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;

@@ -1,8 +1,8 @@
 //! Queries, keys and values of an attention call: heads of packed or separate tensors, read by strides.
 use crate::KernelError;
 use crate::runtime::{
-    AttentionParams, CudaTensor, KernelPolicy, SumOrder, TokenParams, operands, params, require, require_non_empty,
-    row_layout,
+    AttentionParams, CudaTensor, DType, KernelPolicy, SumOrder, TokenParams, operands, params, require,
+    require_non_empty, row_layout,
 };
 
 /// Heads and tokens must begin at multiples of this many elements: attention kernels copy 16 bytes at a time.
@@ -109,6 +109,39 @@ impl Heads {
         self.num_heads
     }
 
+    /// `[batch, seq_len, heads, width]` of these heads.
+    ///
+    /// # Errors
+    /// Another type than bf16, heads past the end of the tensor, a size of 0, a width that no kernel is compiled for.
+    pub(crate) fn sizes(&self, kernel: &'static str, name: &'static str) -> Result<[usize; 4], KernelError> {
+        let [batch, seq_len, total, width] = self.tensor.dims(kernel, name)?;
+        self.tensor.require_dtype(kernel, name, DType::BF16)?;
+        let (first, end) = (self.first_head, self.first_head + self.num_heads);
+        require!(first < end && end <= total, kernel, "heads": format!("{first}..{end}"), "some of {total}");
+        let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
+        let fits = AttentionShape::supports_head_dim(width);
+        require!(fits, kernel, "width of heads": width, "multiples of {step} from {step} to {most}");
+        require_tokens(kernel, [batch, seq_len])?;
+        Ok([batch, seq_len, self.num_heads, width])
+    }
+
+    /// The same heads with strides that the kernels take: a tensor with other strides is copied.
+    pub(crate) fn with_kernel_strides(&self) -> Self {
+        match self.words() {
+            Some(_) => self.clone(),
+            None => Self { tensor: self.tensor.contiguous(), ..self.clone() },
+        }
+    }
+
+    /// [`words`](Self::words) of heads whose strides kernels take.
+    ///
+    /// # Errors
+    /// [`KernelError::Refused`] when [`with_kernel_strides`](Self::with_kernel_strides) was not called.
+    pub(crate) fn require_words(&self, kernel: &'static str, name: &'static str) -> Result<[usize; 3], KernelError> {
+        let expected = "heads must lie side by side, rows 16-byte aligned";
+        self.words().ok_or_else(|| self.tensor.layout_error(kernel, name, expected))
+    }
+
     /// Offset of the first head, token stride and batch stride, in elements; `None` where kernels do not take the
     /// strides: heads that are not side by side, or not at multiples of 8 elements.
     pub(crate) fn words(&self) -> Option<[usize; 3]> {
@@ -179,20 +212,15 @@ impl Qkv {
         require!(fits, kernel, "head_dim": head_dim, "multiples of {step} from {step} to {most}");
         let fits = head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
         require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
-        require_non_empty(kernel, "batch", batch)?;
-        require_non_empty(kernel, "seq_len", seq_len)?;
-        require!(seq_len <= i32::MAX as usize / 2, kernel, "seq_len": seq_len, "below 2^30");
+        require_tokens(kernel, [batch, seq_len])?;
         let heads = [num_heads, num_kv_heads];
         Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
     }
 
     /// The same heads with strides that the kernels take: each tensor with other strides is copied.
     pub(crate) fn with_kernel_strides(&self) -> Self {
-        let with_kernel_strides = |heads: &Heads| match heads.words() {
-            Some(_) => heads.clone(),
-            None => Heads { tensor: heads.tensor.contiguous(), ..heads.clone() },
-        };
-        Self { q: with_kernel_strides(&self.q), k: with_kernel_strides(&self.k), v: with_kernel_strides(&self.v) }
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(Heads::with_kernel_strides);
+        Self { q, k, v }
     }
 
     /// The first fields of every attention kernel's params struct; `shape` is the shape of these heads.
@@ -237,10 +265,15 @@ impl Qkv {
     /// # Errors
     /// The errors of [`params`](Self::params).
     pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[usize; 3]; 3], KernelError> {
-        let words = |name, heads: &Heads| {
-            let expected = "heads must lie side by side, rows 16-byte aligned";
-            heads.words().ok_or_else(|| heads.tensor.layout_error(kernel, name, expected))
-        };
-        Ok([words("q", &self.q)?, words("k", &self.k)?, words("v", &self.v)?])
+        let Self { q, k, v } = self;
+        Ok([q.require_words(kernel, "q")?, k.require_words(kernel, "k")?, v.require_words(kernel, "v")?])
     }
+}
+
+/// Refuses calls without tokens, and rows whose positions kernels cannot number.
+fn require_tokens(kernel: &'static str, [batch, seq_len]: [usize; 2]) -> Result<(), KernelError> {
+    require_non_empty(kernel, "batch", batch)?;
+    require_non_empty(kernel, "seq_len", seq_len)?;
+    require!(seq_len <= i32::MAX as usize / 2, kernel, "seq_len": seq_len, "below 2^30");
+    Ok(())
 }

@@ -91,7 +91,7 @@ impl QueryShares {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
         let most_shares = usize::MAX;
         let simulated = cheapest_shares(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
-            let end = makespan(tiles.at_once, neighbour_block_times(shape, window, tiles.block_kv, shares));
+            let end = makespan(tiles.at_once, block_times_over_consecutive_keys(shape, window, tiles.block_kv, shares));
             let join = if shares == Self::ONE { 0 } else { JOIN_COST + PART_COST * num_tiles * shares.count() };
             1024 * end + join
         });
@@ -144,7 +144,7 @@ impl QueryShares {
 
     /// Number of query heads of share `at`.
     fn heads_of_share(self, at: usize, group_size: usize) -> usize {
-        (at + 1) * group_size / self.heads - at * group_size / self.heads
+        even_part(group_size, at, self.heads)
     }
 }
 
@@ -193,7 +193,7 @@ fn cheapest_shares(
 
 /// Time of each thread block of a pass over consecutive keys, in steps, in the order in which blocks start: sections
 /// of KV heads whose queries fit the L2 cache; in a section key tiles from the first on; for a key tile all its shares.
-fn neighbour_block_times(
+fn block_times_over_consecutive_keys(
     shape: &AttentionShape,
     window: usize,
     block_kv: usize,
@@ -204,19 +204,27 @@ fn neighbour_block_times(
     let share_bytes = query_bytes(shape, group_size.div_ceil(shares.heads));
     let num_sections = num_head_shares.div_ceil((SECTION_BYTES / share_bytes).max(1));
     let section_len = num_head_shares.div_ceil(num_sections);
+    // Steps from a tile's first key to the last query that sees its last key.
+    let steps_of_tile = move |tile: usize| {
+        let end = seq_len.min((tile + 1) * block_kv - 1 + window).div_ceil(STEP);
+        end - tile * block_kv / STEP
+    };
+    // Each thread block of a share of heads walks an even part of the tile's steps, once for each head.
+    let block_times = move |tile: usize, head_share: usize| {
+        let (steps, heads) = (steps_of_tile(tile), shares.heads_of_share(head_share % shares.heads, group_size));
+        (0..shares.queries).map(move |at| BLOCK_STEPS + heads * even_part(steps, at, shares.queries))
+    };
     let tiles = seq_len.div_ceil(block_kv);
     (0..num_head_shares).step_by(section_len).flat_map(move |first| {
-        (0..tiles).flat_map(move |tile| {
-            // Steps from the tile's first key to the last query that sees its last key.
-            let end = seq_len.min((tile + 1) * block_kv - 1 + window).div_ceil(STEP);
-            let steps = end - tile * block_kv / STEP;
-            (first..num_head_shares.min(first + section_len)).flat_map(move |head_share| {
-                let heads = shares.heads_of_share(head_share % shares.heads, group_size);
-                let part = move |at: usize| steps * (at + 1) / shares.queries - steps * at / shares.queries;
-                (0..shares.queries).map(move |at| BLOCK_STEPS + heads * part(at))
-            })
-        })
+        let section = first..num_head_shares.min(first + section_len);
+        let blocks = (0..tiles).flat_map(move |tile| section.clone().map(move |head_share| (tile, head_share)));
+        blocks.flat_map(move |(tile, head_share)| block_times(tile, head_share))
     })
+}
+
+/// Size of part `at` where `count` things are divided into `parts` parts that differ by one at most.
+fn even_part(count: usize, at: usize, parts: usize) -> usize {
+    count * (at + 1) / parts - count * at / parts
 }
 
 /// Bytes of a row's queries and output gradients of `heads` heads, in bf16.

@@ -1,13 +1,15 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over DMA's key lists.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, GradientWords, Heads, KernelFamily, PassInputs,
-    QueryPass, QueryShares, convert_dq, dq_sum_shape, require_gradients, row_stats,
+    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, GradientSet, GradientWords, Heads, KernelFamily,
+    KeyTiles, PassInputs, QueryPass, QueryShares, convert_dq, dq_sum_shape, gradient_params, require_gradients,
+    row_stats,
 };
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{BackwardLists, KeyLists, listed_bias, listed_source, require_lists, with_whole_keys};
 use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, params};
 use crate::step::{empty_zero, fill_zero};
+use std::ops::Range;
 
 const NAME: &str = "dma_attention_backward";
 
@@ -75,143 +77,222 @@ pub(crate) fn listed_key_sums(
     let qkv = call.qkv.with_kernel_strides();
     require_gradients(NAME, call, &shape)?;
     require_lists(NAME, lists, &shape)?;
-    let order = qkv.policy().sums;
     let d_o = call.d_o.contiguous();
-    let pass = PassInputs {
-        name: NAME,
-        qkv: &qkv,
-        d_o: Some(&d_o),
-        shape: &shape,
-        source: listed_source(delta.is_some(), &shape, qkv.q.tensor()),
-    };
+    let source = listed_source(delta.is_some(), &shape, qkv.q.tensor());
+    let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source };
     let bias = listed_bias(&pass, delta, call.result.base.as_ref(), lists)?;
     let stats = row_stats(call, &d_o, &shape)?;
-    let num_super_blocks = lists.num_super_blocks();
-    let [batch, kv_heads, seq_len] = shape.per_key();
-    let (per_launch, dq_sum) = match (order, pass.family()) {
-        // One launch for each super-block, so that dk and dv of a key are added in the order of the super-blocks.
-        (SumOrder::Fixed, KernelFamily::Portable) => (1, None),
-        _ => {
-            let per_launch = KeyLists::dq_sum_queries(seq_len).div_ceil(SUPER_BLOCK);
-            let sums = empty_zero(&d_o, &dq_sum_shape(&shape, per_launch * SUPER_BLOCK))?;
-            (per_launch, Some(sums))
-        }
-    };
-    // Semaphores that order the adds: to dq for each query tile, to dk and dv for each key.
-    let semaphores = match (order, &dq_sum) {
-        (SumOrder::Fixed, Some(_)) => {
-            let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
-            let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles])?;
-            Some([of_queries, empty_zero(&d_o, &shape.per_key())?])
-        }
-        _ => None,
-    };
-    let tiles = pass.key_tiles()?;
-    let group = shape.group_size();
-    // How many thread blocks share a chunk of a list in a launch of `super_blocks` super-blocks.
-    let shares_of = |super_blocks| match (&dq_sum, order, qkv.policy().blocks_per_tile) {
-        // The portable fixed order has one thread block for each key tile: shares would add in any order.
-        (None, _, _) => QueryShares::ONE,
-        (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
-        (_, SumOrder::Any, None) => QueryShares::of_lists(&shape, super_blocks, lists.capacity(), tiles),
-        (_, SumOrder::Fixed, None) => QueryShares::of_count(ORDERED_LISTS.div_ceil(batch * kv_heads).min(group), group),
-    };
-    let first_shares = shares_of(per_launch.min(num_super_blocks));
+    let dq_sums = LaunchSums::new(&pass, &d_o)?;
     let ddelta = bias.as_ref().map(|_| d_o.empty_contiguous(&shape.per_key(), DType::F32));
-    let own_lists = match (&ddelta, rows, order, first_shares) {
-        (Some(ddelta), SumRows::Undefined, SumOrder::Any, QueryShares::ONE) => {
-            Some(lists.backward_lists(call, per_launch * SUPER_BLOCK, key_sums, ddelta)?)
-        }
-        (ddelta, ..) => {
-            ddelta.iter().try_for_each(fill_zero)?;
-            if rows == SumRows::Undefined {
-                key_sums.into_iter().try_for_each(fill_zero)?;
-            }
-            None
-        }
-    };
     let mut inputs = vec![qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
     inputs.extend(bias.iter().flat_map(Bias::tensors));
-    let words = GradientWords::new(NAME, call, &qkv, &shape)?;
-    let (list_capacity, tile_queries) = (lists.capacity(), lists.tile_queries);
-
-    // Without `o_low` (what the bf16 output lacks of the f32 one) the row sums are recomputed as sum P dP. Their other
-    // form, do . o, has the rounding error of o, which would dominate the gradients where a bias makes the softmax
-    // peaked.
+    let listed = ListedPass {
+        call,
+        pass: &pass,
+        lists,
+        key_sums,
+        ddelta: ddelta.as_ref(),
+        dq_sums: &dq_sums,
+        inputs,
+        words: GradientWords::new(NAME, call, &qkv, &shape)?,
+        tiles: pass.key_tiles()?,
+    };
+    let own_lists = listed.own_lists(rows)?;
     if call.result.o_low.is_none() && delta.is_some() {
-        let params = params!(DmaAttentionRowSumsParams {
-            { base, softmax_scale, padded_len }: words, list_capacity, tile_queries
-        });
-        let mut tensors = inputs.clone();
-        tensors.extend([&lists.list, &lists.tile_window]);
-        let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
-        // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+        listed.recompute_row_sums()?;
     }
-
-    let [dk_sum, dv_sum] = key_sums;
-    let [dq, _, _] = call.grads.head_words(NAME)?;
-    for first in (0..num_super_blocks).step_by(per_launch) {
-        let count = per_launch.min(num_super_blocks - first);
-        let shares = match own_lists {
-            Some(_) => QueryShares::ONE,
-            None => shares_of(count),
-        };
+    for first in (0..lists.num_super_blocks()).step_by(dq_sums.super_blocks) {
         if first > 0 {
-            dq_sum.iter().try_for_each(fill_zero)?;
-            semaphores.iter().try_for_each(|[of_queries, _]| fill_zero(of_queries))?;
+            dq_sums.clear()?;
         }
-        for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
-            let params = params!(DmaAttentionBackwardParams {
-                { base, softmax_scale, padded_len }: words,
-                [dk_offset, dk_token_stride, dk_batch_stride]: words.dk,
-                [dv_offset, dv_token_stride, dv_batch_stride]: words.dv,
-                list_capacity,
-                first_super_block: first,
-                dq_len: count * SUPER_BLOCK,
-                head_shares: shares.heads,
-            });
-            let mut tensors = inputs.clone();
-            match &own_lists {
-                Some(own) => tensors.extend([&own.list, &own.list_len, &own.chunk_end]),
-                None => tensors.extend([&lists.list, &lists.list_len]),
-            }
-            tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-            tensors.extend(semaphores.iter().flatten());
-            if own_lists.is_some() {
-                tensors.extend([call.grads.k.tensor(), call.grads.v.tensor()]);
-            }
-            tensors.extend(set.dk.then_some(dk_sum));
-            tensors.extend(set.dv.then_some(dv_sum));
-            tensors.extend(ddelta.as_ref().filter(|_| set.dk));
-            let (mut kernel, maps) = pass.by_key(set, shares)?;
-            if own_lists.is_some() {
-                kernel = with_whole_keys(kernel);
-            }
-            let blocks = count * list_capacity.div_ceil(tiles.block_kv);
-            let grid = [blocks, kv_heads * shares.heads, batch];
-            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to sums
-            // that were cleared, or writes rows of the gradients; the maps read q and d_o, which are among the tensors.
-            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
-        }
-        if let Some(dq_sum) = &dq_sum {
-            convert_dq(dq_sum, call, count * SUPER_BLOCK, first * SUPER_BLOCK)?;
-        }
+        let end = lists.num_super_blocks().min(first + dq_sums.super_blocks);
+        listed.add_super_blocks(first..end, own_lists.as_ref())?;
     }
-    if dq_sum.is_none() {
-        let params = params!(DmaAttentionBackwardQueryParams {
-            { base, softmax_scale, padded_len }: words,
-            list_capacity,
-            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
-            tile_queries,
-        });
-        let mut tensors = inputs.clone();
-        tensors.extend([&lists.list, &lists.tile_window, call.grads.q.tensor()]);
-        let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
-        // SAFETY: as above; writes every element of dq.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+    if dq_sums.sums.is_none() {
+        listed.dq_by_query()?;
     }
     Ok((ddelta, own_lists))
+}
+
+/// The f32 sums of dq of one launch's queries.
+struct LaunchSums {
+    /// Super-blocks of a launch.
+    super_blocks: usize,
+    /// `None` for the portable kernels in a fixed order: a pass by query computes dq.
+    sums: Option<CudaTensor>,
+    /// In a fixed order, the semaphores that order the adds: to dq for each query tile, to dk and dv for each key.
+    semaphores: Option<[CudaTensor; 2]>,
+}
+
+impl LaunchSums {
+    /// Zeros for the queries of a launch.
+    fn new(pass: &PassInputs<'_>, d_o: &CudaTensor) -> Result<Self, KernelError> {
+        let (shape, order) = (pass.shape, pass.qkv.policy().sums);
+        if (order, pass.family()) == (SumOrder::Fixed, KernelFamily::Portable) {
+            // One launch for each super-block, so that dk and dv of a key are added in the order of the super-blocks.
+            return Ok(Self { super_blocks: 1, sums: None, semaphores: None });
+        }
+        let super_blocks = KeyLists::dq_sum_queries(shape.seq_len).div_ceil(SUPER_BLOCK);
+        let queries = super_blocks * SUPER_BLOCK;
+        let sums = empty_zero(d_o, &dq_sum_shape(shape, queries))?;
+        let semaphores = match order {
+            SumOrder::Any => None,
+            SumOrder::Fixed => {
+                let of_queries = empty_zero(d_o, &[shape.batch, shape.num_heads, queries / BACKWARD_BLOCK_Q])?;
+                Some([of_queries, empty_zero(d_o, &shape.per_key())?])
+            }
+        };
+        Ok(Self { super_blocks, sums: Some(sums), semaphores })
+    }
+
+    /// Zeros again, for the queries of the next launch. The keys' semaphores count on over all launches.
+    fn clear(&self) -> Result<(), KernelError> {
+        self.sums.iter().try_for_each(fill_zero)?;
+        self.semaphores.iter().try_for_each(|[of_queries, _]| fill_zero(of_queries))
+    }
+}
+
+/// A backward pass over key lists: its checked operands, and what its launches share.
+struct ListedPass<'a> {
+    call: &'a AttentionGradients<'a>,
+    pass: &'a PassInputs<'a>,
+    lists: &'a KeyLists,
+    /// The f32 sums of dk and of dv.
+    key_sums: [&'a CudaTensor; 2],
+    /// The gradient of the bias, if there is a bias.
+    ddelta: Option<&'a CudaTensor>,
+    dq_sums: &'a LaunchSums,
+    /// The tensors that all kernels begin with: q, k, v, the gradient of the output, the statistics of queries, and the
+    /// bias with its base.
+    inputs: Vec<&'a CudaTensor>,
+    words: GradientWords,
+    tiles: KeyTiles,
+}
+
+impl ListedPass<'_> {
+    /// How many thread blocks share a chunk of a list in a launch of `super_blocks` super-blocks.
+    fn shares(&self, super_blocks: usize) -> QueryShares {
+        let (shape, policy) = (self.pass.shape, self.pass.qkv.policy());
+        let group = shape.group_size();
+        match (&self.dq_sums.sums, policy.sums, policy.blocks_per_tile) {
+            // The portable fixed order has one thread block for each key tile: shares would add in any order.
+            (None, _, _) => QueryShares::ONE,
+            (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
+            (_, SumOrder::Any, None) => QueryShares::of_lists(shape, super_blocks, self.lists.capacity(), self.tiles),
+            (_, SumOrder::Fixed, None) => {
+                let lists = shape.batch * shape.num_kv_heads;
+                QueryShares::of_count(ORDERED_LISTS.div_ceil(lists).min(group), group)
+            }
+        }
+    }
+
+    /// Lists by which thread blocks write the gradients of some keys instead of adding to their sums; they clear the
+    /// other keys' sums. `None` where the pass adds to the sums of all keys: then all sums are cleared here.
+    fn own_lists(&self, rows: SumRows) -> Result<Option<BackwardLists>, KernelError> {
+        let (order, most) = (self.pass.qkv.policy().sums, self.lists.num_super_blocks());
+        let first_shares = self.shares(self.dq_sums.super_blocks.min(most));
+        let may_write = (rows, order, first_shares) == (SumRows::Undefined, SumOrder::Any, QueryShares::ONE);
+        if let (true, Some(ddelta)) = (may_write, self.ddelta) {
+            let queries = self.dq_sums.super_blocks * SUPER_BLOCK;
+            return self.lists.backward_lists(self.call, queries, self.key_sums, ddelta).map(Some);
+        }
+        self.ddelta.into_iter().try_for_each(fill_zero)?;
+        if rows == SumRows::Undefined {
+            self.key_sums.into_iter().try_for_each(fill_zero)?;
+        }
+        Ok(None)
+    }
+
+    /// Overwrites the row sums among the statistics of queries by sum P dP. Without `o_low` (what the bf16 output lacks
+    /// of the f32 one) their other form, do . o, has the rounding error of o, which would dominate the gradients where
+    /// a bias makes the softmax peaked.
+    fn recompute_row_sums(&self) -> Result<(), KernelError> {
+        let params = params!(DmaAttentionRowSumsParams {
+            { base, softmax_scale, padded_len }: self.words,
+            list_capacity: self.lists.capacity(),
+            { tile_queries }: self.lists,
+        });
+        let mut tensors = self.inputs.clone();
+        tensors.extend([&self.lists.list, &self.lists.tile_window]);
+        let (kernel, grid, maps) = self.pass.by_query(QueryPass::RowSums)?;
+        // SAFETY: `listed_key_sums` checked sizes, strides and types; overwrites the row sum of each query.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
+    }
+
+    /// Adds to the sums of dk, dv, dq and the bias what the queries of some super-blocks add, and writes their dq.
+    fn add_super_blocks(&self, blocks: Range<usize>, own: Option<&BackwardLists>) -> Result<(), KernelError> {
+        let shares = match own {
+            Some(_) => QueryShares::ONE,
+            None => self.shares(blocks.len()),
+        };
+        for set in BackwardTiling::launches(self.pass.shape, self.dq_sums.sums.is_some()) {
+            self.launch(&blocks, own, set, shares)?;
+        }
+        match &self.dq_sums.sums {
+            Some(sums) => convert_dq(sums, self.call, blocks.len() * SUPER_BLOCK, blocks.start * SUPER_BLOCK),
+            None => Ok(()),
+        }
+    }
+
+    /// Launches the kernel by key tiles that adds the gradients in `set`.
+    fn launch(
+        &self,
+        blocks: &Range<usize>,
+        own: Option<&BackwardLists>,
+        set: GradientSet,
+        shares: QueryShares,
+    ) -> Result<(), KernelError> {
+        let list_capacity = self.lists.capacity();
+        let words = &self.words;
+        let params = gradient_params!(DmaAttentionBackwardParams {
+            words;
+            list_capacity,
+            first_super_block: blocks.start,
+            dq_len: blocks.len() * SUPER_BLOCK,
+            head_shares: shares.heads,
+        });
+        let [dk_sum, dv_sum] = self.key_sums;
+        let mut tensors = self.inputs.clone();
+        match own {
+            Some(own) => tensors.extend([&own.list, &own.list_len, &own.chunk_end]),
+            None => tensors.extend([&self.lists.list, &self.lists.list_len]),
+        }
+        tensors.extend(self.dq_sums.sums.as_ref().filter(|_| set.dq));
+        tensors.extend(self.dq_sums.semaphores.iter().flatten());
+        if own.is_some() {
+            tensors.extend([self.call.grads.k.tensor(), self.call.grads.v.tensor()]);
+        }
+        tensors.extend(set.dk.then_some(dk_sum));
+        tensors.extend(set.dv.then_some(dv_sum));
+        tensors.extend(self.ddelta.filter(|_| set.dk));
+        let (mut kernel, maps) = self.pass.by_key(set, shares)?;
+        if own.is_some() {
+            kernel = with_whole_keys(kernel);
+        }
+        let shape = self.pass.shape;
+        let chunks = blocks.len() * list_capacity.div_ceil(self.tiles.block_kv);
+        let grid = [chunks, shape.num_kv_heads * shares.heads, shape.batch];
+        // SAFETY: `listed_key_sums` checked sizes, strides and types; the lists name positions below seq_len only; adds
+        // to sums that were cleared, or writes rows of the gradients; the maps read q and d_o, which are among the
+        // tensors.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
+    }
+
+    /// Writes dq by a pass over the queries' keys, in a fixed order.
+    fn dq_by_query(&self) -> Result<(), KernelError> {
+        let [dq, _, _] = self.call.grads.head_words(NAME)?;
+        let params = params!(DmaAttentionBackwardQueryParams {
+            { base, softmax_scale, padded_len }: self.words,
+            list_capacity: self.lists.capacity(),
+            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
+            { tile_queries }: self.lists,
+        });
+        let mut tensors = self.inputs.clone();
+        tensors.extend([&self.lists.list, &self.lists.tile_window, self.call.grads.q.tensor()]);
+        let (kernel, grid, maps) = self.pass.by_query(QueryPass::Gradient)?;
+        // SAFETY: as above; writes every element of dq.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
+    }
 }
 
 /// Which of the f32 sums of dk or dv are converted.

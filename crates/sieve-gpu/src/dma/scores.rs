@@ -1,6 +1,6 @@
 //! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys.
 use crate::KernelError;
-use crate::attention::Qkv;
+use crate::attention::Heads;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use sieve_core::DmaBias;
 
@@ -32,7 +32,7 @@ impl From<DmaBias> for ScoreBias {
     }
 }
 
-/// Results of [`dma_scores`](crate::Qkv::dma_scores), each f32 `[batch, num_kv_heads, seq_len]`.
+/// Results of [`dma_scores`](crate::Heads::dma_scores), each f32 `[batch, num_kv_heads, seq_len]`.
 #[derive(Debug, Clone)]
 pub struct Scores {
     /// `concat(v_j) . W_dt`, for the backward pass.
@@ -59,8 +59,8 @@ pub enum PositionOrigin<'a> {
     First(usize),
 }
 
-impl Qkv {
-    /// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
+impl Heads {
+    /// Scores of all keys from their values, which these heads are (arXiv:2508.02124, eq. 3). `w_dt` is f32
     /// `[num_kv_heads, num_kv_heads * head_dim]`, the weight of a linear layer, `a` f32 `[num_kv_heads]`.
     ///
     /// # Errors
@@ -96,33 +96,32 @@ impl Qkv {
         recency: Option<&Recency<'_>>,
         bias: ScoreBias,
     ) -> Result<(Scores, CudaTensor), KernelError> {
-        let shape = self.shape(NAME)?;
-        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        let [batch, seq_len, kv_heads, head_dim] = self.sizes(NAME, "v")?;
         require_kv_heads(NAME, kv_heads)?;
         operands!(NAME, w_dt: F32[kv_heads, kv_heads * head_dim], a: F32[kv_heads]);
-        let qkv = self.with_kernel_strides();
-        let [_, _, v] = qkv.head_words(NAME)?;
+        let values = self.with_kernel_strides();
+        let words = values.require_words(NAME, "v")?;
         let slopes = recency.map_or(&[][..], |recency| recency.slopes);
         let fits = recency.is_none() || slopes.len() == kv_heads;
         require!(fits, NAME, "number of slopes": slopes.len(), "{kv_heads}");
         let (start, first_position) = match recency.map(|recency| recency.origin) {
             Some(PositionOrigin::DocumentStart(start)) => {
-                operands!(NAME, start: I32[shape.batch, shape.seq_len]);
+                operands!(NAME, start: I32[batch, seq_len]);
                 (Some(start), 0)
             }
             Some(PositionOrigin::First(position)) => (None, position),
             None => (None, 0),
         };
-        let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
+        let new = || w_dt.empty_contiguous(&[batch, kv_heads, seq_len], DType::F32);
         let (x, z) = (new(), new());
         let params = params!(DmaScoresParams {
-            seq_len: shape.seq_len,
+            seq_len,
             head_dim,
-            [v_offset, v_token_stride, v_batch_stride]: v,
+            [v_offset, v_token_stride, v_batch_stride]: words,
             first_position,
             has_start: start.is_some(),
         });
-        let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
+        let grid = [seq_len.div_ceil(BLOCK_TOKENS), 1, batch];
         // Without document starts `a` stands in for them, and the kernel does not read it as starts.
         let start = start.as_ref().unwrap_or(&a);
         let exponentials = (bias == ScoreBias::Exp).then(new);
@@ -131,7 +130,7 @@ impl Qkv {
             ScoreBias::Exp => kernel.define("BIAS", 1),
             ScoreBias::Linear => kernel,
         };
-        let tensors = [qkv.v.tensor(), &w_dt, &a, start, &x, &z].into_iter().chain(&exponentials);
+        let tensors = [values.tensor(), &w_dt, &a, start, &x, &z].into_iter().chain(&exponentials);
         // SAFETY: sizes, strides and types checked above; writes every element of x, z and the exponentials.
         unsafe { kernel.launch(grid, &tensors.collect::<Vec<_>>(), &params) }?;
         let bias = exponentials.unwrap_or_else(|| z.clone());

@@ -1,6 +1,6 @@
 //! Launches of `kernels/dma_scores_backward.cu` and `column_sums.cu`: gradients of the scores by which DMA ranks keys.
 use crate::KernelError;
-use crate::attention::Qkv;
+use crate::attention::Heads;
 use crate::dma::require_kv_heads;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 use crate::step::column_sums::{MAX_PARTIALS, column_sums};
@@ -16,8 +16,8 @@ const THREADS: usize = 128;
 /// Operands of the gradient kernel [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
 #[derive(Debug, Clone, Copy)]
 pub struct ScoresBackward<'a> {
-    /// The packed heads whose values [`dma_scores`](crate::Qkv::dma_scores) scored.
-    pub qkv: &'a Qkv,
+    /// The values that [`dma_scores`](crate::Heads::dma_scores) scored.
+    pub values: &'a Heads,
     /// Weight of the scores, f32 `[num_kv_heads, num_kv_heads * head_dim]`.
     pub w_dt: &'a CudaTensor,
     /// Factor A of each KV head's scores, f32 `[num_kv_heads]`.
@@ -29,42 +29,40 @@ pub struct ScoresBackward<'a> {
 }
 
 impl ScoresBackward<'_> {
-    /// Gradients of [`dma_scores`](crate::Qkv::dma_scores): adds the gradient of the values to the value heads of
-    /// `dqkv` in place, and returns the f32 gradients of W_dt and A. Every clone of `dqkv` shares the change.
+    /// Gradients of [`dma_scores`](crate::Heads::dma_scores): adds the gradient of the values to the heads `dv` in
+    /// place, and returns the f32 gradients of W_dt and A. Every clone of their tensor shares the change.
     ///
     /// # Errors
-    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or with rows off 16-byte boundaries.
-    pub fn dma_scores_backward(self, dqkv: &Qkv) -> Result<(CudaTensor, CudaTensor), KernelError> {
-        let shape = self.qkv.shape(NAME)?;
-        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+    /// Other types or shapes, more than 32 KV heads, a `dv` of other sizes or with rows off 16-byte boundaries.
+    pub fn dma_scores_backward(self, dv: &Heads) -> Result<(CudaTensor, CudaTensor), KernelError> {
+        let sizes = self.values.sizes(NAME, "v")?;
+        let [batch, seq_len, kv_heads, head_dim] = sizes;
         require_kv_heads(NAME, kv_heads)?;
         let channels = kv_heads * head_dim;
         operands!(NAME,
             w_dt: F32[kv_heads, channels] = self.w_dt,
             a: F32[kv_heads] = self.a,
-            x: F32(shape.per_key()) = self.x,
-            dz: F32(shape.per_key()) = self.dz,
+            x: F32[batch, kv_heads, seq_len] = self.x,
+            dz: F32[batch, kv_heads, seq_len] = self.dz,
         );
-        let qkv = self.qkv.with_kernel_strides();
-        let [_, _, v] = qkv.head_words(NAME)?;
-        if dqkv.shape(NAME)? != shape {
-            let [got, expected] = [dqkv, &qkv].map(|qkv| qkv.v.tensor().shape());
-            return Err(KernelError::shape(NAME, "dqkv", got, expected));
+        let values = self.values.with_kernel_strides();
+        if dv.sizes(NAME, "dv")? != sizes {
+            return Err(KernelError::shape(NAME, "dv", dv.tensor().shape(), values.tensor().shape()));
         }
-        let [_, _, dv] = dqkv.head_words(NAME)?;
-        let tiles = shape.batch * shape.seq_len.div_ceil(TILE_TOKENS);
+        let tiles = batch * seq_len.div_ceil(TILE_TOKENS);
         let blocks = tiles.min(MAX_PARTIALS);
         let width = (channels + 1) * kv_heads;
         let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
         // Each thread block sums its tokens for one slab, a range of channels.
         let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
         let params = params!(DmaScoresBackwardParams {
-            { batch, seq_len }: shape,
+            batch,
+            seq_len,
             head_dim,
-            [v_offset, v_token_stride, v_batch_stride]: v,
-            [dv_offset, dv_token_stride, dv_batch_stride]: dv,
+            [v_offset, v_token_stride, v_batch_stride]: values.require_words(NAME, "v")?,
+            [dv_offset, dv_token_stride, dv_batch_stride]: dv.require_words(NAME, "dv")?,
         });
-        let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
+        let tensors = [values.tensor(), &w_dt, &a, &x, &dz, dv.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
         unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
         let [dw_dt, da] = column_sums(&partials, [&[kv_heads, channels], &[kv_heads]])?;

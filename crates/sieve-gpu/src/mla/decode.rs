@@ -1,6 +1,7 @@
 //! Launches of `kernels/mla_decode.cu` and the kernels around it: attention of new tokens over the cache of latents.
 use crate::KernelError;
 use crate::attention::require_scale;
+use crate::runtime::layout::RowLayout;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, row_layout};
 use crate::step::{WORD_ELEMENTS, require_alignment};
 
@@ -53,34 +54,11 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     }
     require_scale(NAME, softmax_scale)?;
     require_sizes([num_queries, num_keys], [width, rank])?;
-    let row_layout_of = |latents: &CudaTensor| {
-        let strides: [usize; 3] = latents.strides().try_into().ok()?;
-        let strides = [strides[0], strides[1], width, strides[2]];
-        row_layout([batch, num_keys, 1, width], strides, WORD_ELEMENTS)
-    };
-    let (latents, layout) = match row_layout_of(latents) {
-        Some(layout) => (latents.clone(), layout),
-        None => {
-            let copy = latents.contiguous();
-            let expected = "rows must lie on 16-byte words";
-            let layout = row_layout_of(&copy).ok_or_else(|| copy.layout_error(NAME, "latents", expected))?;
-            (copy, layout)
-        }
-    };
-    require_alignment(NAME, "latents", &latents)?;
+    let (latents, layout) = on_words(latents)?;
     // Without factors `q` stands in for them, and the kernel does not read it as factors.
     let (key_scale, scale_strides) = match key_scale {
         None => (q.clone(), [0; 3]),
-        Some(scale) => {
-            operands!(NAME, key_scale: F32[batch, num_keys, num_heads] strided = scale);
-            let scale = match key_scale.strides().last() {
-                Some(1) => key_scale.clone(),
-                _ => key_scale.contiguous(),
-            };
-            let strides = scale.strides().try_into();
-            let strides = strides.map_err(|_| scale.layout_error(NAME, "key_scale", "three dimensions"))?;
-            (scale, strides)
-        }
+        Some(key_scale) => with_unit_stride(key_scale, [batch, num_keys, num_heads])?,
     };
 
     let (rows, row_blocks) = (batch * num_queries, num_heads.div_ceil(ROWS));
@@ -123,6 +101,40 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         unsafe { mla_decode_join_kernel(rank).launch(grid, &[&partials, &o], &params) }?;
     }
     Ok(o)
+}
+
+/// Latents `[batch, len, width]` whose rows lie on 16-byte words, and the strides of their tokens and rows of the
+/// batch: a copy where they lie elsewhere.
+fn on_words(latents: &CudaTensor) -> Result<(CudaTensor, RowLayout), KernelError> {
+    let [batch, len, width] = latents.dims(NAME, "latents")?;
+    let layout_of = |latents: &CudaTensor| {
+        let strides: [usize; 3] = latents.strides().try_into().ok()?;
+        let one_head = [strides[0], strides[1], width, strides[2]];
+        row_layout([batch, len, 1, width], one_head, WORD_ELEMENTS)
+    };
+    let (latents, layout) = match layout_of(latents) {
+        Some(layout) => (latents.clone(), layout),
+        None => {
+            let copy = latents.contiguous();
+            let expected = "rows must lie on 16-byte words";
+            let layout = layout_of(&copy).ok_or_else(|| copy.layout_error(NAME, "latents", expected))?;
+            (copy, layout)
+        }
+    };
+    require_alignment(NAME, "latents", &latents)?;
+    Ok((latents, layout))
+}
+
+/// Factors of keys, f32 of `shape`, whose last stride is 1, and their strides: a copy where it is another.
+fn with_unit_stride(key_scale: &CudaTensor, shape: [usize; 3]) -> Result<(CudaTensor, [usize; 3]), KernelError> {
+    operands!(NAME, key_scale: F32 shape strided);
+    let key_scale = match key_scale.strides().last() {
+        Some(1) => key_scale.clone(),
+        _ => key_scale.contiguous(),
+    };
+    let strides = key_scale.strides().try_into();
+    let strides = strides.map_err(|_| key_scale.layout_error(NAME, "key_scale", "three dimensions"))?;
+    Ok((key_scale, strides))
 }
 
 /// One new token a row of latent attention, packed but not yet in the cache.

@@ -1,5 +1,5 @@
 //! The lists of key tiles and columns that attention reads, from the bits of kept blocks.
-use super::call::Call;
+use super::call::{Call, NAME};
 use super::choose::KeptBits;
 use super::order::Orders;
 use crate::KernelError;
@@ -40,41 +40,58 @@ impl Call<'_> {
         unsafe { SELECT_LISTS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }?;
         let places = &mask.places;
         let [row_ptr_at, tile_idx_at] = [places.row_ptr.start, places.tile_idx.start];
-        let [col_ptr_at, col_idx_at] = [places.col_ptr.start, places.col_idx.start];
+        write_offsets(&counts, data, row_ptr_at)?;
         let all_rows = lists * rows;
-        let offsets = |counts: &CudaTensor, row_ptr_at: usize| {
-            let params = params!(SelectOffsetsParams { rows: all_rows, row_ptr_at });
-            // SAFETY: the array has one word more than there are rows.
-            unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, data], &params) }
-        };
-        offsets(&counts, row_ptr_at)?;
         let params = params!(SelectFillParams { rows: all_rows, words: num_words, row_ptr_at, tile_idx_at });
         let grid = [all_rows.div_ceil(4), 1, 1];
         // SAFETY: tile_idx has room for every tile that rows may keep.
         unsafe { SELECT_FILL.launch(grid, &[&bits, data], &params) }?;
         if let Some(single) = single {
-            let singles = new(&[lists, rows]);
-            let tensors = [single, &bits, &singles, &pairs, data];
-            let launch = |fills: bool| {
-                let params = params!(SelectColumnsParams {
-                    { num_queries, num_keys }: s.shape,
-                    { tile }: s.keep,
-                    { offset }: s.scores,
-                    { query_tile }: tiles,
-                    fills,
-                    col_ptr_at,
-                    col_idx_at,
-                });
-                // SAFETY: col_idx has room for every column that rows may keep.
-                unsafe { SELECT_COLUMNS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
-            };
-            // The first launch counts the columns of each row, the second writes them.
-            launch(false)?;
-            offsets(&singles, col_ptr_at)?;
-            launch(true)?;
+            self.single_columns(single, &bits, &pairs, &mask)?;
         }
         Ok(KeyMask { counts: Some(MaskCounts { tiles: counts, pairs, nan_rows: nan_rows.clone() }), ..mask })
     }
+
+    /// Writes the columns in `single` that are in no kept tile (`bits`) of their row into the mask, and adds their
+    /// pairs of a query and a key to `pairs`.
+    fn single_columns(
+        &self,
+        single: &CudaTensor,
+        bits: &CudaTensor,
+        pairs: &CudaTensor,
+        mask: &KeyMask<CudaTensor>,
+    ) -> Result<(), KernelError> {
+        let s = self.selection;
+        let [lists, rows, _] = bits.dims(NAME, "bits")?;
+        let [col_ptr_at, col_idx_at] = [mask.places.col_ptr.start, mask.places.col_idx.start];
+        let counts = bits.empty_contiguous(&[lists, rows], DType::I32);
+        let tensors = [single, bits, &counts, pairs, &mask.words];
+        let launch = |fills: bool| {
+            let params = params!(SelectColumnsParams {
+                { num_queries, num_keys }: s.shape,
+                { tile }: s.keep,
+                { offset }: s.scores,
+                { query_tile }: mask.tiles,
+                fills,
+                col_ptr_at,
+                col_idx_at,
+            });
+            // SAFETY: col_idx has room for every column that rows may keep.
+            unsafe { SELECT_COLUMNS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
+        };
+        // The first launch counts the columns of each row, the second writes them.
+        launch(false)?;
+        write_offsets(&counts, &mask.words, col_ptr_at)?;
+        launch(true)
+    }
+}
+
+/// Writes where the list of each row begins, and where the last ends, into the mask's `words` from `row_ptr_at` on;
+/// `counts` has the length of each row's list.
+fn write_offsets(counts: &CudaTensor, words: &CudaTensor, row_ptr_at: usize) -> Result<(), KernelError> {
+    let params = params!(SelectOffsetsParams { rows: counts.num_elements(), row_ptr_at });
+    // SAFETY: the array has one word more than there are rows.
+    unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, words], &params) }
 }
 
 const SELECT_COLUMNS: SourceKernel = SourceKernel::new("select_columns").threads(128);

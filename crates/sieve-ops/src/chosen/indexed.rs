@@ -13,8 +13,9 @@ use super::{IndexGradientCall, Read, Reads, pooled, repeat_heads};
 use crate::backend::value;
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
-use sieve_core::BlockChoice;
+use sieve_core::{BlockChoice, NsaBlocks};
 
 /// Operands of [`indexed_attention`] other than the packed tensors.
 #[derive(Clone, Debug)]
@@ -149,82 +150,156 @@ pub fn index_statistics<B: SieveBackend>(
     chosen: Tensor<B, 4, Int>,
     call: &IndexedCall<'_, B>,
 ) -> Tensor<B::Inner, 1> {
-    let (groups, group, blocks) = (call.spec.num_kv_heads, call.spec.group_size(), call.choice.blocks);
-    let ([_, n, _, d], size) = (qkv.dims(), blocks.select_block_size);
-    let (count, num_blocks, device) = (MEASURED_QUERIES.min(n), n.div_ceil(size), qkv.device());
+    let (groups, group) = (call.spec.num_kv_heads, call.spec.group_size());
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
-    // The measured queries lie in the middle of `count` equal parts of the row.
-    let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
-    let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
     let packed_index = index.clone();
     let [qkv, index] = [of_row(qkv), of_row(index)];
     let heads = |x: &Tensor<B::Inner, 3>, first: usize, count: usize| x.clone().narrow(1, first, count).swap_dims(0, 1);
-    let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
-
-    // Each query's keys are taken in the order of its document, so that a block is a range of them. Burn's kernels
-    // reduce a dimension in one thread: sums and maxima go over the tokens of a block, then over blocks.
-    let (tokens, all) = (num_blocks * size, |heads| [groups, heads, count, num_blocks, size]);
-    let range = |len: usize| Tensor::<B::Inner, 1, Int>::arange(0..len as i64, &device).unsqueeze_dim::<2>(0);
+    let [n, _, d] = qkv.dims();
     let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
-    let starts = starts.narrow(0, 0, 1).select(1, queries.clone()).swap_dims(0, 1);
-    let position = queries.clone().unsqueeze_dim::<2>(1) - starts.clone();
-    let key = (range(tokens) + starts.clone()).clamp_max(n as i64 - 1).unsqueeze_dim::<3>(0);
-    let of_document = |scores: Tensor<B::Inner, 3>, heads: usize| {
-        let scores = scores.reshape([groups * heads, count, n]);
-        let scores = scores.gather(2, key.clone().expand([groups * heads, count, tokens]));
-        (scores * call.spec.softmax_scale).reshape(all(heads))
-    };
-    let hidden = range(tokens).greater(position.clone()).reshape([1, 1, count, num_blocks, size]);
-    let log_softmax = |scores: Tensor<B::Inner, 5>, hidden: Tensor<B::Inner, 5, Bool>| {
-        let scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
-        let shifted = scores.clone() - scores.max_dim(4).max_dim(3);
-        shifted.clone() - shifted.exp().sum_dim(4).sum_dim(3).log()
-    };
-    let q = of_queries(heads(&qkv, 0, groups * group)).reshape([groups, group * count, d]);
+    let measured = Measured::new(starts, n, call.spec, call.choice.blocks);
+    let q = measured.of_queries(heads(&qkv, 0, groups * group)).reshape([groups, group * measured.count(), d]);
     let k = heads(&qkv, groups * group, groups);
-    let logits = of_document(q.matmul(k.swap_dims(1, 2)), group);
-    let scores = of_queries(heads(&index, 0, groups));
+    let logits = measured.in_documents(q.matmul(k.swap_dims(1, 2)), group);
+    let scores = measured.of_queries(heads(&index, 0, groups));
     let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2));
-    // Computes the probabilities of the keys that are not hidden, averaged over the heads of each group.
+    // The probabilities of the keys that are not hidden, averaged over the heads of each group.
     let mean_over = |hidden: &Tensor<B::Inner, 5, Bool>| log_softmax(logits.clone(), hidden.clone()).exp().mean_dim(1);
-    let dense = mean_over(&hidden);
-
-    // Masks the keys outside the chosen blocks. `chosen` lists attended blocks, the pieces of larger ones.
-    let not_chosen = {
-        let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive()).narrow(0, 0, 1);
-        let chosen = chosen.select(1, queries.clone()).permute([2, 1, 0, 3]);
-        let num_pieces = num_blocks * call.choice.pieces();
-        let is_chosen = range(num_pieces).reshape([1, 1, num_pieces, 1]).equal(chosen).any_dim(3);
-        let is_chosen = is_chosen.expand([groups, count, num_pieces, tokens / num_pieces]);
-        hidden.clone().bool_or(is_chosen.reshape(all(1)).bool_not())
-    };
-    // Divides the probability in the chosen blocks by the probability in the best blocks.
-    let recall = {
-        let of_blocks = dense.clone().sum_dim(4).reshape([groups, count, num_blocks]);
-        // Each query reads its own block, so the best blocks have it too: 1 more than a probability puts it first, and
-        // the sum is lowered by these ones again.
-        let is_own = range(num_blocks).equal(position.div_scalar(size as i64)).unsqueeze_dim::<3>(0);
-        let best = match blocks.num_selected_blocks {
-            most if most < num_blocks => (of_blocks + is_own.float()).topk(most, 2).sum() - (groups * count) as f64,
-            _ => of_blocks.sum(),
-        };
-        dense.mask_fill(not_chosen.clone(), 0.0).sum() / best
-    };
-    let unread = if call.chosen.is_some() { not_chosen } else { hidden };
+    let later = measured.later_keys();
+    let not_chosen = measured.not_chosen(Tensor::from_primitive(chosen.into_primitive()), call.choice.pieces());
+    let recall = measured.recall(mean_over(&later), not_chosen.clone());
+    let unread = if call.chosen.is_some() { not_chosen } else { later };
     let p = mean_over(&unread);
     if let Some(keys) = &call.block_keys {
-        let p = p.sum_dim(0).reshape([count, tokens]);
-        let [teacher, student] = pooled::measured(p, starts, &packed_index, keys, &queries, call);
-        let log_teacher = teacher.clone().clamp_min(f32::MIN_POSITIVE).log();
-        let (mean, p_index) = (1.0 / count as f64, student.clone().exp());
-        let divergence = (teacher * (log_teacher - student.clone())).sum() * mean;
-        return Tensor::cat(vec![divergence, recall, (p_index * student).sum() * -mean], 0);
+        let p = p.sum_dim(0).reshape([measured.count(), measured.num_tokens()]);
+        let starts = measured.starts.clone();
+        let [teacher, student] = pooled::measured(p, starts, &packed_index, keys, &measured.queries, call);
+        return fit(teacher, student, recall, measured.count());
     }
     // `0 log 0` counts as 0 in the divergence and in the entropy.
-    let log_index = log_softmax(of_document(scores, 1), unread.clone()).mask_fill(unread, 0.0);
+    let log_index = log_softmax(measured.in_documents(scores, 1), unread.clone()).mask_fill(unread, 0.0);
+    fit(p, log_index, recall, groups * measured.count())
+}
+
+/// `[divergence, recall, entropy]` of `count` distributions: the attention's `p`, and the logarithms of the indexer's.
+fn fit<B: Backend, const D: usize>(
+    p: Tensor<B, D>,
+    log_index: Tensor<B, D>,
+    recall: Tensor<B, 1>,
+    count: usize,
+) -> Tensor<B, 1> {
+    let mean = 1.0 / count as f64;
     let log_p = p.clone().clamp_min(f32::MIN_POSITIVE).log();
-    let mean = 1.0 / (groups * count) as f64;
     let divergence = (p * (log_p - log_index.clone())).sum() * mean;
     let entropy = (log_index.clone().exp() * log_index).sum() * -mean;
     Tensor::cat(vec![divergence, recall, entropy], 0)
+}
+
+/// Logarithms of the softmax over the keys that are not hidden, the last two dimensions. Burn's kernels reduce a
+/// dimension in one thread: sums and maxima go over the tokens of a block, then over blocks.
+fn log_softmax<B: Backend>(scores: Tensor<B, 5>, hidden: Tensor<B, 5, Bool>) -> Tensor<B, 5> {
+    let scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
+    let shifted = scores.clone() - scores.max_dim(4).max_dim(3);
+    shifted.clone() - shifted.exp().sum_dim(4).sum_dim(3).log()
+}
+
+/// The measured queries of a row. The keys of each are taken in the order of its document, so that a block is a range
+/// of them.
+struct Measured<B: Backend> {
+    /// Their tokens, in the middle of equal parts of the row.
+    queries: Tensor<B, 1, Int>,
+    /// The first token of each one's document, `[queries, 1]`.
+    starts: Tensor<B, 2, Int>,
+    /// Tokens of the row.
+    num_keys: usize,
+    /// KV heads, each of which chooses blocks.
+    groups: usize,
+    blocks: NsaBlocks,
+    softmax_scale: f64,
+}
+
+impl<B: Backend> Measured<B> {
+    /// Queries of the first row, which has `num_keys` tokens. `starts` has the first token of each token's document,
+    /// `[batch, seq_len]`.
+    fn new(starts: Tensor<B, 2, Int>, num_keys: usize, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
+        let count = MEASURED_QUERIES.min(num_keys);
+        let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * num_keys / (2 * count)) as i32).collect();
+        let queries = Tensor::from_ints(queries.as_slice(), &starts.device());
+        let starts = starts.narrow(0, 0, 1).select(1, queries.clone()).swap_dims(0, 1);
+        let (groups, softmax_scale) = (spec.num_kv_heads, spec.softmax_scale);
+        Self { queries, starts, num_keys, groups, blocks, softmax_scale }
+    }
+
+    fn count(&self) -> usize {
+        self.queries.dims()[0]
+    }
+
+    fn num_blocks(&self) -> usize {
+        self.num_keys.div_ceil(self.blocks.select_block_size)
+    }
+
+    /// Tokens of all blocks: the row's, rounded up.
+    fn num_tokens(&self) -> usize {
+        self.num_blocks() * self.blocks.select_block_size
+    }
+
+    /// `[groups, heads, queries, blocks, tokens of a block]`.
+    fn sizes(&self, heads: usize) -> [usize; 5] {
+        [self.groups, heads, self.count(), self.num_blocks(), self.blocks.select_block_size]
+    }
+
+    /// `0 .. len`, `[1, len]`.
+    fn range(&self, len: usize) -> Tensor<B, 2, Int> {
+        Tensor::<B, 1, Int>::arange(0..len as i64, &self.starts.device()).unsqueeze_dim::<2>(0)
+    }
+
+    /// Each query's position in its document, `[queries, 1]`.
+    fn positions(&self) -> Tensor<B, 2, Int> {
+        self.queries.clone().unsqueeze_dim::<2>(1) - self.starts.clone()
+    }
+
+    /// The rows `[heads, queries, ..]` of these queries among those of all tokens.
+    fn of_queries(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        x.select(1, self.queries.clone())
+    }
+
+    /// Scores of all keys, `[groups, heads * queries, num_keys]`, scaled and in the order of each query's document.
+    fn in_documents(&self, scores: Tensor<B, 3>, heads: usize) -> Tensor<B, 5> {
+        let (rows, count, tokens) = (self.groups * heads, self.count(), self.num_tokens());
+        let keys = (self.range(tokens) + self.starts.clone()).clamp_max(self.num_keys as i64 - 1);
+        let keys = keys.unsqueeze_dim::<3>(0).expand([rows, count, tokens]);
+        let scores = scores.reshape([rows, count, self.num_keys]).gather(2, keys);
+        (scores * self.softmax_scale).reshape(self.sizes(heads))
+    }
+
+    /// Where a key comes after the query, `[1, 1, queries, blocks, tokens of a block]`.
+    fn later_keys(&self) -> Tensor<B, 5, Bool> {
+        let [_, _, count, num_blocks, size] = self.sizes(1);
+        self.range(self.num_tokens()).greater(self.positions()).reshape([1, 1, count, num_blocks, size])
+    }
+
+    /// Where a key comes after the query or is outside of the chosen blocks. `chosen` lists attended blocks, of which
+    /// a block that is chosen has `pieces`.
+    fn not_chosen(&self, chosen: Tensor<B, 4, Int>, pieces: usize) -> Tensor<B, 5, Bool> {
+        let (groups, count, num_pieces) = (self.groups, self.count(), self.num_blocks() * pieces);
+        let chosen = chosen.narrow(0, 0, 1).select(1, self.queries.clone()).permute([2, 1, 0, 3]);
+        let is_chosen = self.range(num_pieces).reshape([1, 1, num_pieces, 1]).equal(chosen).any_dim(3);
+        let is_chosen = is_chosen.expand([groups, count, num_pieces, self.num_tokens() / num_pieces]);
+        self.later_keys().bool_or(is_chosen.reshape(self.sizes(1)).bool_not())
+    }
+
+    /// The probability of dense attention in the chosen blocks, divided by that in the best blocks.
+    fn recall(&self, dense: Tensor<B, 5>, not_chosen: Tensor<B, 5, Bool>) -> Tensor<B, 1> {
+        let (groups, count, num_blocks) = (self.groups, self.count(), self.num_blocks());
+        let of_blocks = dense.clone().sum_dim(4).reshape([groups, count, num_blocks]);
+        // Each query reads its own block, so the best blocks have it too: 1 more than a probability puts it first, and
+        // the sum is lowered by these ones again.
+        let own = self.positions().div_scalar(self.blocks.select_block_size as i64);
+        let is_own = self.range(num_blocks).equal(own).unsqueeze_dim::<3>(0);
+        let best = match self.blocks.num_selected_blocks {
+            most if most < num_blocks => (of_blocks + is_own.float()).topk(most, 2).sum() - (groups * count) as f64,
+            _ => of_blocks.sum(),
+        };
+        dense.mask_fill(not_chosen, 0.0).sum() / best
+    }
 }

@@ -3,8 +3,8 @@
 use super::cuda::{slots_of, writable, writable_buffer};
 use super::scratch::{CudaStepGraph, KernelScratch, Recent, SCRATCH_KEYS};
 use super::{
-    DmaCache, KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep,
-    TokensBefore,
+    DmaCache, KeyCache, SelectorCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer,
+    TokenStep, TokensBefore,
 };
 use crate::device::{cast, kernel_or, kernel_or_refusal};
 use crate::linear::cuda::gemm_plus_residual;
@@ -328,7 +328,7 @@ impl Layer<'_> {
         scratch: &mut Scratch,
     ) -> Result<CudaTensor, KernelError> {
         let (spec, batch, length) = (self.attention.spec, self.batch(), self.length()?);
-        let (num_heads, num_kv_heads, scale) = (spec.num_heads, spec.num_kv_heads, spec.softmax_scale as f32);
+        let (num_heads, num_kv_heads) = (spec.num_heads, spec.num_kv_heads);
         match cache {
             TokenCache::Latents(latents, scales) => {
                 return self.attend_latents(normed, qkv, latents, scales.as_deref_mut());
@@ -340,84 +340,121 @@ impl Layer<'_> {
         let qkv_rotated = self.rotated(qkv, qk_norm, &self.inputs.position, num_kv_heads)?;
         let token = Qkv::packed(&qkv_rotated, num_heads, num_kv_heads);
         let shape = token.shape(NAME)?;
-        let step = |max_length| DecodeStep::new(max_length, scale);
-        let o = match (cache, &self.attention.dma) {
-            (TokenCache::Slots(cache), dma) => self.attend_slots(&token, cache, dma.as_ref(), &length, scratch)?,
-            (TokenCache::Selector(cache), _) => {
-                let (len, kv) = (self.held_and_dropped(&cache.keys)[0], self.cache(&mut cache.keys));
-                let seen = match cache.reads {
-                    TokenKeys::Ends { .. } => len + 1,
-                    // Replays for later tokens read more keys, at most as many as the buffers hold.
-                    TokenKeys::Pages { .. } | TokenKeys::Largest(_) => cache.keys.k.room(),
-                };
-                let (choosers, seen) = SelectorStep::scratch(cache.reads, shape, seen);
-                let bounds = cache.bounds.as_mut().map(|bounds| self.buffer(bounds));
-                let choice = SelectorStep {
-                    length: &length,
-                    start: &self.inputs.start,
-                    keys: cache.reads,
-                    bounds: bounds.as_ref(),
-                };
-                let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
-                kv.selector_decode(&token, step(len), choice, &buffers)?
+        let o = match cache {
+            TokenCache::Slots(cache) => {
+                self.attend_slots(&token, cache, self.attention.dma.as_ref(), &length, scratch)?
             }
-            (TokenCache::Chosen { keys, pooled, choice }, _) => {
-                let (len, kv) = (self.held_and_dropped(keys)[0], self.cache(keys));
+            TokenCache::Selector(cache) => self.attend_by_selector(&token, cache, &length, scratch)?,
+            TokenCache::Chosen { keys, pooled, choice } => {
+                let index = self.index_heads(normed, shape.head_dim)?;
                 let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
-                let blocks = choice.blocks;
-                let choosers =
-                    AttentionShape { num_kv_heads: choice.choices_per_token([num_heads, num_kv_heads]), ..shape };
-                let seen = blocks.num_selected_blocks * blocks.select_block_size;
-                let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
-                let index = match &self.attention.extra {
-                    TokenExtra::Indexer { proj, norm } => {
-                        // The indexer has no values, but a packed tensor ends with a value head: the key fills it, too.
-                        let [rows, _] = proj.dims();
-                        let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
-                        let proj = Tensor::cat(vec![proj.clone(), key], 0);
-                        let index = project(normed, &self.noted(&proj), Epilogue::Stored)?;
-                        let num_key_heads = 1;
-                        let index = self.rotated(&index, Some(norm), &self.inputs.position, num_key_heads)?;
-                        Some(Qkv::packed(&index, num_kv_heads, num_key_heads))
-                    }
-                    _ => None,
-                };
-                kv.chosen_decode(&token, index.as_ref(), &length, step(len), pooled, &buffers)?
+                self.attend_chosen_blocks(&token, index.as_ref(), keys, pooled, &length, scratch)?
             }
-            (TokenCache::Branches { compressed, selected, window, tail, blocks }, _) => {
-                let TokenExtra::Branches(weights) = &self.attention.extra else {
-                    unreachable!("NSA's caches are its layers'")
-                };
-                let (fine, coarse) = (
-                    self.selected_token(&token, normed, weights)?,
-                    self.compressed_token(&token, qkv, normed, weights)?,
-                );
-                let (near_step, near, near_seen) = self.recent_step(window);
-                let ([len, _], [_, dropped], all) =
-                    (self.held_and_dropped(selected), self.held_and_dropped(tail), self.cache(selected));
-                let room = compressed.k.room();
-                let (compressed, tail) = (self.cache(compressed), self.cache(tail));
-                let mlp =
-                    weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.without_gaps(w))));
-                let chosen = blocks.num_selected_blocks * blocks.select_block_size;
-                let buffers = [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
-                let [a, b, c] = buffers;
-                let buffers = [a?, b?, c?];
-                let token = NsaToken {
-                    branches: [&coarse, &fine, &token],
-                    caches: [&compressed, &all, &near],
-                    tail: (&tail, dropped),
-                    mlp: mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref())),
-                    start: &self.inputs.start,
-                    blocks: *blocks,
-                };
-                let branches = token.decode(&length, [step(len), near_step], buffers.each_ref())?;
-                let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
-                nsa_gates(branches.each_ref(), &logits, &self.in_f32(&weights.gate_bias))?
-            }
-            (TokenCache::Latents(..) | TokenCache::Recent(_), _) => unreachable!("taken above"),
+            TokenCache::Branches { .. } => self.attend_branches(&token, qkv, normed, cache, &length, scratch)?,
+            TokenCache::Latents(..) | TokenCache::Recent(_) => unreachable!("taken above"),
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
+    }
+
+    /// A step that sees all of at most `max_length` cached keys.
+    fn whole_step(&self, max_length: usize) -> DecodeStep<'static> {
+        DecodeStep::new(max_length, self.attention.spec.softmax_scale as f32)
+    }
+
+    /// Attention of `token` over the keys that a selector chooses for it.
+    fn attend_by_selector(
+        &self,
+        token: &Qkv,
+        cache: &mut SelectorCache<Cuda>,
+        length: &CudaTensor,
+        scratch: &mut Scratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let ([len, _], kv) = (self.held_and_dropped(&cache.keys), self.cache(&mut cache.keys));
+        let seen = match cache.reads {
+            TokenKeys::Ends { .. } => len + 1,
+            // Replays for later tokens read more keys, at most as many as the buffers hold.
+            TokenKeys::Pages { .. } | TokenKeys::Largest(_) => cache.keys.k.room(),
+        };
+        let (choosers, seen) = SelectorStep::scratch(cache.reads, token.shape(NAME)?, seen);
+        let bounds = cache.bounds.as_mut().map(|bounds| self.buffer(bounds));
+        let choice = SelectorStep { length, start: &self.inputs.start, keys: cache.reads, bounds: bounds.as_ref() };
+        let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
+        kv.selector_decode(token, self.whole_step(len), choice, &buffers)
+    }
+
+    /// The queries and the key of the layer's indexer, if it has one.
+    fn index_heads(&self, normed: Vectors<'_>, head_dim: usize) -> Result<Option<Qkv>, KernelError> {
+        let TokenExtra::Indexer { proj, norm } = &self.attention.extra else {
+            return Ok(None);
+        };
+        // The indexer has no values, but a packed tensor ends with a value head: the key fills it, too.
+        let [rows, _] = proj.dims();
+        let key = proj.clone().narrow(0, rows - head_dim, head_dim);
+        let proj = Tensor::cat(vec![proj.clone(), key], 0);
+        let index = project(normed, &self.noted(&proj), Epilogue::Stored)?;
+        let num_key_heads = 1;
+        let index = self.rotated(&index, Some(norm), &self.inputs.position, num_key_heads)?;
+        Ok(Some(Qkv::packed(&index, self.attention.spec.num_kv_heads, num_key_heads)))
+    }
+
+    /// Attention of `token` over the blocks that it chooses, or that the indexer's heads `index` choose.
+    fn attend_chosen_blocks(
+        &self,
+        token: &Qkv,
+        index: Option<&Qkv>,
+        keys: &mut KeyCache<Cuda>,
+        pooled: PooledStep<'_>,
+        length: &CudaTensor,
+        scratch: &mut Scratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let ([len, _], kv, spec) = (self.held_and_dropped(keys), self.cache(keys), self.attention.spec);
+        let num_kv_heads = pooled.choice.choices_per_token([spec.num_heads, spec.num_kv_heads]);
+        let choosers = AttentionShape { num_kv_heads, ..token.shape(NAME)? };
+        let blocks = pooled.choice.blocks;
+        let seen = blocks.num_selected_blocks * blocks.select_block_size;
+        let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
+        kv.chosen_decode(token, index, length, self.whole_step(len), pooled, &buffers)
+    }
+
+    /// Attention of NSA's three branches, added up by their gates. `token` are the heads of the window branch, rotated
+    /// from the packed projection `qkv`.
+    fn attend_branches(
+        &self,
+        token: &Qkv,
+        qkv: &CudaTensor,
+        normed: Vectors<'_>,
+        cache: &mut TokenCache<'_, Cuda>,
+        length: &CudaTensor,
+        scratch: &mut Scratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let (TokenCache::Branches { compressed, selected, window, tail, blocks }, TokenExtra::Branches(weights)) =
+            (cache, &self.attention.extra)
+        else {
+            unreachable!("NSA's caches are its layers'")
+        };
+        let fine = self.selected_token(token, normed, weights)?;
+        let coarse = self.compressed_token(token, qkv, normed, weights)?;
+        let (near_step, near, near_seen) = self.recent_step(window);
+        let ([len, _], [_, dropped], all) =
+            (self.held_and_dropped(selected), self.held_and_dropped(tail), self.cache(selected));
+        let room = compressed.k.room();
+        let (compressed, tail) = (self.cache(compressed), self.cache(tail));
+        let mlp = weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.without_gaps(w))));
+        let (shape, chosen) = (token.shape(NAME)?, blocks.num_selected_blocks * blocks.select_block_size);
+        let [of_compressed, of_chosen, of_near] =
+            [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
+        let buffers = [of_compressed?, of_chosen?, of_near?];
+        let token = NsaToken {
+            branches: [&coarse, &fine, token],
+            caches: [&compressed, &all, &near],
+            tail: (&tail, dropped),
+            mlp: mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref())),
+            start: &self.inputs.start,
+            blocks: *blocks,
+        };
+        let branches = token.decode(length, [self.whole_step(len), near_step], buffers.each_ref())?;
+        let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
+        nsa_gates(branches.each_ref(), &logits, &self.in_f32(&weights.gate_bias))
     }
 
     /// Attention of `token` over DMA's slots, or, without DMA, over the keys that were kept of a prompt.
@@ -449,7 +486,7 @@ impl Layer<'_> {
         let recency = slopes
             .as_deref()
             .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
-        let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
+        let rank = token.v.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
         let rank = rank.reshaped(NAME, "rank", &[self.batch(), num_kv_heads])?;
         slots.dma_decode(token, &rank, length, scale, dma.spec.bias.into(), &buffers)
     }

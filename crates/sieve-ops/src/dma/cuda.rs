@@ -50,7 +50,7 @@ pub(crate) fn dma_attention_backward(call: &DmaCall<Cuda>, output: AttentionOutp
 fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(&call.w_dt, DType::F32), cast(&call.a, DType::F32));
     let Some(Recency { slopes, origin }) = recency else {
-        return Ok(packed(&call.qkv, call.spec).dma_scores(&w_dt, &a)?.z.burn());
+        return Ok(packed(&call.qkv, call.spec).v.dma_scores(&w_dt, &a)?.z.burn());
     };
     let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
     let start;
@@ -62,7 +62,7 @@ fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> 
         }
     };
     let recency = sieve_kernels::Recency { slopes: &slopes, origin };
-    Ok(packed(&call.qkv, call.spec).dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
+    Ok(packed(&call.qkv, call.spec).v.dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
 }
 
 /// Adds the gradient that the values get through the scores to `dqkv`, in place; returns `[dw_dt, da]` in f32.
@@ -70,10 +70,10 @@ fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) 
     let [w_dt, a] = [&call.w_dt, &call.a].map(|x| cast(x, DType::F32).contiguous());
     let qkv = packed(&call.qkv, call.spec);
     // x, the argument of the softplus, is recomputed: reading v once more is cheaper than keeping x of every layer.
-    let scores = qkv.dma_scores(&w_dt, &a)?;
+    let scores = qkv.v.dma_scores(&w_dt, &a)?;
     let dz = cast(dz, DType::F32).contiguous();
-    let backward = ScoresBackward { qkv: &qkv, w_dt: &w_dt, a: &a, x: &scores.x, dz: &dz };
-    let (dw_dt, da) = backward.dma_scores_backward(&packed(dqkv, call.spec))?;
+    let backward = ScoresBackward { values: &qkv.v, w_dt: &w_dt, a: &a, x: &scores.x, dz: &dz };
+    let (dw_dt, da) = backward.dma_scores_backward(&packed(dqkv, call.spec).v)?;
     Ok([dw_dt, da].map(ToBurn::burn))
 }
 

@@ -5,18 +5,9 @@ use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::{DType, Tensor};
 use burn_flex::{Flex, FlexTensor};
 
-/// The settings of step `t`, counted from 1.
-fn step_number(t: i32) -> AdamWStep {
-    let (beta1, beta2) = (0.9_f64, 0.95_f64);
-    AdamWStep {
-        lr: 3e-3,
-        beta1,
-        beta2,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_correction1: 1.0 - beta1.powi(t),
-        bias_correction2: 1.0 - beta2.powi(t),
-    }
+/// The settings of a step, whose number is counted from 1.
+fn step_number(number: i32) -> AdamWStep {
+    AdamWStep::usual(3e-3, number)
 }
 
 /// A parameter before its first step: its moments are 0.

@@ -21,11 +21,11 @@ pub(in crate::specialisations) fn scores(calls: &mut Calls, shape: &AttentionSha
     let (w_dt, a) = (calls.f32(&[kv_heads, kv_heads * shape.head_dim_v]), calls.f32(&[kv_heads]));
     let origin = PositionOrigin::DocumentStart(&row.documents[0]);
     let recency = (!slopes.is_empty()).then_some(Recency { slopes, origin });
-    let Some(scores) = calls.note(row.qkv.dma_ranks(&w_dt, &a, recency.as_ref())) else {
+    let Some(scores) = calls.note(row.qkv.v.dma_ranks(&w_dt, &a, recency.as_ref())) else {
         return;
     };
-    let backward = ScoresBackward { qkv: &row.qkv, w_dt: &w_dt, a: &a, x: &scores.x, dz: &scores.z };
-    calls.note(backward.dma_scores_backward(&row.grads));
+    let backward = ScoresBackward { values: &row.qkv.v, w_dt: &w_dt, a: &a, x: &scores.x, dz: &scores.z };
+    calls.note(backward.dma_scores_backward(&row.grads.v));
 }
 
 /// Scores with the biases of logits beside them, as callers of the C interface ask for them.
@@ -34,7 +34,7 @@ pub(in crate::specialisations) fn scores_with_bias(calls: &mut Calls, shape: &At
     let kv_heads = shape.num_kv_heads;
     let (w_dt, a) = (calls.f32(&[kv_heads, kv_heads * shape.head_dim_v]), calls.f32(&[kv_heads]));
     let recency = None;
-    calls.note(row.qkv.dma_ranks_and_bias(&w_dt, &a, recency, ScoreBias::Exp));
+    calls.note(row.qkv.v.dma_ranks_and_bias(&w_dt, &a, recency, ScoreBias::Exp));
 }
 
 /// The choice of keys in short and long rows, with a local window and without, and the keys that context parallelism

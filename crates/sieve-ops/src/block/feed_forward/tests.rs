@@ -106,21 +106,22 @@ fn a_pass_for_gradients_alone_leaves_the_output_out_and_has_the_same_gradients()
     }
 }
 
-// With `recomputable`, sieve-plan counts the normed residual stream and the gated activation of each token.
+/// With `recomputable`, sieve-plan counts the normed residual stream (`d_model` numbers of each token) and the gated
+/// activation (`d_ff`); without it, it counts nothing.
 #[test]
 fn kept_activations_are_those_that_the_plan_counts() {
     let [batch, seq_len, d_model, d_ff] = [2, 7, 24, 20];
     let inputs = inputs([batch, seq_len, d_model, d_ff], 3).map(|x| x.tensor(DType::F32));
     let leaves = inputs.clone().map(Ad::from_inner);
-    let numbers = |keeping| {
+    let num_kept = |keeping| {
         let layer = layer(&leaves, keeping).values();
-        let [first, second] = forward::<Flex>(inputs[0].clone(), layer, BOTH[0]).1.operands;
-        let numbers = [first, second].map(|kept| match kept {
+        let (_output, kept) = forward::<Flex>(inputs[0].clone(), layer, Residual::Stream);
+        let num_kept_of = |operands: Operands<Flex>| match operands {
             Operands::X(x) => x.shape().num_elements(),
             _ => 0,
-        });
-        numbers.iter().sum::<usize>()
+        };
+        kept.operands.map(num_kept_of).iter().sum::<usize>()
     };
-    assert_eq!(numbers(ALL), batch * seq_len * (d_model + d_ff));
-    assert_eq!(numbers(Keeping::default()), 0);
+    assert_eq!(num_kept(ALL), batch * seq_len * (d_model + d_ff));
+    assert_eq!(num_kept(Keeping::default()), 0);
 }
