@@ -16,7 +16,7 @@ mod weights;
 
 pub use health::Health;
 pub use sharded_model::{PieceKeeper, ShardedWeights};
-pub(crate) use weights::{Released, WeightPieces, Weights};
+pub(crate) use weights::{WeightPieces, Weights, released};
 
 use crate::collectives::{Collectives, Exchanged, HostCollectives, Pending, Primitive, Updated, bytes_of, floats_of};
 use crate::gradients::Gradient;

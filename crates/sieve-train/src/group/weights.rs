@@ -174,10 +174,10 @@ impl<B: TrainBackend> GatheredLeaves<B> {
 }
 
 /// Releases the weights that are divided into `pieces`.
-pub(crate) struct Released<'a, B: TrainBackend> {
-    pub(crate) pieces: &'a WeightPieces<B>,
+struct Released<'a, B: TrainBackend> {
+    pieces: &'a WeightPieces<B>,
     /// The one value of released weights, `[1]`.
-    pub(crate) nan: Option<Primitive<B>>,
+    nan: Option<Primitive<B>>,
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
@@ -192,7 +192,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
 }
 
 /// What is left of a weight whose piece is `piece`: its shape, with the one value `nan`.
-pub(super) fn released<B: TrainBackend, const D: usize>(
+pub(crate) fn released<B: TrainBackend, const D: usize>(
     piece: &Primitive<B>,
     shape: [usize; D],
     nan: &mut Option<Primitive<B>>,
