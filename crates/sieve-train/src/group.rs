@@ -180,7 +180,7 @@ impl<B: TrainBackend> Group<B> {
             collectives,
             rank_group: None,
             row_error: RowError::default(),
-            is_last: false,
+            is_last: true,
             zero_stage: 1,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
@@ -479,7 +479,7 @@ impl<B: TrainBackend> PassHooks<B> for StepHooks<'_, B> {
     ) -> Result<(), TrainError> {
         self.0.group.tick_in_pass()?;
         self.0.group.start_sums(model, segment, gradients)?;
-        self.0.release(model, segment);
+        self.0.after_backward(model, segment);
         Ok(())
     }
 }
