@@ -92,8 +92,8 @@ impl StepProfile {
         }
     }
 
-    /// The printed table of traced `steps` with this process's `tokens`: each group of kernels with its rate, the kernels that took longest,
-    /// and the longest idle times.
+    /// The printed table of traced `steps` with this process's `tokens`: each group of kernels with its rate, the
+    /// kernels that took longest, and the longest idle times.
     fn table(&self, result: &TraceResult, [steps, tokens]: [u64; 2], report: &StepReport) -> String {
         let steps_f = steps as f64;
         let (span, busy) = (result.span_ns() as f64, result.busy_ns() as f64);
