@@ -608,7 +608,7 @@ fn context_parallel_rows_have_the_measured_memory_and_speed() {
     assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
     // Whole rows do not fit. Of four rows a rank has one whole row, or a quarter of each in four micro-batches.
     let four_rows = ["training.global_batch_size=4"];
-    let whole = planned(1, &four_rows);
+    let whole = planned_on(&target("h100"), 1, &four_rows);
     assert_eq!(whole.memory.verdict, MemoryVerdict::DoesNotFit);
     assert_eq!(whole.stages[0].context_parallel, None);
     let [parts, whole] = [planned(4, &four_rows), whole].map(|plan| plan.stages[0].micro_batches);
