@@ -34,6 +34,7 @@ mod train_guard;
 mod train_guard_runs;
 mod train_ranks;
 mod train_ranks_killed;
+mod train_ranks_killed_inside;
 mod train_ranks_late;
 mod train_ranks_matrix;
 mod train_run;

@@ -6,7 +6,7 @@ use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
-use sieve_core::{KeepOLow, Keeping, Recipe};
+use sieve_core::{Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, named_parameters};
 use sieve_nn::{LayerContext, PassState, Qwen3};
@@ -345,14 +345,15 @@ fn computed(model: &Qwen3<B>, settings: &BlockSettings) -> (u32, Vec<NamedTensor
 #[test]
 fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
     use ActivationCheckpointMode::{Full, None, Selective};
-    let keeps =
-        BlockSettings { keeping: Keeping { o_low: KeepOLow::Always, recomputable: true }, ..settings(None, 0..0) };
+    let keeps = |mode| BlockSettings { keeping: Keeping::ALL, ..settings(mode, 0..0) };
+    let few = [Selective, Full].map(|mode| settings(mode, 0..0));
+    let all = [few.to_vec(), [None, Selective, Full].map(keeps).to_vec()].concat();
     for attention in KINDS {
         let model = model(attention, true);
         let (loss, gradients, masks) = computed(&model, &settings(None, 0..0));
         assert_eq!(gradients.len(), sieve_hf::parameter_names(&model).len());
-        for settings in [settings(Selective, 0..0), settings(Full, 0..0), keeps.clone()] {
-            let (other_loss, other, other_masks) = computed(&model, &settings);
+        for settings in &all {
+            let (other_loss, other, other_masks) = computed(&model, settings);
             assert_eq!(loss, other_loss, "{attention} {settings:?}");
             assert_eq!(masks, other_masks, "{attention} {settings:?}");
             assert_same(&other, &gradients, &format!("{attention} {settings:?}"));

@@ -1,24 +1,30 @@
 """Times training steps of a Qwen3 model under torch's FSDP2 (weights, gradients and AdamW sharded), the rival of ZeRO-3.
 
-    torchrun --nproc-per-node 4 experiments/fsdp2/fsdp2.py [--size 14.8B|1.7B] [--modes compiled,eager] [--rows 1,2,4]
+    torchrun --nproc-per-node 4 experiments/fsdp2/fsdp2.py [--size 14.8B|1.7B] [MODE:EVERY:ROWS,ROWS… …]
     torchrun --nproc-per-node 2 experiments/fsdp2/fsdp2.py --size tiny        (no GPU: every line once, by gloo)
 
 Plain torch, without transformers, drawn on the devices shard by shard: no host holds the model. Each layer is an FSDP
 unit; bf16 weights are gathered for its forward and its backward pass, gradients are reduced in f32, shards, moments and
-masters are f32. 14.8B recomputes every layer in the backward pass and reduces gradients in each micro-batch, because
-whole gradients do not fit; 1.7B does neither. `compiled`: every layer and the loss by torch.compile. Attention is SDPA by
-the fastest of its backends, which is measured first. A number of rows that would not fit, by the memory that fewer rows
-took, is left out. Prints a line and a JSON object for each measurement: tokens/s of all GPUs together, the median of the
-steps after the warm ones; and the most memory that tensors took on a GPU.
+masters are f32. 14.8B reduces gradients in each micro-batch, because whole gradients do not fit; 1.7B does not. MODE
+`compiled` compiles every layer and the loss by torch.compile, `eager` nothing. One layer in EVERY is recomputed in the
+backward pass, with 0 none. Attention is SDPA by the fastest of its backends, which is measured first. Micro-batches of
+each number of ROWS are measured; one that would not fit, by the memory that fewer rows took, is left out. Tokens are
+random, new ones in each micro-batch. Prints a line and a JSON object for each measurement: tokens/s of all GPUs together,
+the median of the steps after the warm ones, and the fastest and slowest of them; and the most memory that tensors took on
+a GPU.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
 import statistics
 import sys
 import time
+
+# As torchtitan sets it: sizes of activations change from measurement to measurement.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -29,16 +35,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Layers, width, query heads, KV heads, width of a head and of the feed-forward layer, vocabulary, tied; tokens of a row;
-# whether layers are recomputed, and whether each micro-batch reduces its gradients.
+# whether each micro-batch reduces its gradients.
 SIZES = {
-    "14.8B": (40, 5120, 40, 8, 128, 17408, 151936, False, 4096, True, True),
-    "1.7B": (28, 2048, 16, 8, 128, 6144, 50304, True, 2048, False, False),
-    "tiny": (3, 64, 4, 2, 16, 96, 500, False, 32, True, True),
-    "tiny-tied": (3, 64, 4, 2, 16, 96, 500, True, 32, False, False),
+    "14.8B": (40, 5120, 40, 8, 128, 17408, 151936, False, 4096, True),
+    "1.7B": (28, 2048, 16, 8, 128, 6144, 50304, True, 2048, False),
+    "tiny": (3, 64, 4, 2, 16, 96, 500, False, 32, True),
+    "tiny-tied": (3, 64, 4, 2, 16, 96, 500, True, 32, False),
 }
-ROWS = {"14.8B": "1,2,3,4", "1.7B": "8", "tiny": "1,2", "tiny-tied": "2"}
+RUNS = {"14.8B": "compiled:1:3,6,3 compiled:2:3,4 eager:1:3", "1.7B": "compiled:0:8 eager:0:8",
+        "tiny": "compiled:1:1,3,2 compiled:2:1 eager:1:2", "tiny-tied": "compiled:0:2 eager:0:2"}
+RECOMPUTED = {0: "none", 1: "all", 2: "every second"}
 # A measurement may need this share of a GPU's memory, by the estimate.
-MOST_MEMORY = 0.92
+MOST_MEMORY = 0.95
 
 
 class RmsNorm(nn.Module):
@@ -77,7 +85,7 @@ class Layer(nn.Module):
 class Net(nn.Module):
     def __init__(self, sizes, attention):
         super().__init__()
-        layers, width, *_, vocabulary, tied, _, _, _ = sizes
+        layers, width, *_, vocabulary, tied, _, _ = sizes
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(sizes, attention) for _ in range(layers))
         self.norm, self.head = RmsNorm(width), nn.Linear(width, vocabulary, bias=False)
@@ -123,7 +131,7 @@ def fastest_attention(sizes, device):
     """(name, SDPA backend, function) with the fastest forward and backward pass on rank 0."""
     if device == "cpu":
         return "math", SDPBackend.MATH, of_groups
-    _, _, heads, kv_heads, head_dim, _, _, _, tokens, *_ = sizes
+    _, _, heads, kv_heads, head_dim, _, _, _, tokens, _ = sizes
     ways = [("cudnn, groups", SDPBackend.CUDNN_ATTENTION, of_groups), ("cudnn", SDPBackend.CUDNN_ATTENTION, of_copies),
             ("flash, groups", SDPBackend.FLASH_ATTENTION, of_groups)]
     times = []
@@ -147,15 +155,16 @@ def fastest_attention(sizes, device):
     return ways[choice[0]]
 
 
-def sharded(sizes, attention, device, compiled):
+def sharded(sizes, attention, device, compiled, every):
     """The model with its shards drawn on the devices."""
-    recomputes, is_tied = sizes[-2], sizes[-4]
+    is_tied = sizes[-3]
     # `to_empty` would part a tied embedding and output; the sizes that have them fit a device whole.
     with torch.device(device if is_tied else "meta"):
         net = Net(sizes, attention)
     # torchtitan's order: recomputation, compilation, sharding.
-    if recomputes:
-        net.layers = nn.ModuleList(checkpoint_wrapper(layer, preserve_rng_state=False) for layer in net.layers)
+    kept = lambda place: every == 0 or place % every != every - 1
+    wrapped = (layer if kept(place) else checkpoint_wrapper(layer, preserve_rng_state=False) for place, layer in enumerate(net.layers))
+    net.layers = nn.ModuleList(wrapped)
     if compiled:
         for layer in net.layers:
             layer.compile(dynamic=False)
@@ -176,16 +185,17 @@ def sharded(sizes, attention, device, compiled):
 
 
 def measured(net, optimizer, sizes, rows, args, device):
-    """Median seconds of a step, its last loss, and the most GiB that tensors took."""
-    *_, head_dim, _, vocabulary, _, tokens_of_row, _, reduces_each = sizes
+    """Seconds of each step after the warm ones, the last loss, and the most GiB that tensors took."""
+    *_, head_dim, _, vocabulary, _, tokens_of_row, reduces_each = sizes
     cos, sin = tables(tokens_of_row, head_dim, device)
-    tokens = torch.randint(0, vocabulary, (rows, tokens_of_row + 1), device=device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(args.warm + args.steps):
+        # Repeated rows would be learnt by heart, and GEMMs of gradients that are nearly zero take less power.
+        batches = torch.randint(0, vocabulary, (args.micro, rows, tokens_of_row + 1), device=device)
         started = time.perf_counter()
-        for place in range(args.micro):
+        for place, tokens in enumerate(batches):
             net.set_requires_gradient_sync(reduces_each or place + 1 == args.micro)
             loss = net(tokens, cos, sin)
             (loss / args.micro).backward()
@@ -196,7 +206,7 @@ def measured(net, optimizer, sizes, rows, args, device):
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return statistics.median(times[args.warm :]), loss.item(), peak
+    return times[args.warm :], loss.item(), peak
 
 
 def agreed(value):
@@ -206,51 +216,53 @@ def agreed(value):
     return max(values)
 
 
-def run(args, sizes, mode, device, name, backend, attention):
-    net = sharded(sizes, attention, device, mode == "compiled")
+def run(args, sizes, words, device, name, backend, attention):
+    mode, every, all_rows = words.split(":")
+    every = int(every)
+    net = sharded(sizes, attention, device, mode == "compiled", every)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    world, seen, tokens_of_row = dist.get_world_size(), [], sizes[-3]
+    world, seen, tokens_of_row, what = dist.get_world_size(), {}, sizes[-2], f"{args.size} {mode}, recomputed {RECOMPUTED.get(every, every)}"
     total = torch.cuda.get_device_properties(0).total_memory / 2**30 if device == "cuda" else math.inf
-    for rows in map(int, args.rows.split(",")):
+    for rows in map(int, all_rows.split(",")):
         late = agreed(time.monotonic() - args.began) > args.seconds
         # From one number of rows: activations may be all of it but the shards (16 bytes a parameter); from two, by a line.
-        needed = 0.0
+        needed = seen.get(rows, 0.0)
         if len(seen) == 1:
-            shards = 16 * sum(p.numel() for p in net.parameters()) / world / 2**30
-            needed = shards + (seen[0][1] - shards) * rows / seen[0][0]
-        elif seen:
-            (one, low), (two, high) = seen[-2:]
+            [(fewer, peak)], shards = seen.items(), 16 * sum(p.numel() for p in net.parameters()) / world / 2**30
+            needed = shards + (peak - shards) * rows / fewer
+        elif seen and not needed:
+            (one, low), (two, high) = sorted(seen.items())[-2:]
             needed = high + (high - low) * (rows - two) / (two - one)
         if late or needed > MOST_MEMORY * total:
             reason = f"after {args.seconds} s" if late else f"about {needed:.1f} of {total:.1f} GiB"
             if dist.get_rank() == 0:
-                print(f"fsdp2 {args.size} {mode}, {rows} rows: left out, {reason}", flush=True)
+                print(f"fsdp2 {what}, {rows} rows: left out, {reason}", flush=True)
             break
         with sdpa_kernel(backend):
-            seconds, loss, peak = measured(net, optimizer, sizes, rows, args, device)
-        peak = agreed(peak)
-        seen.append((rows, peak))
-        rate = world * args.micro * rows * tokens_of_row / seconds
-        found = dict(program="fsdp2", size=args.size, mode=mode, gpus=world, rows=rows, micro_batches=args.micro, tokens_per_second=round(rate),
-                     step_ms=round(1e3 * seconds, 1), gib=round(peak, 2), loss=round(loss, 4), attention=name, torch=torch.__version__,
-                     gpu=torch.cuda.get_device_name() if device == "cuda" else "cpu")
+            times, loss, peak = measured(net, optimizer, sizes, rows, args, device)
+        seen[rows] = peak = agreed(peak)
+        count = world * args.micro * rows * tokens_of_row
+        rate, slowest, fastest = (round(count / seconds) for seconds in (statistics.median(times), max(times), min(times)))
+        found = dict(program="fsdp2", size=args.size, mode=mode, recomputed=RECOMPUTED.get(every, every), gpus=world, rows=rows,
+                     micro_batches=args.micro, tokens_per_second=rate, slowest=slowest, fastest=fastest,
+                     step_ms=round(1e3 * statistics.median(times), 1), gib=round(peak, 2), loss=round(loss, 4), attention=name,
+                     torch=torch.__version__, gpu=torch.cuda.get_device_name() if device == "cuda" else "cpu")
         if dist.get_rank() == 0:
-            print(f"fsdp2 {args.size} {mode}, {args.micro} micro-batches of {rows} rows, {world} GPUs: {rate:9.0f} tokens/s, "
-                  f"{1e3 * seconds:.1f} ms a step, at most {peak:.2f} GiB, loss {loss:.4f}", flush=True)
+            print(f"fsdp2 {what}, {args.micro} micro-batches of {rows} rows, {world} GPUs: {rate} tokens/s ({slowest} to {fastest}), "
+                  f"{found['step_ms']} ms a step, at most {peak:.2f} GiB, loss {loss:.4f}", flush=True)
             print(json.dumps(found), flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="14.8B", choices=SIZES)
-    parser.add_argument("--modes", default="compiled,eager")
-    parser.add_argument("--rows", help="rows of a micro-batch, each measured; 1,2,3,4 for 14.8B, 8 for 1.7B")
+    parser.add_argument("runs", nargs="*", metavar="MODE:EVERY:ROWS,ROWS…", help=f"by size: {RUNS}")
     parser.add_argument("--micro", type=int, default=2, help="micro-batches a step")
-    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=180, help="no measurement begins later than this")
     args = parser.parse_args()
-    args.began, args.rows = time.monotonic(), args.rows or ROWS[args.size]
+    args.began, args.runs = time.monotonic(), args.runs or RUNS[args.size].split()
     device = "cpu" if args.size.startswith("tiny") else "cuda"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -260,9 +272,10 @@ def main():
     sizes = SIZES[args.size]
     try:
         way = fastest_attention(sizes, device)
-        for mode in args.modes.split(","):
-            run(args, sizes, mode, device, *way)
+        for words in args.runs:
+            run(args, sizes, words, device, *way)
             torch._dynamo.reset()
+            gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
     except torch.OutOfMemoryError as error:

@@ -8,7 +8,8 @@
 # memory   8.2B under ZeRO-2; about 90 s
 # weights  1.7B, rows of 2048, four micro-batches, under ZeRO-2 and ZeRO-3 on all GPUS, with and without recomputation;
 #          WAYS (2:none 3:none 2:full 3:full)
-# large    14.8B, rows of 4096, under ZeRO-3 on all GPUS (4 or more), ROWS (2) a micro-batch; LIMIT=400
+# large    14.8B, rows of 4096, under ZERO (3) on all GPUS (4 or more), two micro-batches of each of ROWS (2, or 3:6 for
+#          six steps of three rows) one after the other; MODE (full) of recomputation; LIMIT=400
 # rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole (but WHOLE=no) and in two parts; about 100 s
 # long     KINDS (all eight), SIZES (80m 1p7b), rows of LENGTH (524288) tokens in PARTS (GPUS) parts, all blocks recomputed,
 #          one step of dense and latent attention and two of the others; on four H100s by plan about 150 s for 80m and
@@ -25,7 +26,7 @@ parts=("$@")
 [ "$#" -gt 0 ] || parts=(zero memory rows)
 device="${DEVICE:-cuda}" steps="${STEPS:-3}" gpus="${GPUS:-2}"
 mkdir -p "$out"
-failed=0 size=1p7b left_out='stage' jobs=() sessions="$out/sessions"
+failed=0 size=1p7b left_out='stage' jobs=() stages=() sessions="$out/sessions"
 # A script that is stopped leaves no run behind.
 : > "$sessions"
 trap 'while read -r job; do pkill -KILL -s "$job"; done < "$sessions"' EXIT
@@ -35,9 +36,9 @@ cached=(--set "data.cache_dir=\"$out/cache\"" --set "tokenizer.train={ vocab_siz
 # A text of any length will do for the steps that are taken: 1.7B asks for more.
 any_text() { [ "$size" = 80m ] || echo --set stage.1.steps=10; }
 
-# run NAME KIND PROCESSES GPU key=value…
+# run NAME KIND PROCESSES GPU key=value…; with stages of ROWS:STEPS each takes two micro-batches of so many rows.
 run() {
-  local name="$1" kind="$2" nproc="$3" gpu="$4" sets=() set
+  local name="$1" kind="$2" nproc="$3" gpu="$4" sets=() set stage rows steps="$steps" planners=()
   shift 4
   for set in training.steps=1000 lr_scheduler.warmup_steps=100 metrics.log_freq=1 "$@" ${SETS:-}; do
     sets+=(--set "$set")
@@ -49,8 +50,26 @@ run() {
   grep -q '^\[validation\]' "$out/$name.toml" && sets+=(--set validation.tokens=8192)
   local all=(--recipe "$out/$name.toml" "${cached[@]}" "${sets[@]}")
   rm -rf "${out:?}/$name"
-  "$sieve" plan "${all[@]}" --gpu h200 --nproc "$nproc" > "$out/$name.plan" 2>&1 &
-  local planner=$!
+  local plan=("$sieve" plan "${all[@]}" --gpu h200 --nproc "$nproc")
+  if [ "${#stages[@]}" = 0 ]; then
+    "${plan[@]}" > "$out/$name.plan" 2>&1 &
+    planners+=($!)
+  else
+    steps=0
+    cp "$out/$name.toml" "$out/$name-stages.toml"
+    for stage in "${stages[@]}"; do
+      rows="${stage%:*}" steps=$((steps + ${stage#*:}))
+      "${plan[@]}" --set training.local_batch_size="$rows" --set training.global_batch_size=$((2 * rows * nproc)) \
+        > "$out/$name-$rows.plan" 2>&1 &
+      planners+=($!)
+      printf '\n[[stage]]\nsteps = %s\nlocal_batch_size = %s\nglobal_batch_size = %s\n' "${stage#*:}" "$rows" \
+        $((2 * rows * nproc)) >> "$out/$name-stages.toml"
+    done
+    # More steps than are taken: the last one would write a checkpoint.
+    printf '\n[[stage]]\nsteps = %s\nlocal_batch_size = %s\nglobal_batch_size = %s\n' $((1000 - steps)) "$rows" \
+      $((2 * rows * nproc)) >> "$out/$name-stages.toml"
+    all=(--recipe "$out/$name-stages.toml" "${all[@]:2}")
+  fi
   local train=(train "${all[@]}" --out "$out/$name" ${FLAGS:-})
   if [ "$nproc" = 1 ]; then
     [ "$device" = cpu ] && gpu="$device" || gpu="$device:$gpu"
@@ -75,33 +94,46 @@ run() {
     pkill -KILL -s "$job"
     sleep 0.1
   done
-  wait "$planner" || { code=1; echo "$name: FAILED to plan: $(tail -1 "$out/$name.plan")"; }
-  python3 - "$out/$name" "$steps" << 'PYTHON' || code=1
+  for set in "${planners[@]}"; do
+    wait "$set" || { code=1; echo "$name: FAILED to plan: $(tail -qn1 "$out/$name"*.plan)"; }
+  done
+  python3 - "$out/$name" "$steps" "${stages[@]}" << 'PYTHON' || code=1
 import json, math, os, re, sys
 from statistics import median
-name, count = sys.argv[1], int(sys.argv[2])
+name, count, stages = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 
 def read(name):
     lines = [json.loads(line) for line in open(name + "/metrics.jsonl", encoding="utf-8")]
     return [[line for line in lines if line["kind"] == kind] for kind in ("step", "memory")]
 
-steps, memory = read(name)
-steps = steps[:count]
-of = lambda key, digits: ", ".join(f"{line[key]:.{digits}f}" for line in steps)
+all_steps, all_memory = read(name)
 # The first step compiles kernels.
 speed = lambda steps: median(line["tokens_per_second"] for line in steps[1:] or steps)
-gib = lambda key: f"{max(line[key] for line in memory) / 2**30:.2f} GiB" if memory else "not known"
-plan = open(name + ".plan", encoding="utf-8").read()
-planned = lambda pattern: float(found[1].replace(",", "")) if (found := re.search(pattern, plan, re.M)) else math.nan
-tensors = planned(r"^memory +([0-9.]+) GiB") - planned(r"^  program +([0-9.]+) GiB")
-parts, times = re.fullmatch(r"(.*)-([0-9]+)", name), ""
-if parts and parts[2] != "1" and os.path.exists(parts[1] + "-1/metrics.jsonl"):
-    ratio = speed(steps) / speed(read(parts[1] + "-1")[0])
-    times = f" ({ratio:.2f} times one GPU, {100 * ratio / int(parts[2]):.1f} %)"
-print(f"{name.split('/')[-1]:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; "
-      f"tokens/s {of('tokens_per_second', 0)}{times}, plan {planned(r'about ([0-9,]+) tokens/s'):.0f}; "
-      f"tensors {gib('in_use_bytes')}, plan {tensors:.2f} GiB; "
-      f"reserved {gib('reserved_bytes')}", flush=True)
+gib = lambda memory, key: f"{max(line[key] for line in memory) / 2**30:.2f} GiB" if memory else "not known"
+
+def show(label, plan, steps, memory):
+    of = lambda key, digits: ", ".join(f"{line[key]:.{digits}f}" for line in steps)
+    plan = open(plan, encoding="utf-8").read()
+    planned = lambda pattern: float(found[1].replace(",", "")) if (found := re.search(pattern, plan, re.M)) else math.nan
+    tensors = planned(r"^memory +([0-9.]+) GiB") - planned(r"^  program +([0-9.]+) GiB")
+    parts, times = re.fullmatch(r"(.*)-([0-9]+)", name), ""
+    if parts and parts[2] != "1" and os.path.exists(parts[1] + "-1/metrics.jsonl"):
+        ratio = speed(steps) / speed(read(parts[1] + "-1")[0])
+        times = f" ({ratio:.2f} times one GPU, {100 * ratio / int(parts[2]):.1f} %)"
+    print(f"{label:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; "
+          f"tokens/s {of('tokens_per_second', 0)}{times}, plan {planned(r'about ([0-9,]+) tokens/s'):.0f}; "
+          f"tensors {gib(memory, 'in_use_bytes')}, plan {tensors:.2f} GiB; "
+          f"reserved {gib(memory, 'reserved_bytes')}", flush=True)
+
+label, first = name.split("/")[-1], 1
+for stage in stages or [f"all:{count}"]:
+    rows, last = stage.split(":")[0], first + int(stage.split(":")[1])
+    within = lambda lines: [line for line in lines if first <= line["step"] < last]
+    if within(all_steps):
+        words = (f"{label}, {rows} rows", f"{name}-{rows}.plan") if stages else (label, f"{name}.plan")
+        show(*words, within(all_steps), within(all_memory))
+    first = last
+sys.exit(not all_steps)
 PYTHON
   return "$code"
 }
@@ -152,12 +184,15 @@ for part in "${parts[@]}"; do
       ;;
     large)
       prepare
-      rows="${ROWS:-2}"
-      run large-zero-3-full mha "$gpus" - parallelism.zero_stage=3 training.seq_len=4096 \
-        training.local_batch_size="$rows" training.global_batch_size=$((2 * rows * gpus)) model.num_hidden_layers=40 \
-        model.hidden_size=5120 model.num_attention_heads=40 model.num_key_value_heads=8 \
+      for rows in ${ROWS:-2}; do
+        [[ "$rows" = *:* ]] || rows="$rows:$steps"
+        stages+=("$rows")
+      done
+      run "large-zero-${ZERO:-3}-${MODE:-full}" mha "$gpus" - parallelism.zero_stage="${ZERO:-3}" training.seq_len=4096 \
+        model.num_hidden_layers=40 model.hidden_size=5120 model.num_attention_heads=40 model.num_key_value_heads=8 \
         model.intermediate_size=17408 model.vocab_size=151936 model.tie_word_embeddings=false \
-        activation_checkpoint.mode=full || failed=1
+        activation_checkpoint.mode="${MODE:-full}" || failed=1
+      stages=()
       ;;
     rows) # whole rows, two kinds at a time, then in two parts
       shape=(model.num_hidden_layers=12 model.max_position_embeddings=65536 training.seq_len=65536

@@ -11,16 +11,30 @@ pub struct Keeping {
     /// recompute. They take half as much memory as all other activations of a block, save 1 to 2 % of a step on a GPU,
     /// and do not change results.
     pub recomputable: bool,
+    /// Whether a recomputed block of dense or windowed attention keeps the attention's output and the residual stream
+    /// behind it, so that neither attention nor its output projection runs again. Results do not change.
+    pub attention: bool,
 }
 
 impl Keeping {
     /// Keeps nothing, for passes without a backward pass.
-    pub const NOTHING: Self = Self { o_low: KeepOLow::Never, recomputable: false };
+    pub const NOTHING: Self = Self { o_low: KeepOLow::Never, recomputable: false, attention: false };
+    /// Keeps all of them.
+    pub const ALL: Self = Self { o_low: KeepOLow::Always, recomputable: true, attention: true };
+
+    /// What both keep.
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            o_low: self.o_low.min(other.o_low),
+            recomputable: self.recomputable && other.recomputable,
+            attention: self.attention && other.attention,
+        }
+    }
 }
 
 /// In which rows a forward pass with a bias also stores `o_low`. It takes as much memory as o itself, and saves the
 /// backward pass the row sums of P dP, a quarter of its time. Only the Hopper kernels store it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepOLow {
     /// `o_low` is kept for no row.

@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
-use sieve_ops::{Residual, SieveBackend};
+use sieve_ops::{AttentionLayerOutput, Residual, SieveBackend};
 
 /// Pre-norm block as in Qwen3. Models like Doge also have learned scales, by which the residual stream is multiplied
 /// where it passes a layer.
@@ -99,9 +99,11 @@ impl<B: SieveBackend> DecoderLayer<B> {
             return attention.forward(norm.forward(x), added, context, state, None);
         };
         let spec = context.under_policy(spec);
-        let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
+        let AttentionLayerOutput { y, chosen, kept } =
+            sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         let (expire, scores) = chosen.unzip();
-        LayerOutput { x, expire, clamped_scores: scores.filter(|_| attention.clamps_scores()), indexer: None }
+        let clamped_scores = scores.filter(|_| attention.clamps_scores());
+        LayerOutput { expire, clamped_scores, attention: kept, ..LayerOutput::of(y) }
     }
 
     /// Applies norm, feed-forward layer and residual.

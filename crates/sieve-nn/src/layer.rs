@@ -5,8 +5,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, Documents, GemmPrecision, KernelPolicy, LayerTokens, PassFor, RotaryEmbedding,
-    SieveBackend, WeightSums,
+    AttentionSpec, ContextParallel, Documents, GemmPrecision, KeptAttention, KernelPolicy, LayerTokens, PassFor,
+    RotaryEmbedding, SieveBackend, WeightSums,
 };
 use std::collections::HashMap;
 
@@ -101,11 +101,13 @@ pub struct PassState<B: Backend> {
     pub sums: HashMap<ParamId, Tensor<B, 2>>,
     /// The blocks that layers chose in this pass, for later layers that read the same blocks.
     pub last_choice: LastChoice<B>,
+    /// For a block that is recomputed: what its first pass has kept of its attention.
+    pub attention: Option<KeptAttention<B>>,
 }
 
 impl<B: Backend> Default for PassState<B> {
     fn default() -> Self {
-        Self { sums: HashMap::new(), last_choice: LastChoice::default() }
+        Self { sums: HashMap::new(), last_choice: LastChoice::default(), attention: None }
     }
 }
 
@@ -129,12 +131,14 @@ pub struct LayerOutput<B: SieveBackend> {
     pub clamped_scores: Option<Tensor<B, 3>>,
     /// Statistics of an indexer, see [`sieve_ops::index_statistics`]; only with `measures_indexers` in the context.
     pub indexer: Option<Tensor<B::Inner, 1>>,
+    /// What the pass that recomputes the block need not compute again; see [`KeptAttention`].
+    pub attention: Option<KeptAttention<B>>,
 }
 
 impl<B: SieveBackend> LayerOutput<B> {
     /// The output of a kind without further results.
     pub(crate) fn of(x: Tensor<B, 3>) -> Self {
-        Self { x, expire: None, clamped_scores: None, indexer: None }
+        Self { x, expire: None, clamped_scores: None, indexer: None, attention: None }
     }
 }
 

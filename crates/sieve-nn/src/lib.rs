@@ -60,7 +60,7 @@ pub use qwen3::{LmHead, Qwen3, TokenEmbedding};
 pub use rms_norm::RmsNorm;
 pub use shared_prompts::SharedPrompts;
 pub use swiglu_mlp::SwigluMlp;
-pub use weight_init::WeightInit;
+pub use weight_init::{WeightInit, drawing_only};
 pub use whole_weights::WholeWeights;
 
 #[cfg(test)]

@@ -76,6 +76,7 @@ impl<B: SieveBackend> QkvProjection<B> {
             precision: context.precision,
             keeping: context.keeping,
             sums: state.take_sums([&self.qkv_proj, o_proj]),
+            kept: state.attention.take(),
         })
     }
 

@@ -7,9 +7,25 @@ use chacha20::ChaCha8Rng;
 use chacha20::rand_core::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
+use std::cell::RefCell;
+use std::ops::Range;
 
 /// Values that are drawn from one random stream.
 const CHUNK: usize = 1 << 16;
+
+thread_local! {
+    /// The range of elements that parameters are drawn in; see [`drawing_only`].
+    static ONLY: RefCell<Option<Range<usize>>> = const { RefCell::new(None) };
+}
+
+/// Runs `read`, in which a parameter that is read for the first time has only these of its flattened elements,
+/// as a tensor whose last dimension is their number and whose others are 1. A parameter that has values keeps them all.
+pub fn drawing_only<T>(range: Range<usize>, read: impl FnOnce() -> T) -> T {
+    ONLY.set(Some(range));
+    let result = read();
+    ONLY.set(None);
+    result
+}
 
 /// Draws parameters one after another. The n-th normal parameter depends only on the seed and on n.
 #[derive(Clone, Debug)]
@@ -30,16 +46,25 @@ impl WeightInit {
         // Each parameter has 2^32 random streams, one for each chunk.
         let (seed, standard_deviation, first_stream) = (self.seed, self.standard_deviation, self.num_drawn << 32);
         self.num_drawn += 1;
-        let draw = move || {
-            let mut values = vec![0f32; shape.iter().product()];
-            values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
-                let mut rng = ChaCha8Rng::seed_from_u64(seed);
-                rng.set_stream(first_stream + chunk as u64);
-                for value in values {
-                    let unit: f64 = StandardNormal.sample(&mut rng);
-                    *value = (unit * standard_deviation) as f32;
-                }
-            });
+        // The values of a chunk behind its first ones: how many numbers these take is known when they are drawn.
+        let draw_chunk = move |chunk: usize, num_skipped: usize, values: &mut [f32]| {
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            rng.set_stream(first_stream + chunk as u64);
+            let mut next = || -> f64 { StandardNormal.sample(&mut rng) };
+            for _ in 0..num_skipped {
+                next();
+            }
+            values.iter_mut().for_each(|value| *value = (next() * standard_deviation) as f32);
+        };
+        let draw = move |range: Range<usize>| {
+            let mut values = vec![0f32; range.len()];
+            let (chunk, num_skipped) = (range.start / CHUNK, range.start % CHUNK);
+            let (first, others) = values.split_at_mut(range.len().min(CHUNK - num_skipped));
+            let draw_others = || {
+                let others = others.par_chunks_mut(CHUNK).enumerate();
+                others.for_each(|(others, values)| draw_chunk(chunk + 1 + others, 0, values));
+            };
+            rayon::join(|| draw_chunk(chunk, num_skipped, first), draw_others);
             values
         };
         parameter(draw, shape, device)
@@ -48,7 +73,7 @@ impl WeightInit {
     /// A vector of `len` values that repeat `pattern`.
     pub fn repeated<B: Backend>(&mut self, pattern: &[f64], len: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
         let pattern = pattern.iter().map(|&x| x as f32).collect::<Vec<_>>();
-        parameter(move || pattern.iter().copied().cycle().take(len).collect(), [len], device)
+        parameter(move |range| range.map(|place| pattern[place % pattern.len()]).collect(), [len], device)
     }
 
     /// A parameter filled with one value.
@@ -58,18 +83,26 @@ impl WeightInit {
         shape: [usize; D],
         device: &B::Device,
     ) -> Param<Tensor<B, D>> {
-        parameter(move || vec![value as f32; shape.iter().product()], shape, device)
+        parameter(move |range| vec![value as f32; range.len()], shape, device)
     }
 }
 
-/// A trained parameter that calls `values` when it is first read.
+/// A trained parameter that calls `values` with a range of its flattened elements when it is first read.
 fn parameter<B: Backend, const D: usize>(
-    values: impl Fn() -> Vec<f32> + Send + Sync + 'static,
+    values: impl Fn(Range<usize>) -> Vec<f32> + Send + Sync + 'static,
     shape: [usize; D],
     device: &B::Device,
 ) -> Param<Tensor<B, D>> {
     let drawn = move |device: &B::Device, requires_grad| {
-        let data = TensorData::new(values(), Shape::new(shape));
+        let (range, shape) = match ONLY.with_borrow(Clone::clone) {
+            Some(range) => {
+                let mut part = [1; D];
+                part[D - 1] = range.len();
+                (range, part)
+            }
+            None => (0..shape.iter().product(), shape),
+        };
+        let data = TensorData::new(values(range), Shape::new(shape));
         B::memory_persistent_allocations(device, data, |data| Tensor::from_data(data, device))
             .set_require_grad(requires_grad)
     };

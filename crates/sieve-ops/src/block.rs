@@ -4,7 +4,9 @@ mod feed_forward;
 mod gemm;
 mod seed_gradient;
 
-pub use attention_layer::{AttentionLayer, LayerTokens, MaskAndRanks, attention_layer};
+pub use attention_layer::{
+    AttentionLayer, AttentionLayerOutput, KeptAttention, LayerTokens, MaskAndRanks, attention_layer,
+};
 pub use feed_forward::{FeedForward, feed_forward};
 pub use seed_gradient::seed_gradient;
 

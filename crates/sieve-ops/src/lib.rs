@@ -38,8 +38,8 @@ mod testing;
 pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention, attention_with_sinks};
 pub use backend::{BackwardPass, DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
-    AttentionLayer, FeedForward, LayerTokens, MaskAndRanks, PassFor, Residual, WeightSums, attention_layer,
-    feed_forward, seed_gradient,
+    AttentionLayer, AttentionLayerOutput, FeedForward, KeptAttention, LayerTokens, MaskAndRanks, PassFor, Residual,
+    WeightSums, attention_layer, feed_forward, seed_gradient,
 };
 pub use chosen::{
     ChoiceCall, IndexGradientCall, IndexedCall, SelectedBlocks, attended_blocks, block_positions, choose_key_blocks,

@@ -2,13 +2,14 @@
 
 use crate::context_parallel::RowShare;
 use crate::disk::{DiskPlan, orthogonalised};
-use crate::memory::shards_weights;
+use crate::memory::{memory_plan_within, shards_weights};
 use crate::{
     CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, Target, cache_plan, check_gpu_attention,
     memory_plan, op_plans, time,
 };
 use serde::Serialize;
 
+use sieve_core::Keeping;
 use sieve_core::model::{ModelShape, ParameterCounts, gpu};
 use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
 
@@ -141,6 +142,12 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     let counts: ParameterCounts = shape.parameters();
     let mut stages = Vec::new();
     let mut most_together: Option<RanksPlan> = None;
+    // A run keeps the same optional activations in all stages: those that fit in each.
+    let keeping = recipe.stages().iter().try_fold(Keeping::ALL, |most, stage| {
+        let alone = recipe.at_stage(stage);
+        let shape = alone.model_shape(vocab_size)?;
+        Ok::<_, RecipeError>(most.and(memory_plan(&alone, &shape, target, ranks.size).keeping))
+    })?;
     let mut memory: Option<(MemoryPlan, Recipe)> = None;
     let (mut total_flops, mut seconds) = (0.0, Some(0.0));
     for stage in recipe.stages() {
@@ -157,7 +164,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds.zip(planned.tokens_per_second).map(|(seconds, speed)| seconds + tokens / speed);
-        let mut needed = memory_plan(&alone, &shape, target, ranks.size);
+        let mut needed = memory_plan_within(&alone, &shape, target, ranks.size, keeping);
         if !recipe.stage.is_empty() {
             let own = format!("local_batch_size of stage {}: ", stage.index + 1);
             for fitting in &mut needed.would_fit {
@@ -216,7 +223,11 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
     };
     let num_parameters = shape.parameters().total();
     let num_gathered = match shards_weights(recipe, ranks.size) {
-        true => num_sums as u64 * gathered_by_pass(recipe, shape),
+        // The first block's weights stay from one micro-batch to the next.
+        true => {
+            let block = shape.parameters().non_embedding() / shape.num_layers.max(1) as u64;
+            num_sums as u64 * (gathered_by_pass(recipe, shape) - block) + block
+        }
         false => num_parameters,
     };
     // A rank sends its piece of each of Muon's updates to the rank that orthogonalises it, which returns as much.

@@ -16,7 +16,7 @@ mod weights;
 
 pub use health::Health;
 pub use sharded_model::{PieceKeeper, ShardedWeights};
-pub(crate) use weights::{Released, WeightPieces, Weights};
+pub(crate) use weights::{WeightPieces, Weights, released};
 
 use crate::collectives::{Collectives, Exchanged, HostCollectives, Pending, Primitive, Updated, bytes_of, floats_of};
 use crate::gradients::Gradient;
@@ -132,7 +132,7 @@ impl<B: TrainBackend> Group<B> {
             collectives,
             rank_group: None,
             row_error: RowError::default(),
-            is_last: false,
+            is_last: true,
             zero_stage: 1,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
@@ -431,7 +431,7 @@ impl<B: TrainBackend> PassHooks<B> for StepHooks<'_, B> {
     ) -> Result<(), TrainError> {
         self.0.group.tick_in_pass()?;
         self.0.group.start_sums(model, segment, gradients)?;
-        self.0.release(model, segment);
+        self.0.after_backward(model, segment);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ pub use snapshot::{OptimizerSnapshot, ReplicaSums};
 
 use crate::collectives::{Gathered, Primitive as Inner, Updated, flat};
 use crate::gradients::Gradient;
-use crate::group::{Group, Released, WeightPieces};
+use crate::group::{Group, WeightPieces, released};
 use crate::segment::Segment;
 use crate::share::Share;
 use crate::{GradientBuffer, Precision, TrainError};
@@ -519,13 +519,19 @@ impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
         if !is_bf16 && share.keeps_whole {
             return param;
         }
-        let (id, tensor, mapper) = param.consume();
-        let range = share.range(&tensor.dims());
+        let shape: [usize; D] = param.lazy_shape().dims();
+        let range = share.range(&shape);
+        // A parameter that is still to be drawn is drawn in this rank's range alone.
+        let (id, tensor, mapper) = match range.clone().filter(|_| !share.keeps_whole) {
+            Some(range) => sieve_nn::drawing_only(range, || param.consume()),
+            None => param.consume(),
+        };
         let mut master = tensor.inner();
         let is_cut = range.is_some();
         if let Some(range) = range {
             // `split_master` and the multiplication by 1 both copy: a slice would keep the whole tensor in memory.
-            let piece = cut::<B>(master.clone().into_primitive().tensor(), range);
+            let own = if master.dims() == shape { range } else { 0..range.len() };
+            let piece = cut::<B>(master.clone().into_primitive().tensor(), own);
             let piece = match is_bf16 {
                 true => {
                     let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
@@ -537,8 +543,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
             };
             pieces.insert(id, piece);
             if !share.keeps_whole {
-                let param = Param::from_mapped_value(id, Tensor::from_inner(master).require_grad(), mapper);
-                return Released { pieces, nan: None }.map_float(param);
+                let released = released::<B, D>(&pieces[&id], shape, &mut None);
+                return Param::from_mapped_value(id, Tensor::from_inner(released).require_grad(), mapper);
             }
         }
         if is_bf16 {

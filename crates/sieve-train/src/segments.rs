@@ -15,8 +15,8 @@ use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassState, Qwen3};
 use sieve_ops::{
-    DeviceBackend, Documents, GemmPrecision, KernelPolicy, PassFor, RotaryEmbedding, SumOrder, TrainBackend,
-    seed_gradient,
+    DeviceBackend, Documents, GemmPrecision, KeptAttention, KernelPolicy, PassFor, RotaryEmbedding, SumOrder,
+    TrainBackend, seed_gradient,
 };
 use std::ops::Range;
 
@@ -85,8 +85,9 @@ impl BlockSettings {
 enum Block<B: TrainBackend> {
     /// Both ends of its graph: the input, which receives a gradient, and the output.
     Graph(Tensor<B, 3>, Tensor<B, 3>),
-    /// For a block that is recomputed: its input, and the key blocks that an earlier layer chose for it too.
-    Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
+    /// For a block that is recomputed: its input, the key blocks that an earlier layer chose for it too, and what is
+    /// kept of its attention.
+    Input(Tensor<B::InnerBackend, 3>, LastChoice<B>, Option<KeptAttention<B::InnerBackend>>),
 }
 
 /// Collectives that run while a forward or backward pass runs.
@@ -184,8 +185,9 @@ pub(crate) fn pass<B: TrainBackend>(
         let layer = &model.layers[layer_idx];
         context.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
-            blocks.push(Block::Input(stream.clone(), state.last_choice.clone()));
+            let (input, last_choice) = (stream.clone(), state.last_choice.clone());
             let output = without_graph(layer, stream, &context, &mut state);
+            blocks.push(Block::Input(input, last_choice, output.attention));
             expire.extend(output.expire.map(Tensor::from_inner));
             clamped_scores.extend(output.clamped_scores);
             indexers.extend(output.indexer);
@@ -246,8 +248,9 @@ fn backward_of_blocks<B: TrainBackend>(
         let layer = &model.layers[layer_idx];
         let (input, output) = match block {
             Block::Graph(input, output) => (input, output),
-            Block::Input(input, last_choice) => {
+            Block::Input(input, last_choice, attention) => {
                 state.last_choice = last_choice;
+                state.attention = attention.map(KeptAttention::from_inner);
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
                 context.precision = settings.precision(layer_idx);
                 let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
@@ -292,6 +295,7 @@ fn without_graph<B: TrainBackend>(
     };
     let rope = context.rope.map(&Tensor::inner);
     let inner = LayerContext {
+        keeping: Keeping { attention: context.keeping.attention, ..Keeping::default() },
         precision: context.precision,
         policy: context.policy,
         parts: context.parts,

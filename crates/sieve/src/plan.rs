@@ -386,6 +386,9 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     if memory.keeping.recomputable {
         lines.push("  with room to spare: blocks keep activations that they could recompute".to_owned());
     }
+    if memory.keeping.attention {
+        lines.push("  with room to spare: recomputed blocks keep their attention's output".to_owned());
+    }
     lines
 }
 

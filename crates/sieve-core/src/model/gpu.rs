@@ -77,14 +77,15 @@ pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
     find(device_name).map(|gpu| gpu.bf16_flops)
 }
 
-/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture. [`find`] takes the first row
+/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture. An H200's memory is what its
+/// driver says, 139.8 GiB, not the 141 GB of its name. [`find`] takes the first row
 /// whose words all occur in the name.
 type Row = (&'static [&'static str], f64, u64, u64, &'static str);
 const GPUS: &[Row] = &[
     (&["B200"], 2250e12, 180, 8000, "sm_100a"),
     (&["GH200"], 989e12, 96, 4000, "sm_90a"),
-    (&["H200", "NVL"], 835e12, 141, 4800, "sm_90a"),
-    (&["H200"], 989e12, 141, 4800, "sm_90a"),
+    (&["H200", "NVL"], 835e12, 150, 4800, "sm_90a"),
+    (&["H200"], 989e12, 150, 4800, "sm_90a"),
     (&["H100", "NVL"], 835e12, 94, 3900, "sm_90a"),
     (&["H100", "PCIE"], 756e12, 80, 2000, "sm_90a"),
     (&["H100"], 989e12, 80, 3350, "sm_90a"),
@@ -151,7 +152,7 @@ mod tests {
     #[test]
     fn short_names_that_people_write_are_found() {
         let h200 = find("h200").expect("known");
-        assert_eq!((h200.bf16_flops, h200.memory_bytes), (989e12, 141_000_000_000));
+        assert_eq!((h200.bf16_flops, h200.memory_bytes), (989e12, 150_000_000_000));
         assert_eq!(find("rtx 4090").map(|gpu| gpu.bf16_flops), Some(165.2e12));
         for name in ["3090", "rtx3090", "RTX-3090", "GeForce RTX 3090"] {
             assert_eq!(find(name).map(|gpu| gpu.memory_bytes), Some(24_000_000_000), "{name}");

@@ -1,4 +1,4 @@
-use super::{CHUNK, WeightInit};
+use super::{CHUNK, WeightInit, drawing_only};
 use burn::tensor::Tensor;
 use burn_flex::Flex;
 
@@ -17,6 +17,19 @@ fn weights_do_not_depend_on_the_number_of_threads() {
     for threads in [2, 5] {
         assert!(weights(threads) == one);
     }
+}
+
+#[test]
+fn a_part_has_the_values_of_the_whole() {
+    let shape = [3, CHUNK + 77];
+    let whole = draw(&mut WeightInit::new(5, 0.02), shape);
+    for range in [0..whole.len(), 5..5, 7..CHUNK, CHUNK..CHUNK + 9, 2 * CHUNK - 3..3 * CHUNK + 200] {
+        let part = drawing_only(range.clone(), || draw(&mut WeightInit::new(5, 0.02), shape));
+        assert!(part == whole[range]);
+    }
+    let pattern = WeightInit::new(5, 0.02).repeated::<Flex>(&[1.0, 2.0, 3.0], 10, &Default::default());
+    let part: Vec<f32> = drawing_only(4..9, || pattern.val()).into_data().to_vec().expect("f32");
+    assert_eq!(part, [2.0, 3.0, 1.0, 2.0, 3.0]);
 }
 
 #[test]

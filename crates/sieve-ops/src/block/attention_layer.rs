@@ -6,7 +6,7 @@
 mod backward;
 mod forward;
 
-pub use forward::AttentionLayer;
+pub use forward::{AttentionLayer, KeptAttention};
 
 use super::{Residual, kept_by};
 use crate::backend::value;
@@ -14,7 +14,8 @@ use crate::dma::checks;
 use crate::operands::Operands;
 use crate::tensors::{primitive, tensor};
 use crate::{
-    AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, QkNorm, RotaryEmbedding, SieveBackend,
+    AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, GemmPrecision, QkNorm, RotaryEmbedding,
+    SieveBackend,
 };
 use backward::backward;
 use burn::tensor::backend::Backend;
@@ -38,12 +39,24 @@ pub struct LayerTokens<'a, B: Backend> {
     pub parts: Option<&'a ContextParallel>,
 }
 
+/// What [`attention_layer`] returns.
+#[derive(Clone, Debug)]
+pub struct AttentionLayerOutput<B: Backend> {
+    /// The layer's output, shape of x.
+    pub y: Tensor<B, 3>,
+    /// DMA's mask and ranks; `None` for other kinds.
+    pub chosen: Option<MaskAndRanks<B>>,
+    /// Without a graph and with [`Keeping::attention`](sieve_core::Keeping): what the pass that recomputes the layer
+    /// need not compute again, in bf16 GEMMs of dense or windowed attention.
+    pub kept: Option<KeptAttention<B>>,
+}
+
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`; with DMA also the mask and ranks that
 /// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns.
 ///
 /// # Shapes
 /// - x: `[batch, seq_len, d_model]`
-/// - returns: shape of x; mask and ranks `[batch, num_kv_heads, seq_len]`
+/// - returns: y has the shape of x; mask and ranks `[batch, num_kv_heads, seq_len]`
 ///
 /// # Panics
 /// When DMA's parameters have other shapes than [`DmaLayer`](crate::DmaLayer) says.
@@ -53,7 +66,7 @@ pub fn attention_layer<B: SieveBackend>(
     tokens: LayerTokens<'_, B>,
     spec: AttentionSpec,
     residual: Residual,
-) -> (Tensor<B, 3>, Option<MaskAndRanks<B>>) {
+) -> AttentionLayerOutput<B> {
     if let Some(dma) = &layer.dma {
         let head_dim = layer.qkv.dims()[0] / spec.packed_heads();
         checks::layer(Operands("attention_layer"), dma, spec, head_dim).unwrap_or_else(|error| panic!("{error}"));
@@ -67,6 +80,8 @@ pub fn attention_layer<B: SieveBackend>(
         primitive(layer.o.clone()),
     ];
     let of_dma = layer.dma.as_ref().map(DmaLayer::weights);
+    // In fp8 the second GEMM rounds operands that the backward pass reads.
+    let hands_on = !B::HAS_GRAPH && layer.keeping.attention && layer.precision == GemmPrecision::Tensors;
     let layer = layer.values();
     let call = AttentionLayerCall {
         positions: tokens.positions.into_primitive(),
@@ -77,6 +92,7 @@ pub fn attention_layer<B: SieveBackend>(
     };
     let (y, kept) = forward::<B::Inner>(B::value(x.clone()), layer, call);
     let chosen = kept.attended.chosen();
+    let handed = if hands_on { kept.attended.kept(y.clone()) } else { None };
     let [norm, qkv, q_norm, k_norm, o] = &parents;
     let y = match &of_dma {
         None => {
@@ -93,7 +109,8 @@ pub fn attention_layer<B: SieveBackend>(
         }
     };
     let chosen = chosen.map(|(expire, rank)| (Tensor::from_primitive(expire), tensor(B::constant(rank))));
-    (tensor(y), chosen)
+    let handed = handed.map(KeptAttention::from_inner);
+    AttentionLayerOutput { y: tensor(y), chosen, kept: handed }
 }
 
 impl<B: SieveBackend> AttentionLayer<B> {
@@ -113,6 +130,7 @@ impl<B: SieveBackend> AttentionLayer<B> {
             precision: self.precision,
             keeping: kept_by::<B>(self.keeping),
             sums: self.sums.map(|sum| sum.map(value::<B, 2>)),
+            kept: self.kept.map(KeptAttention::values),
         }
     }
 }

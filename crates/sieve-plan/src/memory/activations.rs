@@ -6,7 +6,7 @@ pub(super) use sieve_core::kinds::times;
 use sieve_core::kinds::{BackwardCall, KeptCall, KernelSizes};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::TrainingSection;
-use sieve_core::{KeepOLow, Keeping};
+use sieve_core::{Attention, KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource};
 
@@ -45,6 +45,11 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 /// Whether a block's attention is one op together with its norm and GEMMs.
 fn joins_attention(shape: &ModelShape) -> bool {
     shape.attention.as_kind().is_one_op() && shape.fits_one_op()
+}
+
+/// Whether a recomputed block of this shape can keep its attention's output, [`Keeping::attention`].
+pub(super) fn can_keep_attention(layer: &ModelShape) -> bool {
+    joins_attention(layer) && matches!(layer.attention, Attention::Mha | Attention::Swa(_))
 }
 
 /// Values per token of GEMM inputs that a block's backward pass can recompute.
@@ -134,6 +139,10 @@ pub fn activation_bytes_per_token(
 ) -> u64 {
     let input = shape.d_model as u64 * target.value_bytes();
     let blocks = (0..shape.num_layers).map(|layer_idx| match recomputed(layer_idx) {
+        true if keeping.attention && can_keep_attention(&shape.of_layer(layer_idx)) => {
+            let o = shape.of_layer(layer_idx).q_width() as u64 * target.value_bytes();
+            2 * input + o + F32 * shape.num_heads as u64
+        }
         true => input,
         false => block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping),
     });

@@ -66,7 +66,12 @@ impl MemoryPlan {
 
     /// Whether so many bytes are at most nine tenths of the free memory.
     pub(super) fn leaves_a_tenth(&self, bytes: u64) -> bool {
-        bytes <= self.available_bytes / 10 * 9
+        self.leaves_percent(10, bytes)
+    }
+
+    /// Whether so many bytes leave this percentage of the free memory.
+    pub(super) fn leaves_percent(&self, percent: u64, bytes: u64) -> bool {
+        bytes <= self.available_bytes / 100 * (100 - percent)
     }
 }
 

@@ -392,6 +392,21 @@ fn rows_of_no_tokens_need_as_much_as_rows_of_one() {
 }
 
 #[test]
+fn all_stages_keep_what_fits_in_each() {
+    let memory = |batches: [usize; 2]| {
+        let of = |stage: usize| format!("stage.{}.local_batch_size={}", stage + 1, batches[stage]);
+        let sets = [of(0), of(1), "stage.2.seq_len=2048".to_owned(), "stage.2.global_batch_size=512".to_owned()];
+        planned(DMA_1P7B, &sets.each_ref().map(String::as_str), &h200()).memory
+    };
+    let keeps = |batches| memory(batches).keeping.recomputable;
+    let large = (0..9).map(|power| 1 << power).find(|&batch| !keeps([batch; 2])).expect("some do not fit");
+    let small = large / 2;
+    assert!(keeps([small; 2]) && !keeps([small, large]) && !keeps([large, small]), "{small}");
+    // Kept in the first stage alone, they would be the most that any stage takes.
+    assert_eq!(memory([small, large]).total_bytes, memory([large; 2]).total_bytes);
+}
+
+#[test]
 fn a_plan_that_does_not_fit_names_settings_that_do() {
     let none = planned(DMA_1P7B, &[], &target("L4"));
     assert_eq!(none.memory.verdict, MemoryVerdict::DoesNotFit);
@@ -593,7 +608,7 @@ fn context_parallel_rows_have_the_measured_memory_and_speed() {
     assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
     // Whole rows do not fit. Of four rows a rank has one whole row, or a quarter of each in four micro-batches.
     let four_rows = ["training.global_batch_size=4"];
-    let whole = planned(1, &four_rows);
+    let whole = planned_on(&target("h100"), 1, &four_rows);
     assert_eq!(whole.memory.verdict, MemoryVerdict::DoesNotFit);
     assert_eq!(whole.stages[0].context_parallel, None);
     let [parts, whole] = [planned(4, &four_rows), whole].map(|plan| plan.stages[0].micro_batches);

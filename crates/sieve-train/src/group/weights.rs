@@ -34,7 +34,9 @@ impl<B: TrainBackend> Weights<'_, B> {
         if self.group.share().keeps_whole {
             return self.group.put_leaves(model, segment);
         }
-        assert!(segment != Segment::Embedding || self.group.held.is_empty(), "the pass before released all weights");
+        let first_block = Segment::Block(0);
+        let none_left = segment != Segment::Embedding || self.group.held.iter().all(|held| *held == first_block);
+        assert!(none_left, "the pass before released all weights but the first block's");
         for read in segment.reads(model) {
             self.hold(model, read)?;
         }
@@ -49,7 +51,8 @@ impl<B: TrainBackend> Weights<'_, B> {
         }
     }
 
-    /// Makes a block's weights whole again, and starts gathering those of the nearest earlier block that has none.
+    /// Makes a block's weights whole again, and starts gathering those of the nearest earlier block that has none; in
+    /// the first block, the embedding's for the step's next micro-batch.
     ///
     /// # Errors
     /// A rank is lost.
@@ -60,7 +63,20 @@ impl<B: TrainBackend> Weights<'_, B> {
         self.hold(model, segment)?;
         let before = Segment::all(model).take_while(|other| *other != segment).filter(|s| *s != Segment::Embedding);
         let missing = before.filter(|other| !self.group.held.contains(other)).last();
-        missing.map_or(Ok(()), |missing| self.start(model, missing))
+        match missing {
+            Some(missing) => self.start(model, missing),
+            // The next micro-batch begins with it: behind this pass, its gather would wait for the last sums.
+            None if segment == Segment::Block(0) && !self.group.is_last => self.start(model, Segment::Embedding),
+            None => Ok(()),
+        }
+    }
+
+    /// Releases a segment's weights behind its backward pass. The first block's stay if another micro-batch of the step
+    /// follows, which reads them at once.
+    pub(crate) fn after_backward(&mut self, model: &mut Qwen3<B>, segment: Segment) {
+        if segment != Segment::Block(0) || self.group.is_last {
+            self.release(model, segment);
+        }
     }
 
     /// Releases all weights that a segment reads.
@@ -174,10 +190,10 @@ impl<B: TrainBackend> GatheredLeaves<B> {
 }
 
 /// Releases the weights that are divided into `pieces`.
-pub(crate) struct Released<'a, B: TrainBackend> {
-    pub(crate) pieces: &'a WeightPieces<B>,
+struct Released<'a, B: TrainBackend> {
+    pieces: &'a WeightPieces<B>,
     /// The one value of released weights, `[1]`.
-    pub(crate) nan: Option<Primitive<B>>,
+    nan: Option<Primitive<B>>,
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
@@ -192,7 +208,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
 }
 
 /// What is left of a weight whose piece is `piece`: its shape, with the one value `nan`.
-pub(super) fn released<B: TrainBackend, const D: usize>(
+pub(crate) fn released<B: TrainBackend, const D: usize>(
     piece: &Primitive<B>,
     shape: [usize; D],
     nan: &mut Option<Primitive<B>>,

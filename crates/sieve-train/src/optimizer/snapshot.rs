@@ -5,10 +5,27 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
+use sieve_core::kinds::ParamSpec;
+use sieve_core::recipe::OptimizerName;
 use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
+    /// Bytes of the tensors in a checkpoint, which all ranks write together: f32 weights, and moments once there are
+    /// any.
+    pub(crate) fn checkpoint_bytes(&self) -> u64 {
+        let is_muon = self.settings.name == OptimizerName::Muon;
+        let of = |spec: &ParamSpec| {
+            let moments = match is_muon && spec.orthogonal_rows().is_some() {
+                _ if self.num_updates == 0 => 0,
+                true => 1,
+                false => 2,
+            };
+            4 * (1 + moments) * spec.dims.iter().product::<usize>() as u64
+        };
+        self.parameters.iter().map(of).sum()
+    }
+
     /// The weights and optimizer moments after the last update, to be read on any thread. Each rank of the first
     /// replica takes its shards; rank 0 also takes the tensors that are not sharded.
     ///

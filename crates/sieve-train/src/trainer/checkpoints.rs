@@ -125,6 +125,18 @@ impl<B: TrainBackend> Trainer<B> {
         if self.checkpoints.uses_fallback && taken.exists() {
             rename_aside(&taken, "aside")?;
         }
+        let (needed, free) = (self.learner.optimizer.checkpoint_bytes(), sieve_files::free_bytes(folder));
+        if let Some(free) = free.filter(|free| *free < needed) {
+            // Written until the disk is full, a large one would take minutes at each try.
+            let shown = |bytes: u64| match bytes >> 30 {
+                0 => format!("{} KiB", bytes.div_ceil(1 << 10)),
+                _ => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+            };
+            return Err(TrainError::refused(
+                format!("it takes {}, and {} are free in {}", shown(needed), shown(free), folder.shown()),
+                "make room, or lower checkpoint.keep_latest_k: the one before stays until the new one is written",
+            ));
+        }
         Ok(Checkpoint::begin(folder, self.progress.step)?)
     }
 

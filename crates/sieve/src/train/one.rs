@@ -325,11 +325,10 @@ fn profile<B: TrainBackend>(
     let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };
-    let training = &recipe.training;
-    let steps = trainer.step()..training.steps as u64;
+    let steps = trainer.step()..recipe.training.steps as u64;
     let size = (process.mesh.as_ref()).map_or(1, |mesh| mesh.world().size);
-    let tokens = training.global_batch_size * training.seq_len / size;
-    StepProfile::new(num_steps, steps, trainer.shape(), tokens, &gpu.name).map(Some)
+    let sizes = [size, recipe.parallelism.num_shards(size)];
+    StepProfile::new(num_steps, steps, trainer.shape(), sizes, &gpu.name).map(Some)
 }
 
 /// Prepares the shards and the tokenizer, with a progress bar or lines. Locks the output folder once the recipe's text

@@ -18,7 +18,9 @@ pub(super) struct StepProfile {
     /// The trace starts after this step: the first multiple of N after the warm-up. Only multiples of N are logged.
     first_traced: u64,
     shape: ModelShape,
-    tokens_per_step: f64,
+    num_processes: u64,
+    /// Processes that share the optimizer's work.
+    num_shards: u64,
     /// The GPU's peak bf16 FLOP/s; `None` for an unknown GPU.
     peak_flops: Option<f64>,
     state: State,
@@ -26,7 +28,8 @@ pub(super) struct StepProfile {
 
 enum State {
     Waiting,
-    Tracing(KernelTrace, u64),
+    /// Since a step, and the tokens of all processes up to it.
+    Tracing(KernelTrace, [u64; 2]),
     Done,
 }
 
@@ -39,7 +42,7 @@ impl StepProfile {
         num_steps: u64,
         steps: Range<u64>,
         shape: &ModelShape,
-        tokens_per_step: usize,
+        [num_processes, num_shards]: [usize; 2],
         gpu_name: &str,
     ) -> Result<Self> {
         let first_traced = (steps.start + WARM_UP_STEPS).next_multiple_of(num_steps);
@@ -54,7 +57,8 @@ impl StepProfile {
         Ok(Self {
             first_traced,
             shape: shape.clone(),
-            tokens_per_step: tokens_per_step as f64,
+            num_processes: num_processes as u64,
+            num_shards: num_shards as u64,
             peak_flops: peak_bf16_flops(gpu_name),
             state: State::Waiting,
         })
@@ -70,15 +74,16 @@ impl StepProfile {
             }
             State::Waiting => match KernelTrace::start() {
                 Ok(trace) => {
-                    self.state = State::Tracing(trace, report.step);
+                    self.state = State::Tracing(trace, [report.step, report.tokens_seen]);
                     None
                 }
                 Err(error) => Some(format!("profile: {error}")),
             },
-            State::Tracing(trace, first) => {
-                let steps = report.step - first;
+            State::Tracing(trace, [step, tokens]) => {
+                // Stages differ in their tokens a step.
+                let traced = [report.step - step, (report.tokens_seen - tokens) / self.num_processes];
                 Some(match trace.finish() {
-                    Ok(result) => self.table(&result, steps, report),
+                    Ok(result) => self.table(&result, traced, report),
                     Err(error) => format!("profile: {error}"),
                 })
             }
@@ -86,9 +91,9 @@ impl StepProfile {
         }
     }
 
-    /// The printed table of `steps` traced steps: each group of kernels with its rate, the kernels that took longest,
-    /// and the longest idle times. All numbers are of one step.
-    fn table(&self, result: &TraceResult, steps: u64, report: &StepReport) -> String {
+    /// The printed table of traced `steps` with this process's `tokens`: each group of kernels with its rate, the
+    /// kernels that took longest, and the longest idle times. Times and launches are of one step.
+    fn table(&self, result: &TraceResult, [steps, tokens]: [u64; 2], report: &StepReport) -> String {
         let num_steps = steps as f64;
         let (span, busy) = (result.span_ns() as f64, result.busy_ns() as f64);
         let mut lines = vec![format!(
@@ -111,7 +116,7 @@ impl StepProfile {
             let members = || totals.iter().filter(|total| group_of(&total.name) == group);
             let total_ns: u64 = members().map(|total| total.total_ns).sum();
             if total_ns > 0 {
-                let rate = self.rate(group, total_ns as f64 * 1e-9, num_steps, report);
+                let rate = self.rate(group, total_ns as f64 * 1e-9, [steps, tokens], report);
                 lines.push(line(total_ns, members().map(|total| total.count).sum(), &format!("{group}{rate}")));
             }
         }
@@ -126,13 +131,13 @@ impl StepProfile {
         lines.join("\n").trim_end().to_owned()
     }
 
-    /// `: N TFLOP/s` or `: N GB/s` of a group that took `seconds` in `num_steps` steps; empty where neither its
-    /// operations nor its bytes are known. A step costs a forward pass and twice as much backward.
-    fn rate(&self, group: &str, seconds: f64, num_steps: f64, report: &StepReport) -> String {
+    /// `: N TFLOP/s` or `: N GB/s` of a group that took `seconds` in `steps` steps with this process's `tokens`; empty
+    /// where neither its operations nor its bytes are known. A step costs a forward pass and twice as much backward.
+    fn rate(&self, group: &str, seconds: f64, [steps, tokens]: [u64; 2], report: &StepReport) -> String {
         let keys = report.attention.mean_active_keys;
         // Keys that a query sees, and keys up to it: density is the former over the latter.
         let flops = self.shape.flops_per_token(keys, keys / report.attention.density);
-        let tokens = self.tokens_per_step * num_steps;
+        let tokens = tokens as f64;
         match group {
             GEMMS => self.tflops(tokens * (3.0 * flops.linear), seconds),
             ATTENTION => {
@@ -142,7 +147,7 @@ impl StepProfile {
             OPTIMIZER => {
                 // The bf16 weights and the masters' low bits, 2 bytes each, and two f32 moments are read and written,
                 // the f32 gradient is read; the norm reads it once more.
-                let parameters = self.shape.parameters().total() as f64 * num_steps;
+                let parameters = (self.shape.parameters().total() / self.num_shards) as f64 * steps as f64;
                 let bytes = parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
                 format!(": {:.0} GB/s", bytes / seconds * 1e-9)
             }
@@ -219,7 +224,7 @@ mod tests {
                     [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n";
         let recipe = sieve_core::Recipe::load(text, "a test's recipe", &[]).expect("valid");
         let shape = recipe.model_shape(100).expect("it fits");
-        let profile = |num_steps, steps| StepProfile::new(num_steps, steps, &shape, 32, "NVIDIA H200");
+        let profile = |num_steps, steps| StepProfile::new(num_steps, steps, &shape, [1, 1], "NVIDIA H200");
         assert!(profile(3, 0..9).is_ok());
         let error = profile(3, 0..8).err().expect("too short").to_string();
         assert!(error.contains("step 9") && error.contains("ends at 8"), "{error}");

@@ -1,11 +1,12 @@
 //! The forward pass of an attention layer.
+use crate::backend::value;
 use crate::block::gemm::{Operands, gemm};
 use crate::context_parallel::{self, Parted};
 use crate::dma::composed::{self, DmaForward};
-use crate::tensors::{Float, Ints, primitive};
+use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{
     AttentionCall, AttentionOutput, AttentionSpec, ContextParallel, DeviceBackend, DmaLayer, GemmPrecision, QkNorm,
-    QkNormRopeCall, Residual, RmsNormCall, RopeTables, ToQuantise, WeightSums,
+    QkNormRopeCall, Residual, RmsNormCall, RopeTables, SieveBackend, ToQuantise, WeightSums,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
@@ -33,6 +34,36 @@ pub struct AttentionLayer<B: Backend> {
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
+    /// What an earlier pass over the same x has kept; this pass does not compute it again.
+    pub kept: Option<KeptAttention<B>>,
+}
+
+/// What a pass without a graph keeps of dense or windowed attention, for the pass that recomputes the layer.
+#[derive(Clone, Debug)]
+pub struct KeptAttention<B: Backend> {
+    /// The attention's output before the output projection, `[batch, seq_len, num_heads, head_dim]`.
+    pub o: Tensor<B, 4>,
+    /// Log-sum-exp of each row's logits, f32 `[batch, num_heads, seq_len]`.
+    pub lse: Tensor<B, 3>,
+    /// The layer's output, shape of x.
+    pub y: Tensor<B, 3>,
+}
+
+impl<B: SieveBackend> KeptAttention<B> {
+    /// As a constant of another graph.
+    pub fn from_inner(inner: KeptAttention<B::Inner>) -> Self {
+        let KeptAttention { o, lse, y } = inner;
+        Self {
+            o: tensor(B::constant(primitive(o))),
+            lse: tensor(B::constant(primitive(lse))),
+            y: tensor(B::constant(primitive(y))),
+        }
+    }
+
+    /// Without the tensors' places in the graph.
+    pub(super) fn values(self) -> KeptAttention<B::Inner> {
+        KeptAttention { o: value::<B, 4>(self.o), lse: value::<B, 3>(self.lse), y: value::<B, 3>(self.y) }
+    }
 }
 
 /// Operands of a layer other than x and the weights.
@@ -65,6 +96,16 @@ impl<B: Backend> Attended<B> {
             Self::Recent(output) => output.o.clone(),
             Self::Selected(forward) => forward.output.o.clone(),
             Self::Parted(parted) => parted.o.clone(),
+        }
+    }
+
+    /// What the pass that recomputes the layer needs not compute again; `None` for DMA and for parts of rows.
+    pub(super) fn kept(&self, y: Float<B>) -> Option<KeptAttention<B>> {
+        match self {
+            Self::Recent(AttentionOutput { o, lse, o_low: None, base: None }) => {
+                Some(KeptAttention { o: tensor(o.clone()), lse: tensor(lse.clone()), y: tensor(y) })
+            }
+            _ => None,
         }
     }
 
@@ -107,6 +148,12 @@ pub(super) fn forward<B: DeviceBackend>(
     // `None`: the residual stream is added in the second GEMM.
     let (qkv, first) = gemm::<B>(how, normed, primitive(layer.qkv.clone()), None);
     let qkv = split_heads::<B>(qkv, call.attention.spec);
+    if let Some(KeptAttention { o, lse, y }) = layer.kept.clone() {
+        let attended = Attended::Recent(AttentionOutput::new(primitive(o), primitive(lse)));
+        let layer = AttentionLayer { kept: None, ..layer };
+        let kept = Kept { x, qkv, rotated: None, attended, operands: [first, Operands::None], layer, call };
+        return (primitive(y), kept);
+    }
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));
     let kept_rotated = layer.keeping.recomputable.then(|| rotated.clone());
     let attended = match (&call.parts, layer.dma.clone()) {

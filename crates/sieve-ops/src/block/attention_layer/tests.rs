@@ -1,5 +1,6 @@
 use super::{
-    AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, LayerTokens, Residual, attention_layer, forward,
+    AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, KeptAttention, LayerTokens, Residual, attention_layer,
+    forward,
 };
 use crate::block::gemm::Operands;
 use crate::dma::tests::reference_run as dma_reference;
@@ -9,19 +10,19 @@ use crate::testing::{
     evaluate, float, primitive,
 };
 use crate::{
-    AttentionSpec, DmaBias, Documents, GemmPrecision, QkNorm, QkNormRopeCall, RmsNormCall, RotaryEmbedding, attention,
-    dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
+    AttentionSpec, DmaBias, Documents, GemmPrecision, QkNorm, QkNormRopeCall, RmsNormCall, RotaryEmbedding,
+    SieveBackend, attention, dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::Flex;
-use sieve_core::{DmaRecency, DmaShape, KeepOLow, Keeping};
+use sieve_core::{DmaRecency, DmaShape, Keeping};
 
 const EPSILON: f64 = 1e-5;
 const QK_EPSILON: f64 = 1e-4;
 const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
-const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
+const ALL: Keeping = Keeping::ALL;
 
 /// One call to test: the kind of attention (DMA where `dma` is set, else dense or a window, as `spec` says), the
 /// documents, and whether x is added to the output.
@@ -72,6 +73,7 @@ impl Case {
             precision: GemmPrecision::Tensors,
             keeping,
             sums: [None, None],
+            kept: None,
         }
     }
 
@@ -81,6 +83,20 @@ impl Case {
 
     /// The op under test, which keeps activations as `keeping` says.
     fn op_that_keeps(&self, inputs: &[Float], keeping: Keeping) -> Float {
+        self.op_of(self.layer(inputs, keeping), inputs)
+    }
+
+    /// The op under test with what an earlier pass has kept of its attention.
+    fn op_again(&self, inputs: &[Float]) -> Float {
+        let rope = self.rope(&inputs[0]);
+        let layer = self.layer(inputs, ALL);
+        let (y, kept) = forward::<Flex>(Ad::value(inputs[0].clone()), layer.clone().values(), self.call(&rope));
+        let kept = kept.attended.kept(y).map(KeptAttention::from_inner);
+        assert_eq!(kept.is_some(), self.dma.is_none());
+        self.op_of(AttentionLayer { kept, ..layer }, inputs)
+    }
+
+    fn op_of(&self, layer: AttentionLayer<Ad>, inputs: &[Float]) -> Float {
         let rope = self.rope(&inputs[0]);
         let tokens = LayerTokens {
             positions: self.documents.positions.clone(),
@@ -89,9 +105,19 @@ impl Case {
             parts: None,
         };
         let x = float(&inputs[0]);
-        let (y, chosen) = attention_layer(x, self.layer(inputs, keeping), tokens, self.spec, self.residual);
-        assert_eq!(chosen.is_some(), self.dma.is_some());
-        primitive(y)
+        let output = attention_layer(x, layer, tokens, self.spec, self.residual);
+        assert_eq!(output.chosen.is_some(), self.dma.is_some());
+        primitive(output.y)
+    }
+
+    fn call(&self, rope: &RotaryEmbedding<Ad>) -> AttentionLayerCall<Flex> {
+        AttentionLayerCall {
+            positions: self.documents.positions.clone().into_primitive(),
+            rope: rope.tables().values(),
+            attention: AttentionCall::new(self.documents.bounds(), self.spec),
+            parts: None,
+            residual: self.residual,
+        }
     }
 
     /// The references of the layer's ops, one after another.
@@ -214,6 +240,8 @@ fn equals_a_chain_of_single_ops_to_the_last_bit() {
             assert_eq!(found, expected, "{kind:?} {residual:?}");
             let found = run(&|inputs| case.op_that_keeps(inputs, ALL));
             assert_eq!(found, expected, "{kind:?} {residual:?}, all kept");
+            let found = run(&|inputs| case.op_again(inputs));
+            assert_eq!(found, expected, "{kind:?} {residual:?}, attention kept");
         }
     }
 }
@@ -227,15 +255,8 @@ fn kept_activations_are_those_that_the_plan_counts() {
         let inputs: Vec<_> = case.inputs(dims, 3).iter().map(|x| x.tensor(DType::F32)).collect();
         let leaves: Vec<_> = inputs.iter().cloned().map(Ad::from_inner).collect();
         let rope = case.rope(&leaves[0]);
-        let call = AttentionLayerCall {
-            positions: case.documents.positions.clone().into_primitive(),
-            rope: rope.tables().values(),
-            attention: AttentionCall::new(case.documents.bounds(), case.spec),
-            parts: None,
-            residual: case.residual,
-        };
         let layer = case.layer(&leaves, ALL).values();
-        let (_, all) = forward::<Flex>(inputs[0].clone(), layer, call);
+        let (_, all) = forward::<Flex>(inputs[0].clone(), layer, case.call(&rope));
         let [Operands::X(normed), _] = all.operands else {
             panic!("{kind:?}: no normed stream");
         };

@@ -6,10 +6,10 @@ use crate::{GemmPrecision, PassFor, RmsNormCall, linear, linear_add, reference, 
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::Flex;
-use sieve_core::{KeepOLow, Keeping};
+use sieve_core::Keeping;
 
 const EPSILON: f64 = 1e-5;
-const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
+const ALL: Keeping = Keeping::ALL;
 
 /// x, and the weights of the norm, of gate and up, and of the down projection.
 fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
