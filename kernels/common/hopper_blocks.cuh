@@ -1,6 +1,6 @@
 // hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, loaded by TMA in boxes of a whole
 // stage (128 keys) or half of one. Each consumer has 64 rows. Query tiles of 64 rows are processed in pairs (PAIRS):
-// the producer streams the halves that either list names, in order, and a consumer skips those that its own list lacks.
+// the producer streams the halves that either list names, in order, and a consumer computes those of its own list.
 // Else both consumers take every stage, as in dense attention: the loop does not test a stage before its GEMMs, since a
 // value that differs by warpgroup there keeps addresses out of the uniform registers.
 // Defines    as hopper_tiles.cuh, with SPARSE 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
@@ -186,6 +186,7 @@ struct BlockWork {
 
 #if PAIRS
 struct PairConsumer {
+  static constexpr int HALF = HALF_KV / 16;  // steps of 16 keys of a stage's half
   ForwardOutput out;
 
   // Attention of the warpgroup's 64 rows of one tile; false when there was none.
@@ -202,26 +203,40 @@ struct PairConsumer {
     RowsInWork work = {
         rows,   places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E,
         output, state};
-    bool is_pending = false, is_last = false;  // pending: `weights` wait for their values
+    int pending = 0;  // steps of `weights`, 16 keys each, that wait for their values, from v_at on
+    u32 v_at = 0;
+    bool is_last = false;
     for (int it = 0; !is_last; ++it) {
       RingPlace<K_STAGES> k = places.k;
       if (it > 0) k.advance();
       barrier_wait(barrier_at(shared, FULL_K + k.slot), k.phase);
       const u32 slot = key_slot(shared, places.stage + (it > 0));
-      const int2 first = first_keys(slot);
+      int2 first = first_keys(slot);
       is_last = load_shared_int(slot + LAST_AT);
-      const bool is_seen = min(first.x, first.y) < ABSENT_BOX * KEY_BOX;
-      if (is_seen && is_pending) {
-        work.next_stage(weights, weights, it, is_last);
-        continue;
+      const bool sees_x = first.x < ABSENT_BOX * KEY_BOX, sees_y = first.y < ABSENT_BOX * KEY_BOX;
+      const u32 k_at = sees_x ? 0 : HALF_KV * 128;
+      if (!sees_x) first.x = first.y;
+      // from a lane, so that the compiler sees that it is the same for a whole warp
+      const int steps = __shfl_sync(~0u, (sees_x + sees_y) * HALF, 0);
+      if (steps && pending) {
+        if (steps == 2 * HALF) {
+          if (pending == 2 * HALF) work.next_part<2 * HALF, 2 * HALF>(weights, is_last, first, k_at, v_at);
+          else work.next_part<HALF, 2 * HALF>(weights, is_last, first, k_at, v_at);
+        } else {
+          if (pending == 2 * HALF) work.next_part<2 * HALF, HALF>(weights, is_last, first, k_at, v_at);
+          else work.next_part<HALF, HALF>(weights, is_last, first, k_at, v_at);
+        }
+      } else {
+        if (it > 0) places.next_keys();
+        if (steps == 2 * HALF) work.start_part<2 * HALF>(weights, it, is_last, first, k_at);
+        else if (steps == HALF) work.start_part<HALF>(weights, it, is_last, first, k_at);
+        else work.let_go_by(weights, pending, v_at, it, is_last);
       }
-      if (it > 0) places.next_keys();
-      if (is_seen) work.start_again(weights, it, is_last);
-      else work.let_go_by(weights, is_pending, it, is_last);
-      is_pending = is_seen;
+      pending = steps;
+      v_at = k_at;
     }
-    if (is_pending) work.finish(weights);
-    else places.next_keys();
+    work.weigh_pending(weights, pending, v_at);
+    places.next_keys();
     store_rows(output, state, work.logit_scale, tensors, out, tile, warpgroup);
     return true;
   }

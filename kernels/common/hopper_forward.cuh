@@ -28,6 +28,12 @@ constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
 
+// The weights of the first 16 STEPS keys.
+template <int STEPS>
+DEVICE u32 (&first_steps(u32 (&weights)[BLOCK_KV / 16][4]))[STEPS][4] {
+  return *reinterpret_cast<u32(*)[STEPS][4]>(&weights);
+}
+
 // O += P V, over a stage or its first half.
 template <int STEPS>
 DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS][4], u32 v) {
@@ -295,43 +301,85 @@ struct RowsInWork {
   }
 
 #if PAIRS
+  // What a consumer does with a stage of two boxes of keys, of which its rows may see one or none. Its products are of
+  // the 16 STEPS keys that it sees; `k_at` and `v_at` are the bytes from a tile's start to the first of them.
+
+  // The weights of the next stage, while the last ones, of 16 LAST keys, meet their values.
+  template <int LAST, int STEPS>
+  DEVICE void next_part(u32 (&weights)[BLOCK_KV / 16][4], bool is_last, int2 first, u32 k_at, u32 v_at) {
+    float score[8 * STEPS], factor[2];
+    places.next_keys();
+    take_turn(warpgroup);
+    wgmma_fence();
+    multiply_stage<0>(score, q, key_tile() + k_at, bases, key_slot(shared, places.stage));
+    wgmma_fence();
+    weigh_stage(output, first_steps<LAST>(weights), value_tile() + v_at);
+    if (TAKE_TURNS == 1) pass_turn(warpgroup);
+    const bool partial = keys_are_partial<16 * STEPS>(rows, first);
+    wgmma_wait<1>();
+    if (TAKE_TURNS == 2) pass_turn(warpgroup);
+    release_keys(is_last);
+    if (partial) mask_keys(score, rows, first, -INFINITY_F32);
+    const bool outgrown = softmax_stage(score, state, factor, logit_scale);
+    keep_here(score);  // as in next_stage
+    RingPlace<V_STAGES> next_v = places.v;
+    next_v.advance();
+    barrier_wait(barrier_at(shared, FULL_V + next_v.slot), next_v.phase);
+    wgmma_wait<0>();
+    release(barrier_at(shared, EMPTY_V + places.v.slot));
+    places.v = next_v;
+    if (outgrown) rescale(factor);
+    pack_operand(first_steps<STEPS>(weights), score);
+  }
+
   // The weights of a stage where no others wait for their values: the tile's first, or one after stages that went by.
-  DEVICE void start_again(u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
-    float score[64], factor[2];
+  template <int STEPS>
+  DEVICE void start_part(u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last, int2 first, u32 k_at) {
+    float score[8 * STEPS], factor[2];
     if (it > 0) take_turn(warpgroup);  // every stage but the first takes turns
     wgmma_fence();
-    multiply_stage<0>(score, q, key_tile(), bases, key_slot(shared, places.stage));
-    const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
+    multiply_stage<0>(score, q, key_tile() + k_at, bases, key_slot(shared, places.stage));
+    const bool partial = keys_are_partial<16 * STEPS>(rows, first);
     wgmma_wait<0>();
     if (TAKE_TURNS && it > 0) pass_turn(warpgroup);
     release_keys(is_last);
-    if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
-    if (softmax_stage(score, state, factor, logit_scale)) {
-#pragma unroll
-      for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
-    }
-    pack_operand(weights, score);
+    if (partial) mask_keys(score, rows, first, -INFINITY_F32);
+    if (softmax_stage(score, state, factor, logit_scale)) rescale(factor);
+    pack_operand(first_steps<STEPS>(weights), score);
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
+  }
+
+  // Adds P V of the last 16 LAST keys, which nothing else runs beside, to the output.
+  template <int LAST>
+  DEVICE void weigh_part(u32 (&weights)[BLOCK_KV / 16][4], u32 v_at) {
+    wgmma_fence();
+    weigh_stage(output, first_steps<LAST>(weights), value_tile() + v_at);
+    wgmma_wait<0>();
+    release(barrier_at(shared, EMPTY_V + places.v.slot));
+    places.v.advance();
+  }
+  DEVICE void weigh_pending(u32 (&weights)[BLOCK_KV / 16][4], int steps, u32 v_at) {
+    if (steps == BLOCK_KV / 16) weigh_part<BLOCK_KV / 16>(weights, v_at);
+    else if (steps > 0) weigh_part<HALF_KV / 16>(weights, v_at);
   }
 
   // Skips a stage in which this consumer's rows see no key. The pending P V is finished first, since its V slot is
   // about to be reused.
-  DEVICE void let_go_by(const u32 (&weights)[BLOCK_KV / 16][4], bool is_pending, int it, bool is_last) {
+  DEVICE void let_go_by(u32 (&weights)[BLOCK_KV / 16][4], int pending, u32 v_at, int it, bool is_last) {
     if (TAKE_TURNS && it > 0) {
       take_turn(warpgroup);
       pass_turn(warpgroup);
     }
     release_keys(is_last);
-    if (is_pending) {
-      wgmma_fence();
-      weigh_stage(output, weights, value_tile());
-      wgmma_wait<0>();
-      release(barrier_at(shared, EMPTY_V + places.v.slot));
-      places.v.advance();
-    }
+    weigh_pending(weights, pending, v_at);
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
     release(barrier_at(shared, EMPTY_V + places.v.slot));
     places.v.advance();
+  }
+
+  DEVICE void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
   }
 #endif
 

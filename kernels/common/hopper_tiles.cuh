@@ -275,6 +275,35 @@ DEVICE int2 first_keys(u32 keys) {
 }
 #endif
 
+#if SPARSE && !GATHER
+// Whether some row of the warp does not see some of KEYS keys: HALF_KV from each of `first` on, or only from first.x.
+template <int KEYS>
+DEVICE bool keys_are_partial(const ConsumerRows& rows, int2 first) {
+  bool partial = (KEYS > HALF_KV ? max(first.x, first.y) : first.x) + HALF_KV > rows.first_query + 1;
+  if (rows.local != NEVER)
+#pragma unroll
+    for (int half = 0; half < KEYS / HALF_KV; ++half) {
+      const int key = half ? first.y : first.x;
+      partial |= key + HALF_KV > rows.init && max(key, rows.init) + rows.local <= rows.last_query;
+    }
+  return partial;
+}
+
+// Sets the score to `masked` where a row does not see a key of these.
+template <int N>
+DEVICE void mask_keys(float (&score)[N], const ConsumerRows& rows, int2 first, float masked) {
+  const int t = (int)threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = rows.query[x / 2],
+                key = (n < HALF_KV / 8 ? first.x : first.y) + n % (HALF_KV / 8) * 8 + 2 * t + x % 2;
+      if (key > i || (key >= rows.init && key <= i - rows.local)) score[4 * n + x] = masked;
+    }
+}
+#endif
+
 // Whether some row of the warp does not see some key of the stage. It reads the key slot, not the scores.
 template <int KEYS = BLOCK_KV>
 DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
@@ -288,15 +317,7 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
   }
   return !__all_sync(~0u, all);
 #elif SPARSE
-  const int2 first = first_keys(keys);
-  bool partial = max(first.x, first.y) + HALF_KV > rows.first_query + 1;
-  if (rows.local != NEVER)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = half ? first.y : first.x;
-      partial |= key + HALF_KV > rows.init && max(key, rows.init) + rows.local <= rows.last_query;
-    }
-  return partial;
+  return keys_are_partial<KEYS>(rows, first_keys(keys));
 #else
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
   return first_key + BLOCK_KV - 1 > rows.first_query || first_key < rows.highest_low;
@@ -306,7 +327,7 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 // Sets the score to `masked` where a row does not see a key of the stage.
 template <int N>
 DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, int it, float masked) {
-  const int t = (int)threadIdx.x % 4;
+  [[maybe_unused]] const int t = (int)threadIdx.x % 4;
 #if GATHER
 #pragma unroll
   for (int n = 0; n < N / 4; ++n) {
@@ -318,15 +339,7 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
     }
   }
 #elif SPARSE
-  const int2 first = first_keys(keys);
-#pragma unroll
-  for (int n = 0; n < N / 4; ++n)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int i = rows.query[x / 2],
-                key = (n < HALF_KV / 8 ? first.x : first.y) + n % (HALF_KV / 8) * 8 + 2 * t + x % 2;
-      if (key > i || (key >= rows.init && key <= i - rows.local)) score[4 * n + x] = masked;
-    }
+  mask_keys(score, rows, first_keys(keys), masked);
 #else
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
   int last[2], lowest[2];
