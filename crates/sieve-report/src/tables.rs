@@ -197,7 +197,7 @@ fn difference(column: &Column, value: f64, base: f64) -> Option<String> {
 }
 
 /// Mean of the values of a group's runs, with their spread if they differ.
-fn cell(column: &Column, values: &[f64]) -> String {
+fn value_text(column: &Column, values: &[f64]) -> String {
     let (mean, spread) = mean_and_spread(values);
     let (size, unit) = if mean.is_finite() { (column.unit)(mean) } else { (1.0, "") };
     match spread {
@@ -268,9 +268,9 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize], against: Option<usize>) ->
     let why_not = why_no_best_loss(runs, &groups);
     let base = against.map(|run| Base::new(runs, &groups, run));
     let has_value = |column: &&Column| runs.iter().any(|run| !(column.of)(run).is_nan());
-    let columns: Vec<_> = COLUMNS.iter().filter(has_value).collect();
-    let columns: Vec<_> =
-        columns.into_iter().map(|column| (column, best(column, runs, &groups, why_not.is_none()))).collect();
+    // Each column with its best group.
+    let with_best = |column| (column, best(column, runs, &groups, why_not.is_none()));
+    let columns: Vec<(&Column, Option<usize>)> = COLUMNS.iter().filter(has_value).map(with_best).collect();
 
     let mut html = String::from("<div class=\"scroll\"><table class=\"wide\"><thead><tr><th>run</th>");
     for (column, _) in &columns {
@@ -280,7 +280,7 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize], against: Option<usize>) ->
     let cells = |members: &[usize], can_be_best: Option<usize>| {
         let cell = |(column, best): &(&Column, Option<usize>)| {
             let is_best = can_be_best.is_some() && *best == can_be_best;
-            data_cell(column, runs, members, is_best, base.as_ref())
+            table_cell(column, runs, members, is_best, base.as_ref())
         };
         columns.iter().map(cell).collect::<String>()
     };
@@ -341,8 +341,8 @@ fn values(column: &Column, runs: &[Run], members: &[usize]) -> Vec<f64> {
 }
 
 /// One cell of the table: the value of a run, or the mean of several, the difference to `base`, a run's remark.
-fn data_cell(column: &Column, runs: &[Run], members: &[usize], is_best: bool, base: Option<&Base>) -> String {
-    let value = cell(column, &values(column, runs, members));
+fn table_cell(column: &Column, runs: &[Run], members: &[usize], is_best: bool, base: Option<&Base>) -> String {
+    let value = value_text(column, &values(column, runs, members));
     let value = if is_best { format!("<b>{value}</b>") } else { value };
     let apart = base.and_then(|base| base.difference(column, runs, members));
     let apart = apart.map_or(String::new(), |words| format!(" <small>{words}</small>"));

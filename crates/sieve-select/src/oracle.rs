@@ -65,8 +65,8 @@ pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> AttentionOutput
     output
 }
 
-/// Gives probes their dense outputs, and with [`CorrectionMode::Correct`] adds to the other rows of a probe's window how
-/// far the probe's dense output is from its sparse one. Rows that are dense already stay.
+/// Gives probes their dense outputs, and with [`CorrectionMode::Correct`] adds to the other rows of a probe's window
+/// how far the probe's dense output is from its sparse one. Rows that are dense already stay.
 fn correct(call: &Call<'_>, mask: &KeyMask, correction: &Correction, o: &mut [f64]) {
     let (shape, d) = (call.shape, call.shape.head_dim);
     let sparse = o.to_vec();

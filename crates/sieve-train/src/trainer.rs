@@ -124,6 +124,14 @@ struct Machine<B: TrainBackend> {
     keeping: Keeping,
 }
 
+/// What the forward passes of a step give.
+struct Forward<B: TrainBackend> {
+    /// The losses of this rank's labels, summed and divided by the labels of all ranks, `[1]`.
+    loss: Tensor<B::InnerBackend, 1>,
+    /// The result of the last micro-batch.
+    last: Option<MicroBatchResult<B>>,
+}
+
 /// What a run says besides its events.
 struct Lines {
     /// What is trained, on one line.
@@ -486,7 +494,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// pass. Labels and tokens are counted over all processes.
     fn train_step(&mut self, batches: &[Batch], labels_and_tokens: [usize; 2]) -> Result<(), TrainError> {
         let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
-        let (loss, last_result) = self.add_micro_batches(batches, labels_and_tokens, &mut gradients)?;
+        let Forward { loss, last } = self.add_micro_batches(batches, labels_and_tokens, &mut gradients)?;
         let model = self.learner.model.take().expect(AWAY);
         let (loss, grad_norm) = match self.ranks.group_mut() {
             None => (loss, gradients.norm(&model, &self.machine.device)),
@@ -515,18 +523,17 @@ impl<B: TrainBackend> Trainer<B> {
         });
         self.disturb_weights()?;
         self.count_step();
-        self.last_step = last_result.map(|result| (lr, result));
+        self.last_step = last.map(|result| (lr, result));
         Ok(())
     }
 
-    /// Runs each micro-batch forward and backward, and adds up its gradients. Returns the losses of this rank's
-    /// labels, summed and divided by the labels of all ranks, `[1]`, and the last micro-batch's result.
+    /// Runs each micro-batch forward and backward, and adds up its gradients.
     fn add_micro_batches(
         &mut self,
         batches: &[Batch],
         [num_labels, num_tokens]: [usize; 2],
         gradients: &mut GradientBuffer<B>,
-    ) -> Result<(Tensor<B::InnerBackend, 1>, Option<MicroBatchResult<B>>), TrainError> {
+    ) -> Result<Forward<B>, TrainError> {
         let loss_scale = self.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
@@ -539,7 +546,7 @@ impl<B: TrainBackend> Trainer<B> {
             ..BlockSettings::from(&self.recipe)
         };
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.machine.device);
-        let mut last_result = None;
+        let mut last = None;
         for (place, batch) in batches.iter().enumerate() {
             let on_device = match &links {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.machine.device),
@@ -564,9 +571,9 @@ impl<B: TrainBackend> Trainer<B> {
                 hooks,
             )?;
             loss = loss + result.loss.clone();
-            last_result = Some(result);
+            last = Some(result);
         }
-        Ok((loss, last_result))
+        Ok(Forward { loss, last })
     }
 
     /// Scales the updated weights, where a test asks for it.

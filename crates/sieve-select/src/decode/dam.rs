@@ -126,7 +126,7 @@ impl DamCapture {
         self.sums.iter().map(|sums| self.map(sums)).collect()
     }
 
-    /// The map of a head with these sums of probabilities, `[capture, capture]`: rows that no sequence has are left out.
+    /// The map of a head with these sums of probabilities, `[capture, capture]`, without the rows that no sequence has.
     fn map(&self, sums: &[f64]) -> DamMap {
         let num_rows = self.num_sequences.iter().take_while(|&&count| count > 0).count();
         let rows = self.keys_of_rows(sums, num_rows);

@@ -169,9 +169,7 @@ impl PbsConfig {
             PermutePer::Kv => (0..num_kv_heads).map(|kv_head| call.group(kv_head).collect()).collect(),
             PermutePer::Query => (0..num_heads).map(|head| vec![head]).collect(),
         };
-        let order = |heads: &Vec<usize>| {
-            key_order(call, segments, heads, queries).unwrap_or_else(|| unmoved(call))
-        };
+        let order = |heads: &Vec<usize>| key_order(call, segments, heads, queries).unwrap_or_else(|| unmoved(call));
         heads_of_order.par_iter().map(order).collect()
     }
 

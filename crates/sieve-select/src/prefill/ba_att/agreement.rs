@@ -61,7 +61,8 @@ impl BaAttConfig {
         let k = mean_and_variance((0..num_key_tiles).map(|j| tiles.keys(j).map(key)), d);
         let q = mean_and_variance((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
         let (estimates, means) = (self.block_logits(call, &q, &k), scores(&q.mean, &k.mean, d, scale));
-        let reach_k: Vec<_> = (0..num_key_tiles).map(|j| Reach::of(tiles.keys(j).map(key), &k.mean[j * d..][..d])).collect();
+        let reach_k: Vec<_> =
+            (0..num_key_tiles).map(|j| Reach::of(tiles.keys(j).map(key), &k.mean[j * d..][..d])).collect();
         let mut pairs = Pairs::default();
         for i in 0..tiles.num_query_tiles() {
             let competing = if self.causal { segments.earlier(i) } else { num_key_tiles };
@@ -72,10 +73,11 @@ impl BaAttConfig {
             let means_of_tile = &means[i * num_key_tiles..][..competing];
             let (error, mass) = errors_and_mass(tiles, i, means_of_tile, |slot| {
                 let (q, position) = (query(slot), call.shape.context() + orders.query_row(head, slot));
-                let logits = (0..key_order.len()).map(|slot| match !self.causal || key_order[slot] as usize <= position {
-                    true => dot(q, key(slot)) * scale,
-                    false => f32::NEG_INFINITY,
-                });
+                let logits =
+                    (0..key_order.len()).map(|slot| match !self.causal || key_order[slot] as usize <= position {
+                        true => dot(q, key(slot)) * scale,
+                        false => f32::NEG_INFINITY,
+                    });
                 logits.collect()
             });
             let mut estimate = estimates[i * num_key_tiles..][..competing].to_vec();
@@ -91,8 +93,8 @@ impl BaAttConfig {
     }
 }
 
-/// For each key tile that competes for a query tile, by the queries' exact logits: the largest distance of a logit from
-/// the product of the two tiles' means, which `means` has, and the attention mass, averaged over queries.
+/// For each key tile that competes for a query tile, by the queries' exact logits: the largest distance of a logit
+/// from the product of the two tiles' means, which `means` has, and the attention mass, averaged over queries.
 ///
 /// `logits_of` gives the logits of the query in a slot, with minus infinity at keys that it does not see.
 fn errors_and_mass(
