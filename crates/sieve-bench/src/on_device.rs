@@ -176,7 +176,8 @@ impl<'a> OnDevice<'a> {
         })
     }
 
-    /// Decodes token by token against DMA's fixed-size cache; returns o, `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Decodes token by token against DMA's fixed-size cache, which keeps the keys of the best scores `z`; returns o,
+    /// `[batch, seq_len, num_heads, head_dim_v]`.
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();

@@ -97,9 +97,10 @@ impl StepTape {
         let Notes { work, refused } = self.take();
         let stream = StreamId::current();
         // Buffers of other streams are kept until an event has passed, but a captured event cannot be queried.
-        let is_foreign = |work: &Box<dyn StepWork>| work.bindings().iter().any(|binding| binding.stream != stream);
+        let mut bindings = work.iter().flat_map(|work| work.bindings());
+        let has_foreign = bindings.any(|binding| binding.stream != stream);
         let refused = match lane::is_inline() {
-            Some(true) => refused.or_else(|| work.iter().any(is_foreign).then_some("buffers of another thread")),
+            Some(true) => refused.or_else(|| has_foreign.then_some("buffers of another thread")),
             _ => Some("launches beside Burn's stream"),
         };
         if let Some(what) = refused {

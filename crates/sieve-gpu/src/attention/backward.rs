@@ -2,15 +2,11 @@
 use crate::KernelError;
 use crate::attention::{
     AttentionResult, AttentionShape, Bias, DqSums, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv, QueryPass,
-    SeenKeys, hopper_attention_backward_prepare_kernel, require_scale,
+    SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
 };
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const NAME: &str = "attention_backward";
-
-/// The f32 buffers per query (log-sum-exps, row sums, sums of dq) are padded to a multiple of this many tokens. The
-/// backward kernels read so many queries in a step, and then never read past a buffer's end.
-pub(crate) const ROW_ALIGNMENT: usize = 64;
 
 /// Operands of a backward attention call.
 #[derive(Debug, Clone, Copy)]
@@ -62,17 +58,15 @@ impl AttentionGradients<'_> {
         let steps = KeySteps::Neighbours { doc_end: &doc_end, window };
         let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: bias.as_ref(), steps };
         let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
-        let by_query = params!(AttentionRowSumsParams {
-            base: params!(AttentionForwardParams { base, window, softmax_scale }),
-            padded_len: padded_len(shape.seq_len),
-        });
+        let base = params!(AttentionForwardParams { base, window, softmax_scale });
+        let base = params!(AttentionRowSumsParams { base, padded_len: padded_len(shape.seq_len) });
         if bias.is_some() && self.result.o_low.is_none() {
             // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error
             // of o, which would dominate the gradients where a bias makes the softmax peaked.
             let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
             // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`; the maps
             // read q, k, v and d_o, which are among the tensors.
-            unsafe { kernel.launch_with_maps(grid, &maps, &by_key.inputs(&doc_start), &by_query) }?;
+            unsafe { kernel.launch_with_maps(grid, &maps, &by_key.inputs(&doc_start), &base) }?;
         }
         let dq_sums = DqSums::new(&pass, &d_o)?;
         let dbias = by_key.launch(&dq_sums)?;
@@ -82,8 +76,7 @@ impl AttentionGradients<'_> {
             return Ok(dbias);
         }
         let [[dq_offset, dq_token_stride, dq_batch_stride], _, _] = self.grads.head_words(NAME)?;
-        let params =
-            params!(AttentionBackwardQueryParams { base: by_query, dq_offset, dq_token_stride, dq_batch_stride });
+        let params = params!(AttentionBackwardQueryParams { base, dq_offset, dq_token_stride, dq_batch_stride });
         let mut tensors = by_key.inputs(&doc_start);
         tensors.push(self.grads.q.tensor());
         let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
@@ -118,11 +111,6 @@ pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
 /// The kernel that adds up partial sums of dk or dv and converts them to bf16.
 fn attention_backward_join_kernel(width: usize) -> SourceKernel {
     attention_backward_convert_kernel(width).define("SUM_PARTS", 1)
-}
-
-/// Padded number of tokens of the f32 buffers per query.
-pub(crate) fn padded_len(seq_len: usize) -> usize {
-    seq_len.next_multiple_of(ROW_ALIGNMENT)
 }
 
 /// Shape of the f32 sums of dq for `rows` queries of every head. Inside a head, elements lie in tiles of 16 rows by 8
@@ -192,8 +180,9 @@ pub(crate) fn convert_dq(
     convert_sums((dq_sum, None), num_parts, [rows, first_query], grad, call.softmax_scale)
 }
 
-/// Converts all `rows` queries of `dq_sum` to bf16 dq. A tile of [`ROW_ALIGNMENT`] queries whose semaphore is 0 gets a
-/// dq of 0: nothing was added to its sums.
+/// Converts all `rows` queries of `dq_sum` to bf16 dq. A tile of
+/// [`ROW_ALIGNMENT`](crate::attention::ROW_ALIGNMENT) queries whose semaphore is 0 gets a dq of 0: nothing was added to
+/// its sums.
 pub(crate) fn convert_added_dq(
     dq_sum: &CudaTensor,
     semaphores: &CudaTensor,
@@ -205,24 +194,24 @@ pub(crate) fn convert_added_dq(
     convert_sums((dq_sum, Some(semaphores)), num_parts, [rows, first_row], (&call.grads.q, dq), call.softmax_scale)
 }
 
-/// Converts `rows` rows of a gradient, from `first_row` on, times `scale` to bf16. Each head has `num_parts` partial
+/// Converts `sum_len` rows of a gradient, from `first_row` on, times `scale` to bf16. Each head has `num_parts` partial
 /// f32 sums in the order of tensor core accumulators, which are added first. `layout` is `{offset, token stride, batch
 /// stride}` of the gradient. With semaphores, one for 64 rows, rows whose semaphore is 0 get a gradient of 0.
 pub(crate) fn convert_sums(
     (sums, semaphores): (&CudaTensor, Option<&CudaTensor>),
     num_parts: usize,
-    [rows, first_row]: [usize; 2],
+    [sum_len, first_row]: [usize; 2],
     (grad, layout): (&Heads, [usize; 3]),
     scale: f32,
 ) -> Result<(), KernelError> {
     let [batch, seq_len, _, width] = grad.tensor().dims(NAME, "gradient")?;
     // A warp converts 16 rows of 32 columns; a block has eight warps.
-    let warps = batch * grad.num_heads() * (rows / 16) * width.div_ceil(32);
+    let warps = batch * grad.num_heads() * (sum_len / 16) * width.div_ceil(32);
     let params = params!(AttentionBackwardConvertParams {
         batch,
         seq_len,
         num_heads: grad.num_heads(),
-        sum_len: rows,
+        sum_len,
         first_query: first_row,
         [dq_offset, dq_token_stride, dq_batch_stride]: layout,
         scale,
@@ -237,7 +226,7 @@ pub(crate) fn convert_sums(
         Some(semaphores) => (attention_backward_convert_added_kernel(width), vec![sums, semaphores]),
     };
     tensors.push(grad.tensor());
-    // SAFETY: reads `rows` rows of each part of a head's sums, and a semaphore for 64 of them; rows past the sequence
-    // are skipped.
+    // SAFETY: reads `sum_len` rows of each part of a head's sums, and a semaphore for 64 of them; rows past the
+    // sequence are skipped.
     unsafe { kernel.launch([warps.div_ceil(8), 1, 1], &tensors, &params) }
 }

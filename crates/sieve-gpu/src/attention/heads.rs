@@ -8,6 +8,10 @@ use crate::runtime::{
 /// Heads and tokens must begin at multiples of this many elements: attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
 
+/// The f32 buffers per query (log-sum-exps, row sums, sums of dq) are padded to a multiple of this many tokens. The
+/// backward kernels read so many queries in a step, and then never read past a buffer's end.
+pub(crate) const ROW_ALIGNMENT: usize = 64;
+
 /// A range of consecutive heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
 #[derive(Debug, Clone)]
 pub struct Heads {
@@ -42,6 +46,11 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Columns of a value head and of an output head.
     pub head_dim_v: usize,
+}
+
+/// Padded number of tokens of the f32 buffers per query.
+pub(crate) fn padded_len(seq_len: usize) -> usize {
+    seq_len.next_multiple_of(ROW_ALIGNMENT)
 }
 
 impl AttentionShape {
