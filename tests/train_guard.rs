@@ -32,6 +32,7 @@ pub(crate) struct Outcome {
     pub(crate) losses: Vec<f64>,
     /// Names of the checkpoints, in the order in which they were written.
     pub(crate) checkpoints: Vec<String>,
+    /// The weights at the end; none of a run that failed.
     pub(crate) weights: Vec<Vec<u8>>,
     moments: Vec<u8>,
 }
@@ -129,7 +130,8 @@ pub(crate) fn disturbed_rank(
         }
         _ => {}
     });
-    let weights = named_parameters(trainer.model()).into_iter();
+    // A run that failed inside an update has no model.
+    let weights = result.as_ref().map_or(Vec::new(), |_| named_parameters(trainer.model()));
     let last = result.as_ref().ok().filter(|_| is_alone).and_then(|summary| summary.checkpoint.clone());
     Outcome {
         skipped,
@@ -137,7 +139,7 @@ pub(crate) fn disturbed_rank(
         steps,
         losses,
         checkpoints,
-        weights: weights.map(|tensor| tensor.data.as_bytes().to_vec()).collect(),
+        weights: weights.into_iter().map(|tensor| tensor.data.as_bytes().to_vec()).collect(),
         moments: last.map_or(Vec::new(), |path| std::fs::read(path.join("optimizer.safetensors")).expect("written")),
         result,
     }
