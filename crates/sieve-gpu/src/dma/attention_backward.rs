@@ -184,7 +184,8 @@ pub(crate) fn listed_key_sums(
             tensors.extend(set.dk.then_some(dk_sum));
             tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
-            let (mut kernel, maps) = pass.by_key(set, shares)?;
+            let head_by_head = false;
+            let (mut kernel, maps) = pass.by_key(set, shares, head_by_head)?;
             if own_lists.is_some() {
                 kernel = with_whole_keys(kernel);
             }
