@@ -174,7 +174,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;
 #if TILE_LISTS
-  const TileSteps list(tile_lists, num_kv_heads, seq_len, kv_head, first_key);
+#if SHARES
+  const int list_share = place.head / query_shares, list_shares = num_kv_heads * head_shares;
+#else
+  const int list_share = kv_head, list_shares = num_kv_heads;
+#endif
+  const int key_tiles = ceil_div(seq_len, STEP_KEYS);
+  const TileSteps list(tile_lists, list_shares * key_tiles, list_share * key_tiles + first_key / STEP_KEYS, seq_len);
   block.steps = list.steps;
   block.first_tile = list.begin;
   block.num_tiles = list.end - list.begin;

@@ -9,14 +9,14 @@
 // Layout     as attention_backward
 // Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
 //            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
-//            row_stats, doc_end (TILE_LISTS: tile_lists), (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_semaphores,)
+//            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_semaphores,)
 //            dk, dv, (HAS_BIAS: ddelta);
 //            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_semaphores i32
 //            [batch, num_heads, padded_len / 64], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
 //            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
 //            ORDERED where there is a window), DQ_BULK, DQ_STAGES (1), SENDERS (1), Q_STAGES, DO_STAGES,
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SHARES (0), TILE_LISTS (0): as attention_backward
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SHARES (0): as attention_backward
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads * head_shares * query_shares, batch), early keys
 //            (most queries) first (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes =
 //            (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
@@ -26,44 +26,20 @@
 //              + 2 * ORDERED * max(DQ_STAGES, SENDERS)) * 8 + 1024
 // Numerics   as attention_backward; ORDERED: tiles of keys add to a tile of dq one after the other, the first stores.
 //            A block waits for blocks with smaller numbers alone, which have started before it.
-//            With TILE_LISTS a tile of dq_sum whose semaphore stays 0 is not written
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/hopper_backward.cuh"
 #include "common/hopper_backward_wide.cuh"
+#include "common/key_gradients.cuh"
 #include "common/query_share.cuh"
 
 // Bytes of the queries and output gradients of the heads computed at a time; their sums of dq take as much of the L2
 // cache again. Where the key tiles of a head follow each other through the same queries, the last of those that start
 // together waits longest: more heads at a time are fewer tiles of each, and the queries in work still fit the cache.
-// Lists name tiles in no common order, so that more waits are saved than reads cost.
-constexpr u64 SECTION_BYTES = (TILE_LISTS ? 128 : ORDERED && !HEAD_BY_HEAD ? 64 : 32) << 20;
+constexpr u64 SECTION_BYTES = (ORDERED && !HEAD_BY_HEAD ? 64 : 32) << 20;
 
 // Keys of a block: 128 successive ones.
-#if TILE_LISTS
-struct DenseKeys {
-  TileSteps list;
-  int first_key, seq_len;
-#if SHARES
-  const QueryShare* share;
-#endif
-
-  DEVICE int2 entry(int at) const {
-    const int key = first_key + at;
-    return make_int2(key, key < seq_len ? 0x7fffffff : 0);
-  }
-  DEVICE int row(int at) const { return min(first_key + at, seq_len - 1); }
-  DEVICE void find_tiles(BackwardBlock& block) const {
-    block.steps = list.steps;
-    block.first_tile = list.begin;
-    block.num_tiles = list.end - list.begin;
-#if SHARES
-    share->take_part(block);
-#endif
-  }
-};
-#else
 struct DenseKeys {
   const i32* doc_end;
   int first_key, seq_len, window;
@@ -88,47 +64,11 @@ struct DenseKeys {
 #endif
   }
 };
-#endif
-
-// Writes the warp's 16 rows of 2 N columns of one gradient.
-template <int N>
-DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
-  const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = first_key + g + 8 * r;
-    bf16* row = to + (u64)key * stride + t * 8;
-#pragma unroll
-    for (int n = 0; n < N / 16; ++n) {
-      u32 x[4];
-      quad_pack(x, sums + 16 * n, r, scale);
-      if (key < seq_len) *(uint4*)(row + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
-    }
-  }
-}
-
-#if SHARES
-typedef float gradient;
-
-// Writes the warp's 16 rows of 2 N columns of one gradient: the f32 sums of this share of the queries.
-template <int N>
-DEVICE void store_sums(const float (&sums)[N], float* to) {
-#pragma unroll
-  for (int n = 0; n < N / 4; ++n)
-    *(float4*)(to + n * 128) = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
-}
-#else
-typedef bf16 gradient;
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats,
-#if TILE_LISTS
-    const i32* tile_lists,
-#else
     const i32* doc_end,
-#endif
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
@@ -159,17 +99,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   const int kv_head = place.head, first_head = 0, own_heads = group_size;
 #endif
   const int batch = place.batch, head = kv_head * group_size + first_head;
-#if TILE_LISTS
-  const int first_key_of_block = place.tile * BLOCK_KV;
-  DenseKeys keys = {TileSteps(tile_lists, num_kv_heads, seq_len, kv_head, first_key_of_block), first_key_of_block,
-                    seq_len};
-#else
   DenseKeys keys;
   keys.doc_end = doc_end + (u64)batch * seq_len;
   keys.first_key = place.tile * BLOCK_KV;
   keys.seq_len = seq_len;
   keys.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
-#endif
 #if SHARES
   keys.share = &share;
 #endif
@@ -189,11 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #if ORDERED
   block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q);
-#if !TILE_LISTS
   block.own_turn = place.tile;
 #endif
-#endif
-  block.group_size = TILE_LISTS ? 1 : own_heads;  // a list's steps name their heads
+  block.group_size = own_heads;
   block.padded_len = (int)params.padded_len;
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;

@@ -3,7 +3,7 @@
     python3 experiments/race/race.py --out ROWS.jsonl [--seconds 240] [--only TEXT]
 
 Each rival of rivals.py has a process of its own. First they are checked side by side: the error of o, dq, dk and dv
-against the definition in f64, and whether 20 passes are equal to the bit. Then one after another is timed while the
+against the definition in f64, and whether 100 passes are equal to the bit. Then one after another is timed while the
 others are stopped, the lengths and heads that matter most first; then odd shapes, side by side again. Every row is
 written at once, so that a run that is cut off keeps what it has. What fails, refuses or comes too late is a row too.
 
@@ -36,7 +36,7 @@ ROUNDS = [((16, 8), 32768), ((64, 4), 32768), ((16, 8), 8192), ((64, 4), 8192), 
           ((128, 1), 32768), ((64, 4), 131072)]
 # Heads and tokens whose results are compared with the definition.
 CHECKED = [((16, 8), 8192), ((64, 4), 4096), ((32, 2), 2048), ((128, 1), 2048)]
-REPEATS = 20
+REPEATS = 100
 # By name: tokens and documents.
 ODD = {"507 tokens": (507, None), "one key": (1, None), "empty documents": (507, [0, 100, 100, 357, 507, 507])}
 TOLERANCE = 0.02  # of the norms: right is below it

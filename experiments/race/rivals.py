@@ -6,6 +6,7 @@ A rival raises `NotOffered` for what its interface does not have; any other erro
 """
 
 import contextlib
+import functools
 import os
 import sys
 import types
@@ -37,12 +38,12 @@ def refuse_documents(problem, why):
 
 
 # ---- ours
-def sieve(problem):
-    """sieve_attention, sums in a fixed order."""
+def sieve(problem, deterministic=True):
+    """sieve_attention, sums in a fixed order, or in any."""
     import sieve_attention as ours
 
     documents = ours.documents(problem.cu_seqlens, problem.tokens) if problem.documents else None
-    settings = {"documents": documents, "deterministic": True}
+    settings = {"documents": documents, "deterministic": deterministic}
     if problem.task == "dense":
         return lambda q, k, v: ours.attention(q, k, v, **settings)
     if problem.task == "window":
@@ -53,13 +54,13 @@ def sieve(problem):
     if problem.task == "tiles":
         refuse_documents(problem, "block_sparse has no documents")
         tiles = ours.block_mask(problem.tiles, TILE)
-        return lambda q, k, v: ours.block_sparse(q, k, v, tiles, deterministic=True)
+        return lambda q, k, v: ours.block_sparse(q, k, v, tiles, deterministic=deterministic)
     if problem.task == "expiring":
         rank = problem.rank
 
         def call(q, k, v):
             kept = ours.select(rank, keep=WINDOW, local=LOCAL, documents=documents)
-            return ours.expiring_attention(q, k, v, rank, kept, deterministic=True)
+            return ours.expiring_attention(q, k, v, rank, kept, deterministic=deterministic)
 
         return call
     raise NotOffered(f"no task {problem.task}")
@@ -363,6 +364,8 @@ RIVALS = {
     ("Sieve", "tiles"): sieve,
     ("FlashAttention-4", "tiles"): flash_attention_4(),
     ("cuDNN frontend", "tiles"): cudnn_frontend,
+    ("Sieve, any order", "tiles"): functools.partial(sieve, deterministic=False),
+    ("Sieve, any order", "dense"): functools.partial(sieve, deterministic=False),
     ("flash-sparse-attn", "dense"): flash_sparse_attn,
     ("flash-sparse-attn", "window"): flash_sparse_attn,
     ("cuDNN", "dense"): cudnn,

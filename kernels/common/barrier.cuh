@@ -6,6 +6,8 @@
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Ends a barrier that no thread waits for and no copy completes, so that it can be set up again.
+DEVICE void barrier_end(u32 barrier) { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory"); }
 // Makes initialised barriers known to the copy engine; a __syncthreads must follow.
 DEVICE void barrier_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -138,19 +138,22 @@ struct BackwardBlock {
 
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 
-// Sets up the barriers. Returns the aligned shared memory; followed by a __syncthreads.
+// One thread sets up the barriers.
+DEVICE void start_barriers(u32 shared) {
+  // FULL barriers count an arrival for the copies and one of each warp that stores statistics, EMPTY barriers one of
+  // each consumer warp.
+  barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
+  constexpr int FILL = 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0), READ = NUM_CONSUMERS * 4;
+  ring_init(barrier_at(shared, FULL_Q), barrier_at(shared, EMPTY_Q), Q_STAGES, FILL, READ);
+  ring_init(barrier_at(shared, FULL_DO), barrier_at(shared, EMPTY_DO), DO_STAGES, FILL, READ);
+  if (ORDERED) ring_init(barrier_at(shared, FULL_DQ), barrier_at(shared, EMPTY_DQ), DQ_BARRIERS, READ, 1);
+  barrier_ready();
+}
+
+// Returns the aligned shared memory, whose barriers one thread sets up; followed by a __syncthreads.
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
-  if (threadIdx.x == 0) {
-    // FULL barriers count an arrival for the copies and one of each warp that stores statistics, EMPTY barriers one of
-    // each consumer warp.
-    barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
-    constexpr int FILL = 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0), READ = NUM_CONSUMERS * 4;
-    ring_init(barrier_at(shared, FULL_Q), barrier_at(shared, EMPTY_Q), Q_STAGES, FILL, READ);
-    ring_init(barrier_at(shared, FULL_DO), barrier_at(shared, EMPTY_DO), DO_STAGES, FILL, READ);
-    if (ORDERED) ring_init(barrier_at(shared, FULL_DQ), barrier_at(shared, EMPTY_DQ), DQ_BARRIERS, READ, 1);
-    barrier_ready();
-  }
+  if (threadIdx.x == 0) start_barriers(shared);
   return shared;
 }
 

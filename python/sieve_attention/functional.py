@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from . import _dma, ops
 from ._arguments import MOST_HEADS, check_sinks, checked
 from ._library import SieveError
-from ._tiles import BlockMask
+from ._tiles import BlockMask, head_shares
 
 # The exponential of a larger rank counts as this one's (ARCHITECTURE.md: it would own the softmax).
 MOST_RANK = 60.0
@@ -267,16 +267,16 @@ class _Selected(torch.autograd.Function):
 
 class _BlockSparse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, words, tile_lists, block, scale, deterministic):
+    def forward(ctx, q, k, v, words, tile_lists, block, scale, deterministic, shares):
         o, lse = ops.block_sparse(q, k, v, words, scale, (block, block))
         ctx.save_for_backward(q, k, v, words, tile_lists, o, lse)
-        ctx.settings = scale, (block, block), deterministic
+        ctx.settings = scale, (block, block), deterministic, shares
         return o
 
     @staticmethod
     @_once
     def backward(ctx, d_o):
-        return (*ops.block_sparse_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 5)
+        return (*ops.block_sparse_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 6)
 
 
 def _tracks(*tensors):
@@ -699,9 +699,11 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     if not _tracks(q, k, v):
         return ops.block_sparse(q, k, v, mask.words, scale, (mask.block, mask.block))[0]
     kv_heads = k.shape[2]
+    lists, shares = mask.words, 1
     # The plan refuses numbers of heads that do not divide.
-    lists = mask.by_keys(kv_heads) if kv_heads and q.shape[2] % kv_heads == 0 else mask.words
-    return _BlockSparse.apply(q, k, v, mask.words, lists, mask.block, scale, deterministic)
+    if kv_heads and q.shape[2] % kv_heads == 0:
+        lists, shares = mask.by_keys(kv_heads, deterministic), head_shares(q.shape[2] // kv_heads)
+    return _BlockSparse.apply(q, k, v, mask.words, lists, mask.block, scale, deterministic, shares)
 
 
 @checked

@@ -57,7 +57,7 @@ TABLE = {
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "block_sparse_backward": (
         (*QKV, "words", "tile_lists", "o", "lse", "d_o"),
-        ("float scale", "int[] block", "bool fixed_order"),
+        ("float scale", "int[] block", "bool fixed_order", "int head_shares=1"),
     ),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length", "sinks?"), ("float scale", "int? window")),
     "cached_decode": (

@@ -1,12 +1,14 @@
 """block_sparse beside its definition: lists by key tiles, widths, ragged lengths, unread keys, and whole masks."""
 
+from random import Random
+
 import pytest
 import torch
 from conftest import DEVICE
 from parity import compare, random
 
 import sieve_attention as sieve
-from sieve_attention import definitions, ops
+from sieve_attention import _tiles, definitions, ops
 
 
 def inputs(tokens, heads, kv_heads, width):
@@ -49,32 +51,79 @@ def test_gradients(shape, block, deterministic):
     compare("tiles", ours(mask, block, deterministic), definition(mask, block), inputs(*shape))
 
 
+def mask_row(mask, head, row):
+    """How many blocks of keys a row of the mask names."""
+    at = 1 + head * mask.shape[1] + row
+    return mask.words[at + 1] - mask.words[at]
+
+
+def parts_of(words, lists):
+    """Of a mask by key tiles: the lists that each block goes through, and each list's steps, as (query tile, halves,
+    head, turn)."""
+    blocks, starts = int(words[0]), words[1 : lists + 2].tolist()
+    places = -(-lists // blocks) * blocks
+    order = words[lists + 2 : lists + 2 + places].tolist()
+    at = lists + 2 + places
+    pairs = [(x >> 2, x & 3, y >> 16, y & 0xFFFF) for x, y in words[at + at % 2 :].view(-1, 2).tolist()]
+    walks = [[x for x in order[block::blocks] if x >= 0] for block in range(blocks)]
+    return walks, [pairs[begin:end] for begin, end in zip(starts, starts[1:])]
+
+
+@pytest.mark.parametrize("heads", [6, 8])
 @pytest.mark.parametrize("block", [64, 128])
-def test_lists_name_each_query_tile_of_a_key_tile_once(block):
-    heads, kv_heads, tokens = 6, 2, 1000
+def test_lists_name_each_query_tile_of_a_key_tile_once(block, heads):
+    kv_heads, tokens = 2, 1000
     mask = sieve.block_mask(bools(heads, tokens, block, seed=5), block)
-    words = mask.by_keys(kv_heads).cpu()
+    words = mask.by_keys(kv_heads, deterministic=False).cpu()
     assert mask.by_keys(kv_heads) is mask.by_keys(kv_heads)
     count, steps = -(-tokens // 128), -(-tokens // block) * block // 64
-    starts = words[: kv_heads * count + 1].tolist()
-    first, second = words[kv_heads * count + 1 + (kv_heads * count + 1) % 2 :].view(-1, 2).T
+    shares = kv_heads * _tiles.head_shares(heads // kv_heads)
+    walks, listed = parts_of(words, shares * count)
+    assert sorted(x for walk in walks for x in walk) == list(range(shares * count))
     # By hand, from the words that the forward pass reads.
     rows = mask.words[1 : 2 + heads * mask.shape[1]].tolist()
     tiles = mask.words[2 + heads * mask.shape[1] : -1].tolist()
     kept = {(row, tile) for row in range(len(rows) - 1) for tile in tiles[rows[row] : rows[row + 1]]}
-    for kv_head in range(kv_heads):
+    for share in range(shares):
         for tile in range(count):
             wanted = []
             for step in reversed(range(steps)):
-                for head in range(heads // kv_heads):
-                    row = (kv_head * heads // kv_heads + head) * mask.shape[1] + step * 64 // block
+                for head in range(heads // shares):
+                    row = (share * heads // shares + head) * mask.shape[1] + step * 64 // block
                     halves = [(row, (tile * 128 + half * 64) // block) in kept for half in (0, 1)]
                     before = {x * block // 128 for r, x in kept if r == row and x * block // 128 < tile}
                     if any(halves):
                         wanted.append((step, halves[0] + 2 * halves[1], head, len(before)))
-            at = slice(starts[kv_head * count + tile], starts[kv_head * count + tile + 1])
-            found = [(x >> 2, x & 3, y >> 16, y & 0xFFFF) for x, y in zip(first[at].tolist(), second[at].tolist())]
-            assert found == wanted, (kv_head, tile)
+            assert listed[share * count + tile] == wanted, (share, tile)
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 6, None])
+def test_blocks_that_wait_for_their_turns_come_to_an_end_at_any_speed(heads_at_once):
+    heads, kv_heads, tokens, blocks = 6, 2, 2000, 7
+    mask = sieve.block_mask(bools(heads, tokens, 128, seed=6).cpu(), 128)
+    count = -(-tokens // 128)
+    schedule = heads_at_once and (lambda *x: _tiles._rounds(*x, tiles=count, heads_at_once=heads_at_once))
+    words = _tiles._tile_lists(mask.words, 128, mask.shape, kv_heads, blocks, schedule)
+    walks, listed = parts_of(words, heads * count)
+    assert sorted(x for walk in walks for x in walk) == list(range(heads * count))
+    todo = [[(at // count, step, turn) for at in walk for step, _, _, turn in listed[at]] for walk in walks]
+    loads = [len(each) for each in todo]
+    assert schedule is None or max(loads) <= 1.2 * min(loads), loads
+    drawn, added = Random(heads_at_once), {}
+    while any(todo):
+        moved = False
+        for each in drawn.sample(todo, blocks):
+            if not each:
+                continue
+            head, step, turn = each[0]
+            own = added.get((head, step), 0) == turn
+            if own and drawn.random() < 0.5:
+                added[head, step] = turn + 1
+                each.pop(0)
+            moved |= own
+        assert moved, "every block waits"
+    for head, step in added:
+        assert added[head, step] == int(mask_row(mask, head, step * 64 // 128))
 
 
 @pytest.mark.parametrize("block", [64, 128])

@@ -7,7 +7,7 @@ use crate::report::{Outcome, Report, wrong};
 use crate::shape::{queries_of, shape_of_call};
 use crate::tolerance::Tolerance;
 use half::bf16;
-use sieve_kernels::{AttentionGradients, CudaTensor, DType, KernelPolicy, KeySource, Qkv, SumOrder};
+use sieve_kernels::{AttentionGradients, CudaTensor, DType, KernelPolicy, KeySource, Qkv, SumOrder, TileLists};
 use sieve_select::{CallShape, KeyMask, Tiles};
 use sieve_testing::Random;
 
@@ -15,6 +15,8 @@ use sieve_testing::Random;
 /// one of these keys ([`STEP_QUERIES`]).
 const TILE_KEYS: usize = 128;
 const STEP_QUERIES: usize = 64;
+/// Thread blocks that go through the lists, one after the other, where sums have a fixed order.
+const BLOCKS: usize = 5;
 
 /// Widths of the cases on a GPU.
 pub(crate) const WIDTHS: [usize; 3] = [64, 128, 96];
@@ -82,10 +84,11 @@ impl Case {
         self.mask.row(head, query / tiles.query_tile).contains(&((key / tiles.key_tile) as i32))
     }
 
-    /// The list of steps of each KV head and key tile, in the layout that `kernels/common/tile_steps.cuh` describes.
-    fn tile_lists(&self) -> Vec<i32> {
+    /// The list of steps of each share of a KV head's query heads and key tile, in the layout that
+    /// `kernels/common/tile_steps.cuh` describes.
+    fn tile_lists(&self, head_shares: usize) -> Vec<i32> {
         let CallShape { num_keys, num_heads, num_kv_heads, .. } = self.shape;
-        let group = num_heads / num_kv_heads;
+        let (num_shares, heads) = (num_kv_heads * head_shares, num_heads / (num_kv_heads * head_shares));
         let halves_of = |head: usize, query: usize, tile: usize| {
             let half = |half: usize| {
                 let key = tile * TILE_KEYS + half * TILE_KEYS / 2;
@@ -93,12 +96,12 @@ impl Case {
             };
             half(0) + 2 * half(1)
         };
-        let (mut starts, mut steps) = (vec![0], Vec::new());
-        for kv_head in 0..num_kv_heads {
+        let (mut starts, mut steps) = (vec![0i32], Vec::new());
+        for share in 0..num_shares {
             for tile in 0..num_keys.div_ceil(TILE_KEYS) {
                 for step in (0..num_keys.div_ceil(STEP_QUERIES)).rev() {
-                    for at in 0..group {
-                        let (head, query) = (kv_head * group + at, step * STEP_QUERIES);
+                    for at in 0..heads {
+                        let (head, query) = (share * heads + at, step * STEP_QUERIES);
                         let halves = halves_of(head, query, tile);
                         let turn = (0..tile).filter(|&before| halves_of(head, query, before) > 0).count();
                         if halves > 0 {
@@ -109,9 +112,13 @@ impl Case {
                 starts.push((steps.len() / 2) as i32);
             }
         }
-        starts.resize(starts.len().next_multiple_of(2), 0);
-        starts.extend(steps);
-        starts
+        let order = 0..starts.len() as i32 - 1;
+        let mut words = vec![BLOCKS as i32];
+        words.extend(starts);
+        words.extend(order.clone().chain(std::iter::repeat(-1)).take(order.len().next_multiple_of(BLOCKS)));
+        words.resize(words.len().next_multiple_of(2), 0);
+        words.extend(steps);
+        words
     }
 
     /// Compares dq, dk and dv of the launch wrapper with the expected ones.
@@ -133,7 +140,10 @@ impl Case {
         let policy = KernelPolicy { sums, blocks_per_tile, ..q.policy() };
         let qkv = Qkv::separate(&q.under(policy), given.k.tensor(), given.v.tensor());
         let d_o = device.float(&self.d_o, &queries_of(shape), DType::BF16);
-        let lists = self.tile_lists();
+        let group = self.shape.num_heads / self.shape.num_kv_heads;
+        // All shares that there are, of one head each, or one.
+        let head_shares = if sums == SumOrder::Fixed { group } else { 1 };
+        let lists = self.tile_lists(head_shares);
         let lists = device.int(&lists, &[lists.len()]);
         let result = qkv.sparse_attention_forward(&mask, self.shape.softmax_scale())?;
         let nan = |like: &CudaTensor| device.float(&vec![f32::NAN; like.num_elements()], like.shape(), DType::BF16);
@@ -145,7 +155,7 @@ impl Case {
             grads: &grads,
             softmax_scale: self.shape.softmax_scale(),
         }
-        .sparse_attention_backward(&mask, &lists)?;
+        .sparse_attention_backward(&mask, TileLists { words: &lists, head_shares })?;
         let got = [&grads.q, &grads.k, &grads.v].map(|heads| device.floats(heads.tensor()));
         let tolerance = Tolerance { norm: self.shape.num_queries >= 64, ..Tolerance::new(2.0, 1e-3, 1.0 / 128.0) };
         let mut worst = 0.0f32;

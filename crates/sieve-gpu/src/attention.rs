@@ -17,11 +17,11 @@ pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
 
 pub(crate) use backward::{
-    AttentionGradients, convert_added_dq, convert_dq, convert_sums, dq_sum_shape, head_by_head, require_gradients,
-    row_stats,
+    AttentionGradients, convert_added_dq, convert_dq, convert_sums, dq_sum_shape, require_gradients, row_stats,
 };
 pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
 pub(crate) use bias_base::{Bias, SeenKeys};
+pub use by_key::TileLists;
 pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps, gradient_params};
 pub(crate) use decode::{DecodeStep, KvCache, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};

@@ -19,6 +19,7 @@ mod specialisations;
 pub use dma::oracle;
 pub use runtime::ahead_of_time;
 
+pub use attention::TileLists;
 pub use attention::backward::AttentionGradients;
 pub use attention::decode::{DecodeStep, KvCache, TokenRotation};
 pub use attention::decode_scratch::{DecodeScratch, WARP_KEYS};

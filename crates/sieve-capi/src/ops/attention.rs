@@ -3,7 +3,7 @@ use super::{Inputs, Outputs, o_low, result};
 use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_core::{CallShape, KeyMask, MaskPlaces, Tiles};
-use sieve_gpu::{AttentionShape, CudaTensor, KernelError, SelectedBlocks};
+use sieve_gpu::{AttentionShape, CudaTensor, KernelError, SelectedBlocks, TileLists};
 
 /// q, k, v, doc_start, bias?, sinks? → o, lse, o_low?, base?
 ///
@@ -125,15 +125,22 @@ pub struct BlockSparseBackward {
     /// Whether sums are added in a fixed order.
     #[serde(default)]
     pub fixed_order: bool,
+    /// Shares of a KV head's query heads, each with lists of its own.
+    #[serde(default = "one")]
+    pub head_shares: usize,
+}
+
+fn one() -> usize {
+    1
 }
 
 impl BlockSparseBackward {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, block, fixed_order } = self;
+        let &Self { scale, block, fixed_order, head_shares } = self;
         let (words, lists) = (t.get("words")?, t.get("tile_lists")?);
         let mask = block_mask(t.qkv()?.shape("block_sparse_backward")?, block, words)?;
         t.gradients(scale, fixed_order, |call| {
-            call.sparse_attention_backward(&mask, &lists)?;
+            call.sparse_attention_backward(&mask, TileLists { words: &lists, head_shares })?;
             Ok(None)
         })
     }

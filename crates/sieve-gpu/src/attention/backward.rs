@@ -102,12 +102,6 @@ fn attention_backward_convert_added_kernel(head_dim: usize) -> SourceKernel {
     attention_backward_convert_kernel(head_dim).define("SEMAPHORES", 1)
 }
 
-/// Makes a Hopper kernel in a fixed order finish one query head before the next, so that the L2 cache holds the head's
-/// queries; for sliding windows.
-pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
-    kernel.define("HEAD_BY_HEAD", 1)
-}
-
 /// The kernel that adds up partial sums of dk or dv and converts them to bf16.
 fn attention_backward_join_kernel(width: usize) -> SourceKernel {
     attention_backward_convert_kernel(width).define("SUM_PARTS", 1)

@@ -2,7 +2,7 @@
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionShape, BackwardTiling, Bias, KernelFamily, KeySource, PassInputs, Qkv, QueryShares,
-    ROW_ALIGNMENT, convert_sums, dq_sum_shape, head_by_head, padded_len,
+    ROW_ALIGNMENT, convert_sums, dq_sum_shape, padded_len,
 };
 use crate::runtime::{AttentionParams, CudaTensor, DType, SourceKernel, SumOrder};
 use crate::step::{column_sums, empty_zero};
@@ -14,8 +14,18 @@ const NAME: &str = "attention_backward";
 pub(crate) enum KeySteps<'a> {
     /// Those that see a key: up to its document's end, i32 `[batch, seq_len]`, and at most `window` from it on.
     Neighbours { doc_end: &'a CudaTensor, window: usize },
-    /// Steps of a list (`tile_steps.cuh`), a row of i32. The batch has one row, and there is no bias.
-    Listed(&'a CudaTensor),
+    /// Steps of a list. The batch has one row, and there is no bias.
+    Listed(TileLists<'a>),
+}
+
+/// The steps of each share of a KV head's query heads and tile of keys, as `kernels/common/tile_steps.cuh` describes
+/// them.
+#[derive(Debug, Clone, Copy)]
+pub struct TileLists<'a> {
+    /// i32 in a row.
+    pub words: &'a CudaTensor,
+    /// Shares of a KV head's query heads; divides their number.
+    pub head_shares: usize,
 }
 
 /// The f32 sums of dq, and the semaphores that order the adds to them, `[batch, num_heads, tiles of 64 queries]`. The
@@ -112,13 +122,16 @@ impl KeyPass<'_> {
         let (shape, qkv) = (pass.shape, pass.qkv);
         let (window, bounds) = match steps {
             KeySteps::Neighbours { doc_end, window } => (window, doc_end),
-            KeySteps::Listed(lists) => (shape.seq_len, lists),
+            KeySteps::Listed(lists) => (shape.seq_len, lists.words),
         };
         let tiles = pass.key_tiles()?;
         let shares = match (steps, qkv.policy().blocks_per_tile) {
             (KeySteps::Neighbours { .. }, Some(count)) => QueryShares::of_count(count, shape.group_size()),
             (KeySteps::Neighbours { .. }, None) => QueryShares::of_neighbours(shape, window, tiles),
-            (KeySteps::Listed(_), count) => QueryShares::of_tile_lists(count, shape, tiles),
+            (KeySteps::Listed(lists), count) => {
+                let wait = dq_sums.semaphores.is_some();
+                QueryShares::of_tile_lists(lists.head_shares, count, shape, tiles, wait)
+            }
         };
         // Thread blocks that share a key tile write partial dk and dv, in the element order of tensor core
         // accumulators. `AttentionShape::key_part_bytes` counts these buffers for the memory plan.
@@ -152,19 +165,20 @@ impl KeyPass<'_> {
             tensors.extend(set.dk.then_some(dk_to));
             tensors.extend(set.dv.then_some(dv_to));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
-            let (mut kernel, maps) = pass.by_key(set, shares)?;
-            match steps {
-                // Semaphores exist for the Hopper kernels in a fixed order alone.
-                KeySteps::Neighbours { window, .. } => {
-                    let is_window = pass.source == KeySource::Dense && window < shape.seq_len;
-                    if dq_sums.semaphores.is_some() && is_window {
-                        kernel = head_by_head(kernel);
-                    }
-                }
-                KeySteps::Listed(_) => kernel = by_tile_lists(kernel),
-            }
+            let is_window = matches!(steps, KeySteps::Neighbours { window, .. } if window < shape.seq_len);
+            let head_by_head = pass.source == KeySource::Dense && is_window;
+            let (mut kernel, maps) = pass.by_key(set, shares, head_by_head)?;
             let blocks = shape.seq_len.div_ceil(tiles.block_kv);
-            let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
+            let mut grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
+            if matches!(steps, KeySteps::Listed(_)) {
+                kernel = by_tile_lists(kernel, pass.family());
+                // Semaphores exist for the Hopper kernels in a fixed order alone: blocks go through the lists in the
+                // order that these name, and wait for each other's sums.
+                if dq_sums.semaphores.is_some() {
+                    kernel = kernel.run_together();
+                    grid = [tiles.at_once, 1, 1];
+                }
+            }
             // SAFETY: sizes, strides and types checked by the caller; writes every element of dk, dv and dbias, or of
             // their partial sums, and adds to the sums of dq; the maps read q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
@@ -182,7 +196,10 @@ impl KeyPass<'_> {
     }
 }
 
-/// Makes a backward kernel take its steps from lists of query tiles (`tile_steps.cuh`).
-fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
-    kernel.define("TILE_LISTS", 1)
+/// The form of a backward kernel that takes its steps from lists of query tiles (`tile_steps.cuh`).
+fn by_tile_lists(kernel: SourceKernel, family: KernelFamily) -> SourceKernel {
+    match family {
+        KernelFamily::Hopper => kernel.in_file("hopper_sparse_attention_backward"),
+        KernelFamily::Portable => kernel.define("TILE_LISTS", 1),
+    }
 }

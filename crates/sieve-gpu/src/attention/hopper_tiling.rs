@@ -193,20 +193,26 @@ impl HopperTiling {
     }
 }
 
-/// The key-stationary Hopper kernel for a shape; one launch computes all gradients.
-pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, order: SumOrder) -> SourceKernel {
+/// The key-stationary Hopper kernel for a shape; one launch computes all gradients. `head_by_head`: in a fixed order it
+/// finishes one query head before the next, so that the L2 cache holds the head's queries; for sliding windows.
+pub(crate) fn hopper_backward_kernel(
+    shape: &AttentionShape,
+    source: KeySource,
+    order: SumOrder,
+    head_by_head: bool,
+) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
     let is_ordered = order == SumOrder::Fixed;
-    let (q_stages, do_stages, dq_bulk) = match d {
-        64 => (3, 3, is_ordered as usize),
-        128 => (3, 2, 1),
-        _ => (2, 2, 1),
-    };
     // In a fixed order the thread that sends a tile of dq (adds, fence, signal) takes longer than a step of 64 columns,
-    // so two threads send tiles from two buffers.
-    let (dq_stages, senders) = match (d, order) {
-        (64, SumOrder::Fixed) => (2, 2),
-        _ => (1, 1),
+    // so two threads send tiles from two buffers. With 128 columns a second buffer, in place of a stage of queries,
+    // lets a block go on that waits for its turn.
+    let waits_long = is_ordered && !head_by_head && source == KeySource::Dense;
+    let (q_stages, do_stages, dq_bulk, dq_stages, senders) = match d {
+        64 if is_ordered => (3, 3, 1, 2, 2),
+        64 => (3, 3, 0, 1, 1),
+        128 if waits_long => (2, 2, 1, 2, 1),
+        128 => (3, 2, 1, 1, 1),
+        _ => (2, 2, 1, 1, 1),
     };
     let stages = q_stages + do_stages;
     // Each warp stages its part of dQ in shared memory before a bulk add to the sums: this many columns at a time.
@@ -242,7 +248,8 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         SumOrder::Any => kernel,
         SumOrder::Fixed => kernel.define("ORDERED", 1).define("DQ_STAGES", dq_stages).define("SENDERS", senders),
     };
-    define_bias(kernel, source)
+    let kernel = define_bias(kernel, source);
+    if is_ordered && head_by_head { kernel.define("HEAD_BY_HEAD", 1) } else { kernel }
 }
 
 /// Tensor maps of q and of the output's gradient, which is contiguous, for the backward kernels.
@@ -334,7 +341,7 @@ mod tests {
         const LIMIT: usize = 227 * 1024;
         let tiling = HopperTiling::new(QueryPass::Output, &latent(), KeySource::Dense);
         assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
-        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, SumOrder::Any);
+        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, SumOrder::Any, false);
         assert!(kernel.dynamic_shared_bytes() <= LIMIT);
         for width in [64, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
@@ -342,13 +349,14 @@ mod tests {
                     let tiling = HopperTiling::new(pass, &shape(width, 2), source);
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
                 }
-                for order in [SumOrder::Any, SumOrder::Fixed] {
-                    let kernel = hopper_backward_kernel(&shape(width, 2), source, order);
+                for (order, head_by_head) in [(SumOrder::Any, false), (SumOrder::Fixed, false), (SumOrder::Fixed, true)]
+                {
+                    let kernel = hopper_backward_kernel(&shape(width, 2), source, order, head_by_head);
                     assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?} {order:?}");
                 }
             }
             let [biased, unbiased] = [KeySource::Gathered, KeySource::GatheredUnbiased]
-                .map(|source| hopper_backward_kernel(&shape(width, 2), source, SumOrder::Any));
+                .map(|source| hopper_backward_kernel(&shape(width, 2), source, SumOrder::Any, false));
             assert!(unbiased.dynamic_shared_bytes() < biased.dynamic_shared_bytes());
         }
     }

@@ -64,7 +64,8 @@ impl<'a> PassInputs<'a> {
     }
 
     /// Kernel and maps of a key-stationary pass that computes the gradients in `set`, with `shares` thread blocks for
-    /// each key tile. The maps read q and d_o, which must be among the launch's tensors.
+    /// each key tile; `head_by_head` as in [`hopper_backward_kernel`]. The maps read q and d_o, which must be among the
+    /// launch's tensors.
     ///
     /// # Errors
     /// The errors of [`by_query`](Self::by_query).
@@ -72,12 +73,13 @@ impl<'a> PassInputs<'a> {
         &self,
         set: GradientSet,
         shares: QueryShares,
+        head_by_head: bool,
     ) -> Result<(SourceKernel, Vec<TileMap<'a>>), KernelError> {
         let (shape, source) = (self.shape, self.source);
         let policy = self.qkv.policy();
         if let (KernelFamily::Hopper, Some(d_o)) = (self.family(), self.d_o) {
             let maps = backward_maps(self.name, self.qkv, d_o, shape)?.to_vec();
-            let kernel = arriving(hopper_backward_kernel(shape, source, policy.sums), policy);
+            let kernel = arriving(hopper_backward_kernel(shape, source, policy.sums, head_by_head), policy);
             return Ok((shares.define(kernel), maps));
         }
         let limit = self.qkv.q.tensor().hardware().max_shared_bytes;

@@ -111,13 +111,22 @@ impl QueryShares {
         Self::of_count(group_size.div_ceil(heads_in_l2).min(MOST_L2_SHARES), group_size)
     }
 
-    /// The shares of a pass over lists of query tiles: `count`, or so many that each multiprocessor has a block. Each
-    /// is a part of the list, whatever heads it names. More shares begin at more places of a row at once, and wait for
-    /// each other's sums of dq.
-    pub(crate) fn of_tile_lists(count: Option<usize>, shape: &AttentionShape, tiles: KeyTiles) -> Self {
-        let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads;
-        let queries = count.unwrap_or_else(|| tiles.at_once.div_ceil(num_tiles).min(MOST_LIST_SHARES));
-        Self { heads: 1, queries: queries.max(1) }
+    /// The shares of a pass over lists of query tiles: one for each of a KV head's `head_shares`, and of each list
+    /// `count` parts, whatever heads they name, or so many that each multiprocessor has one. Where blocks `wait` for each
+    /// other they are at most as many as multiprocessors: a block has a part or goes through whole lists, and none waits
+    /// for a part that follows its own.
+    pub(crate) fn of_tile_lists(
+        head_shares: usize,
+        count: Option<usize>,
+        shape: &AttentionShape,
+        tiles: KeyTiles,
+        wait: bool,
+    ) -> Self {
+        let num_lists = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * head_shares;
+        let most = if wait { tiles.at_once / num_lists } else { tiles.at_once.div_ceil(num_lists) };
+        let most = most.clamp(1, MOST_LIST_SHARES);
+        let parts = count.map_or(most, |count| if wait { count.min(most) } else { count });
+        Self { heads: head_shares, queries: parts.max(1) }
     }
 
     /// The shares with which a pass over key lists takes the least time. Each row of the batch, KV head and super-block
@@ -316,12 +325,20 @@ mod tests {
 
     #[test]
     fn lists_of_tiles_are_shared_where_multiprocessors_would_have_no_work() {
-        for (seq_len, heads, count, expected) in
-            [(32768, [16, 8], None, 1), (8192, [32, 2], None, 2), (300, [2, 1], None, 8), (8192, [16, 8], Some(3), 3)]
-        {
+        for (seq_len, heads, head_shares, count, [waiting, expected]) in [
+            (32768, [16, 8], 1, None, [1, 1]),
+            (8192, [32, 2], 1, None, [1, 2]),
+            (8192, [32, 2], 4, None, [1, 1]),
+            (8192, [16, 1], 1, None, [2, 3]),
+            (300, [2, 1], 1, None, [8, 8]),
+            (300, [2, 1], 2, Some(3), [3, 3]),
+            (8192, [16, 8], 1, Some(3), [1, 3]),
+        ] {
             let shape = AttentionShape::new(1, seq_len, heads, [128, 128]);
-            let shares = QueryShares::of_tile_lists(count, &shape, H200);
-            assert_eq!((shares.heads, shares.queries), (1, expected), "{seq_len} {heads:?}");
+            let of = |wait| QueryShares::of_tile_lists(head_shares, count, &shape, H200, wait);
+            let shares = of(false);
+            assert_eq!(of(true).queries, waiting, "{seq_len} {heads:?}");
+            assert_eq!((shares.heads, shares.queries), (head_shares, expected), "{seq_len} {heads:?}");
         }
     }
 

@@ -3,8 +3,8 @@
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionShape, BLOCK_KV, DqSums, KeyPass, KeySource, KeySteps, LaunchRows, PassInputs,
-    QueryPass, QueryTiling, convert_added_dq, convert_dq, launch_rows_params, list_entries_in_flight, padded_len,
-    require_gradients, row_stats, tiling_beside_entries,
+    QueryPass, QueryTiling, TileLists, convert_added_dq, convert_dq, launch_rows_params, list_entries_in_flight,
+    padded_len, require_gradients, row_stats, tiling_beside_entries,
 };
 use crate::runtime::{CudaTensor, SourceKernel, operands, params, require};
 use sieve_core::KeyMask;
@@ -13,9 +13,8 @@ const NAME: &str = "sparse_attention_backward_query";
 
 impl AttentionGradients<'_> {
     /// Gradients of [`sparse_attention_forward`](crate::Qkv::sparse_attention_forward) with the same mask, of query and
-    /// key tiles of 64 or 128, without permutations, single keys, windows and dense rows. `tile_lists` names for each
-    /// key tile the query tiles that see it, i32 in the layout of `kernels/common/tile_steps.cuh`. A query that sees no
-    /// key gets dq = 0.
+    /// key tiles of 64 or 128, without permutations, single keys, windows and dense rows. `lists` name for each key
+    /// tile the query tiles that see it. A query that sees no key gets dq = 0.
     ///
     /// # Errors
     /// Types or sizes that do not fit the forward call; another mask; a width whose tiles do not fit the device's
@@ -23,7 +22,7 @@ impl AttentionGradients<'_> {
     pub fn sparse_attention_backward(
         self,
         mask: &KeyMask<CudaTensor>,
-        tile_lists: &CudaTensor,
+        lists: TileLists<'_>,
     ) -> Result<(), KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let qkv = self.qkv.with_kernel_strides();
@@ -40,7 +39,10 @@ impl AttentionGradients<'_> {
             [&places.col_ptr, &places.key_order, &places.query_order, &places.windows].iter().all(|x| x.is_empty())
         };
         require!(is_plain, NAME, "mask": "with more than tiles", "tiles alone, a list for each query head");
-        let num_starts = shape.num_kv_heads * shape.seq_len.div_ceil(BLOCK_KV) + 1;
+        let TileLists { words: tile_lists, head_shares } = lists;
+        let is_divisor = head_shares > 0 && shape.group_size().is_multiple_of(head_shares);
+        require!(is_divisor, NAME, "head_shares": head_shares, "a divisor of {}", shape.group_size());
+        let num_starts = shape.num_kv_heads * head_shares * shape.seq_len.div_ceil(BLOCK_KV) + 1;
         let [num_words] = tile_lists.dims(NAME, "tile_lists")?;
         let least = num_starts.next_multiple_of(2);
         require!(num_words >= least, NAME, "number of words of tile_lists": num_words, "at least {least}");
@@ -52,7 +54,7 @@ impl AttentionGradients<'_> {
         let d_o = self.d_o.contiguous();
         let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source: KeySource::Dense };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let steps = KeySteps::Listed(tile_lists);
+        let steps = KeySteps::Listed(TileLists { words: &tile_lists, head_shares });
         let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: None, steps };
         let dq_sums = DqSums::new(&pass, &d_o)?;
         by_key.launch(&dq_sums)?;

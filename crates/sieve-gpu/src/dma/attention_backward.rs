@@ -265,7 +265,8 @@ impl ListedPass<'_> {
         tensors.extend(set.dk.then_some(dk_sum));
         tensors.extend(set.dv.then_some(dv_sum));
         tensors.extend(self.ddelta.filter(|_| set.dk));
-        let (mut kernel, maps) = self.pass.by_key(set, shares)?;
+        let head_by_head = false;
+        let (mut kernel, maps) = self.pass.by_key(set, shares, head_by_head)?;
         if own.is_some() {
             kernel = with_whole_keys(kernel);
         }

@@ -18,6 +18,8 @@ pub struct LoadedKernel {
     function: CUfunction,
     /// The limit of dynamic shared memory that was set in the driver, in bytes.
     shared_bytes: AtomicUsize,
+    /// Whether the driver starts all blocks of a launch at once.
+    runs_together: bool,
 }
 
 // SAFETY: a function handle stays valid for the life of its module, which is never unloaded, and the driver takes it
@@ -99,7 +101,7 @@ impl LoadedKernel {
                 .map_err(|e| refused(kernel, "cuModuleLoadData", e.0))?;
             driver::module::get_function(module, entry).map_err(|e| refused(kernel, "cuModuleGetFunction", e.0))?
         };
-        Ok(Self { function, shared_bytes: AtomicUsize::new(0) })
+        Ok(Self { function, shared_bytes: AtomicUsize::new(0), runs_together: kernel.runs_together() })
     }
 
     /// Queues one launch on `stream` of the current context.
@@ -119,11 +121,16 @@ impl LoadedKernel {
         let pointer_arguments = pointers.iter().map(|pointer| (&raw const *pointer).cast_mut().cast());
         let mut arguments: Vec<*mut c_void> = map_arguments.chain(pointer_arguments).collect();
         arguments.push(call.words.as_ptr().cast_mut().cast());
-        let mut early = CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: Default::default(),
-            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
+        let attribute = |id, value| CUlaunchAttribute { id, pad: Default::default(), value };
+        let early = call.starts_early.then(|| {
+            let value = CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+            attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value)
+        });
+        let together = self.runs_together.then(|| {
+            let value = CUlaunchAttributeValue { cooperative: 1 };
+            attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE, value)
+        });
+        let mut attributes: Vec<_> = early.into_iter().chain(together).collect();
         let [x, y, z] = call.grid;
         let config = CUlaunchConfig {
             gridDimX: x,
@@ -134,8 +141,8 @@ impl LoadedKernel {
             blockDimZ: 1,
             sharedMemBytes: call.shared_bytes as u32,
             hStream: stream,
-            attrs: &raw mut early,
-            numAttrs: call.starts_early.into(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         let no_extra = std::ptr::null_mut();
         // SAFETY: the caller checked the arguments; the driver copies them and the configuration before it returns.

@@ -50,12 +50,21 @@ pub struct SourceKernel {
     threads: u32,
     shared_bytes: usize,
     starts_early: bool,
+    runs_together: bool,
 }
 
 impl SourceKernel {
     /// The kernel in `kernels/<name>.cu`, whose entry point has the same name.
     pub const fn new(name: &'static str) -> Self {
-        Self { name, text: None, defines: Vec::new(), threads: 128, shared_bytes: 0, starts_early: false }
+        Self {
+            name,
+            text: None,
+            defines: Vec::new(),
+            threads: 128,
+            shared_bytes: 0,
+            starts_early: false,
+            runs_together: false,
+        }
     }
 
     /// A kernel given as text, for tests and experiments. Its includes come from the embedded files.
@@ -66,6 +75,12 @@ impl SourceKernel {
     /// Adds `#define name value` before the text.
     pub fn define(mut self, name: &'static str, value: impl Display) -> Self {
         self.defines.push((name, value.to_string()));
+        self
+    }
+
+    /// The same specialisation of the kernel in another file.
+    pub fn in_file(mut self, name: &'static str) -> Self {
+        self.name = name;
         self
     }
 
@@ -92,6 +107,18 @@ impl SourceKernel {
     /// Whether a captured step may start the kernel early; see [`starts_early`](Self::starts_early).
     pub fn may_start_early(&self) -> bool {
         self.starts_early
+    }
+
+    /// Makes the driver start the blocks of a launch only when there is room for all of them at once (cooperative
+    /// launch): for kernels whose blocks wait for each other in any order.
+    pub const fn run_together(mut self) -> Self {
+        self.runs_together = true;
+        self
+    }
+
+    /// Whether all blocks of a launch run at the same time; see [`run_together`](Self::run_together).
+    pub fn runs_together(&self) -> bool {
+        self.runs_together
     }
 
     /// Name of the kernel's file without `.cu`, and of its `__global__` function.

@@ -1,6 +1,6 @@
 //! Selectors: the choice of keys, attention under its mask and the mask's gradients, and decoding.
 use super::{Calls, ROW, SCALE};
-use crate::attention::{AttentionShape, DecodeScratch, DecodeStep};
+use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, TileLists};
 use crate::runtime::SumOrder;
 use crate::{DmaSlots, SelectorStep};
 use sieve_core::{
@@ -87,17 +87,20 @@ fn plain_mask(calls: &Calls, call: CallShape, [query_tile, key_tile]: [usize; 2]
     layout.map(|()| calls.i32(&[num_words]))
 }
 
-/// Forward and backward passes under a mask of tiles.
+/// Forward and backward passes under a mask of tiles. Lists have parts in short rows alone.
 pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionShape, sums: SumOrder) {
-    let call = CallShape::new([ROW, ROW], [shape.num_heads, shape.num_kv_heads], shape.head_dim);
+    const SHORT_ROW: usize = 128;
     calls.with_shares(sums, |calls| {
-        let row = calls.row(shape, ROW);
+        let tokens = if calls.policy.blocks_per_tile == Some(1) { ROW } else { SHORT_ROW };
+        let call = CallShape::new([tokens, tokens], [shape.num_heads, shape.num_kv_heads], shape.head_dim);
+        let row = calls.row(shape, tokens);
         let mask = plain_mask(calls, call, [64, 64]);
         let Some(result) = calls.note(row.qkv.sparse_attention_forward(&mask, SCALE)) else {
             return;
         };
-        let tile_lists = calls.i32(&[shape.num_kv_heads * ROW]);
-        calls.note(row.gradients(&result).sparse_attention_backward(&mask, &tile_lists));
+        let words = calls.i32(&[shape.num_kv_heads * ROW]);
+        let lists = TileLists { words: &words, head_shares: 1 };
+        calls.note(row.gradients(&result).sparse_attention_backward(&mask, lists));
     });
 }
 
