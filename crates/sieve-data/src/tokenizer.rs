@@ -85,9 +85,9 @@ impl Tokenizer {
             std::io::ErrorKind::NotFound => {
                 let (folder, repository) = home_of(path);
                 let hint = format!(
-                    "hf download {repository} tokenizer.json --local-dir {folder} fetches a model's; of a recipe, --set \
-                     tokenizer.path=hf://{repository} does, and --set 'tokenizer.train={{vocab_size=8192}}' trains one \
-                     (docs/own-data.md)"
+                    "hf download {repository} tokenizer.json --local-dir {folder} fetches a model's; of a recipe, \
+                     --set tokenizer.path=hf://{repository} does, and --set \
+                     'tokenizer.train={{vocab_size=8192}}' trains one (docs/own-data.md)"
                 );
                 DataError::refused(format!("there is no tokenizer {}", path.shown()), hint)
             }

@@ -269,7 +269,10 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
 
 /// `logprobs` in the form of OpenAI's chats.
 fn chat_logprobs(tokens: &[ShownToken]) -> Value {
-    let one = |token: &Spelled, log_probability: Option<f64>| json!({"token": token.text, "logprob": log_probability, "bytes": token.bytes});
+    let one = |token: &Spelled, log_probability: Option<f64>| {
+        let Spelled { text, bytes } = token;
+        json!({"token": text, "logprob": log_probability, "bytes": bytes})
+    };
     let content = tokens.iter().map(|token| {
         let mut shown = one(&token.token, token.log_probability);
         let top = token.top.iter().map(|(token, log_probability)| one(token, Some(*log_probability)));
