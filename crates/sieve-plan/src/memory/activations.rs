@@ -6,7 +6,7 @@ pub(super) use sieve_core::kinds::times;
 use sieve_core::kinds::{BackwardCall, KeptCall, KernelSizes};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::TrainingSection;
-use sieve_core::{Attention, KeepOLow, Keeping};
+use sieve_core::{KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource};
 
@@ -47,9 +47,10 @@ fn joins_attention(shape: &ModelShape) -> bool {
     shape.attention.as_kind().is_one_op() && shape.fits_one_op()
 }
 
-/// Whether a recomputed block of this shape can keep its attention's output, [`Keeping::attention`].
+/// Whether a recomputed block of this shape can keep its attention's output, [`Keeping::attention`]. A kind that
+/// chooses keys needs its choice beside the output, which is not kept.
 pub(super) fn can_keep_attention(layer: &ModelShape) -> bool {
-    joins_attention(layer) && matches!(layer.attention, Attention::Mha | Attention::Swa(_))
+    joins_attention(layer) && !layer.attention.as_kind().chooses()
 }
 
 /// Values per token of GEMM inputs that a block's backward pass can recompute.
