@@ -42,9 +42,10 @@ impl AttentionGradients<'_> {
         let TileLists { words: tile_lists, head_shares } = lists;
         let is_divisor = head_shares > 0 && shape.group_size().is_multiple_of(head_shares);
         require!(is_divisor, NAME, "head_shares": head_shares, "a divisor of {}", shape.group_size());
-        let num_starts = shape.num_kv_heads * head_shares * shape.seq_len.div_ceil(BLOCK_KV) + 1;
+        let num_lists = shape.num_kv_heads * head_shares * shape.seq_len.div_ceil(BLOCK_KV);
         let [num_words] = tile_lists.dims(NAME, "tile_lists")?;
-        let least = num_starts.next_multiple_of(2);
+        // A number of blocks, where each list begins and the last ends, and the order of the lists.
+        let least = 2 + 2 * num_lists;
         require!(num_words >= least, NAME, "number of words of tile_lists": num_words, "at least {least}");
         let num_mask_words = mask.places.num_words();
         operands!(only NAME,
