@@ -81,7 +81,8 @@ def times(rows, task):
         cells = [found.get((heads, rival, length)) for length in lengths]
         middle = found.get((heads, rival, LENGTHS[1])) or {}
         ours = found.get((heads, "Sieve", LENGTHS[1]))
-        ratio = f"{middle['both_ms'] / ours['both_ms']:.2f}" if ours and middle and not rival.startswith("Sieve") else ""
+        beside_ours = ours and middle and not rival.startswith("Sieve")
+        ratio = f"{middle['both_ms'] / ours['both_ms']:.2f}" if beside_ours else ""
         lines.append([
             heads if heads != before else "", rival,
             *(number(row[column]) if row else "" for row in cells for column in ("forward_ms", "both_ms")),
@@ -95,8 +96,8 @@ def times(rows, task):
 # Why, by task: what is known of our kernel, so that a losing row is not left without a word.
 REASONS = {
     "dense": "It sums dq in any order by default; ours has a fixed order. Its fixed order is slower than ours.",
-    "tiles": "It sums dq in any order; ours has a fixed order, in which tiles of keys wait for their turn. Our backward "
-             "pass has changed since these times (commit 9b7a95b8): in trials on one H100 the old one took 1.15 to 1.4 "
+    "tiles": "It sums dq in any order; ours has a fixed order, in which tiles of keys wait for their turn. Our "
+             "backward pass has changed since these times (commit 9b7a95b8): in trials on one H100 the old one took 1.15 to 1.4 "
              "times as long at 32,768 tokens (notes/experiments.md). Both passes were not timed again.",
     "selected": "Groups of 16 query heads fill its tile; ours writes block sums beside the output.",
 }
