@@ -97,8 +97,8 @@ def times(rows, task):
 REASONS = {
     "dense": "It sums dq in any order by default; ours has a fixed order. Its fixed order is slower than ours.",
     "tiles": "It sums dq in any order; ours has a fixed order, in which tiles of keys wait for their turn. Our "
-             "backward pass has changed since these times (commit 9b7a95b8): in trials on one H100 the old one took 1.15 to 1.4 "
-             "times as long at 32,768 tokens (notes/experiments.md). Both passes were not timed again.",
+             "backward pass has changed since these times (commit 9b7a95b8): in trials on one H100 the old one took "
+             "1.15 to 1.4 times as long at 32,768 tokens (notes/experiments.md). Both passes were not timed again.",
     "selected": "Groups of 16 query heads fill its tile; ours writes block sums beside the output.",
 }
 
