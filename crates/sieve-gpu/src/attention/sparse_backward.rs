@@ -55,7 +55,7 @@ impl AttentionGradients<'_> {
         let d_o = self.d_o.contiguous();
         let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source: KeySource::Dense };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let steps = KeySteps::Listed(TileLists { words: &tile_lists, head_shares });
+        let steps = KeySteps::Listed(TileLists { words: tile_lists, head_shares });
         let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: None, steps };
         let dq_sums = DqSums::new(&pass, &d_o)?;
         by_key.launch(&dq_sums)?;
