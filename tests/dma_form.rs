@@ -214,7 +214,8 @@ fn the_same_keys_are_one_form_in_a_recipe_and_in_python() {
 }
 
 #[test]
-fn a_text_that_had_another_form_says_so_once_and_how_to_write_it() {
+fn a_text_whose_meaning_changed_in_0_1_0_says_so_once_and_how_to_write_it() {
+    // Before 0.1.0 a DMA text without the new keys meant the published form.
     let note = |attention: &str, overrides: &[&str]| {
         let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
         let text = text(&format!("kind = \"dma\"\n{attention}"));
@@ -244,7 +245,7 @@ fn a_text_that_had_another_form_says_so_once_and_how_to_write_it() {
     for attention in ["", "keep_window_size = 48\npreset = \"paper\"", "bias = \"exp\"", "recency = \"none\""] {
         assert_eq!(note(attention, &[]), None, "{attention}");
     }
-    assert_eq!(note("", &["attention.keep_window_size=48"]), None, "an override always had the slope");
+    assert_eq!(note("", &["attention.keep_window_size=48"]), None, "overrides never meant the published form");
 }
 
 #[test]
@@ -262,7 +263,7 @@ fn exports_without_the_keys_and_doge_are_the_published_form() {
     config["keep_window_size"] = json!(48);
     config["model_type"] = json!("doge");
     assert_eq!(of(&config), Attention::Dma(DmaShape::published(48)));
-    // An export from before these keys existed, and one of today.
+    // An export from before `bias`, `recency` and `local_window_size` existed; then one with `bias`; then one of today.
     config["model_type"] = json!("sieve");
     config["attention_kind"] = json!("dma");
     assert_eq!(of(&config), Attention::Dma(DmaShape::published(48)));

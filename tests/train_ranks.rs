@@ -232,8 +232,9 @@ fn a_rank_that_computes_other_gradients_is_named() {
     };
     let overrides = &["training.steps=16", "training.guard_replay=5"];
     for (times, words) in [
+        // Wrong in one replay: in the next, rank 1 differs from itself.
         (1, "the gradients of rank 1 of one micro-batch, which all ranks computed before step 10, are wrong"),
-        // If two ranks have different gradients, neither is known to be right.
+        // Wrong in two replays: rank 1 agrees with itself and not with rank 0, and neither is known to be right.
         (2, "the gradients of ranks 0, 1 of one micro-batch"),
     ] {
         for outcome in two_ranks(overrides, [FaultInjection::default(), wrong(times)]) {

@@ -218,7 +218,8 @@ const CORRECTED: &[&str] = &[
     "momo:first_dense_layers=0,gamma=4,chi=32,beta=64,k=2,k_exact=1",
 ];
 
-/// Compares attention under a mask, with its correction, with the CPU's: four query heads, two KV heads, heads 64 wide.
+/// Compares the device's attention under a selector's mask, corrected as the selector asks, to the CPU's: four query
+/// heads, two KV heads, heads 64 wide.
 fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {
     let shape = CallShape::new([num_queries, num_keys], [4, 2], 64);
     let q = random.bf16_normals(num_queries * 4 * 64);

@@ -25,7 +25,7 @@ pub enum CheckpointError {
         /// Error of the operating system.
         source: std::io::Error,
     },
-    /// A file does not have its checksum.
+    /// The contents of a file do not match its checksum.
     #[error(
         "{} is damaged: {problem}\n  hint: {}",
         path.shown(), previous.as_ref().map_or_else(|| "there is no checkpoint before it".to_owned(), |path| format!(

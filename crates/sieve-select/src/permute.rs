@@ -123,7 +123,8 @@ pub(crate) fn select(
     let started = Instant::now();
     let orders = orders();
     let permute_seconds = started.elapsed().as_secs_f64();
-    // A row that runs dense because of a NaN keeps whole segments: a key of its past may be in any of their tiles.
+    // A row that runs dense because of a NaN keeps all tiles up to the end of its own segment. Keys are permuted inside
+    // a segment, so that a key of its past may be in any of them.
     let end = |i| match causal {
         true => segments.own(i).end,
         false => tiles.num_key_tiles(),

@@ -116,7 +116,7 @@ fn run_as(mut args: GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
                 None if is_single => args.samples.min(MOST_TOGETHER) as usize,
-                // One more: a prompt is read into a cache of its own.
+                // One cache more than texts that are decoded together: a prompt is first read into its own.
                 None => prompts.len().min(MOST_TOGETHER as usize) + 1,
                 Some(_) => 1,
             },

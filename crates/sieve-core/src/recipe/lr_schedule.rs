@@ -38,8 +38,8 @@ impl LrSchedulerSection {
         let num_steps = total_steps - after;
         let most_warmup = (num_steps as f64 * MOST_WARMUP_AGAIN) as usize;
         let warmup_steps = self.warmup_steps.min(most_warmup);
-        // If the warm-up was shortened, there are few steps, and all after it decay: a phase at the highest rate would
-        // lose what the first decay gained.
+        // A warm-up that had to be shortened means that the second schedule has few steps. All of them after the
+        // warm-up decay: a phase at the highest rate would lose what the first schedule's decay gained.
         let decay_steps = match (self.decay_ratio > 0.0, most_warmup < self.warmup_steps) {
             (false, _) => 0,
             (true, true) => num_steps - warmup_steps,

@@ -40,7 +40,7 @@ impl<'a> Documents<'a> {
 /// Which keys a query sees, always inside its document and never later than itself.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {
-    /// All keys.
+    /// All keys up to the query's own.
     Causal,
     /// The last keys, as many as this; the query's own is one of them.
     Window(usize),

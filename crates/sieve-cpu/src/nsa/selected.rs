@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 pub struct SelectedBlocks<'a> {
     /// Indices of blocks from the document's first token on, `[batch, seq_len, choosers, num_indices]`.
     pub indices: &'a [i32],
-    /// How many of its indices each query has, the first ones, `[batch, seq_len, choosers]`; `None`: all.
+    /// How many of a query's indices count, from the first one on, `[batch, seq_len, choosers]`; `None`: all.
     pub counts: Option<&'a [i32]>,
     /// Number of indices of a query and chooser.
     pub num_indices: usize,

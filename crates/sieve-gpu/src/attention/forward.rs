@@ -47,6 +47,7 @@ impl Qkv {
         let bias = bias
             .map(|(bias, _)| {
                 operands!(NAME, bias: F32(shape.per_key()));
+                // A forward pass computes the base; a backward pass is given it.
                 let kept_base = None;
                 Bias::new(bias, kept_base, SeenKeys::Neighbours(&doc_start, window), &shape)
             })

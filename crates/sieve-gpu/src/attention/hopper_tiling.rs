@@ -203,9 +203,9 @@ pub(crate) fn hopper_backward_kernel(
 ) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
     let is_ordered = order == SumOrder::Fixed;
-    // In a fixed order the thread that sends a tile of dq (adds, fence, signal) takes longer than a step of 64 columns,
-    // so two threads send tiles from two buffers. With 128 columns a second buffer, in place of a stage of queries,
-    // lets a block go on that waits for its turn.
+    // In a fixed order a thread sends a tile of dq: adds, fence, signal. In heads 64 wide that takes longer than a step
+    // of the loop, so two threads send tiles from two buffers. In heads 128 wide a second buffer, in place of a stage
+    // of queries, lets a thread block compute on while its tile of dq waits for its turn.
     let waits_long = is_ordered && !head_by_head && source == KeySource::Dense;
     let (q_stages, do_stages, dq_bulk, dq_stages, senders) = match d {
         64 if is_ordered => (3, 3, 1, 2, 2),

@@ -13,7 +13,8 @@ const PART_QUERIES: usize = 256;
 pub struct ChoiceLists {
     /// `{query, number of its choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
     pub entries: CudaTensor,
-    /// `{first entry, entries, block, number among the block's items}`, i32 `[batch, num_kv_heads, max_items, 4]`.
+    /// Items of work, each a part of one block's entries: `{first entry, number of entries, block, index among the
+    /// block's items}`, i32 `[batch, num_kv_heads, max_items, 4]`.
     pub items: CudaTensor,
     /// Number of items of each row and KV head, then a counter of the items that thread blocks have fetched, which is 0
     /// before and after a pass; i32 `[batch * num_kv_heads + 1]`.

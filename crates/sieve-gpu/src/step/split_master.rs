@@ -13,7 +13,7 @@ const NAME: &str = "split_master";
 const BLOCK_ELEMENTS: usize = 1024;
 
 /// `(leaf, rest)` of a contiguous f32 `master`, both bf16 in its shape. The leaf is the master rounded to bf16, ties
-/// away from zero.
+/// away from zero; the 16 bits of the rest are what it lacks, so that [`join_master`] gives the master to the bit.
 ///
 /// # Errors
 /// Another type, gaps, no elements.

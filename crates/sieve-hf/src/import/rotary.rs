@@ -49,7 +49,7 @@ impl Reader {
         Ok(Rotary { theta, scaling })
     }
 
-    /// The dictionary that is read, if one of them has keys.
+    /// The dictionary of rotary settings that is read: of the names below one that has keys; `None` if none has.
     fn rotary_dictionary(&self) -> Result<Option<Dictionary<'_>>, CheckpointError> {
         let names: &[&'static str] = match self.architecture {
             // Exports for `modeling_sieve.py` have a key of their own.
@@ -101,7 +101,8 @@ impl Reader {
         }
     }
 
-    /// The base of the frequencies.
+    /// The base of the frequencies: the dictionary's if it has one, else the key beside it or that key's default. In an
+    /// export of Sieve both must agree; for other models a note says where transformers 4 and 5 read different ones.
     fn theta(&self, dictionary: Option<&Dictionary<'_>>, kind: &str) -> Result<f64, CheckpointError> {
         let beside = &self.value[THETA];
         let inside = dictionary.and_then(|dictionary| dictionary.values.get(THETA).map(|theta| (dictionary, theta)));

@@ -82,7 +82,8 @@ impl CheckpointWriter {
     /// files have grown.
     ///
     /// # Errors
-    /// The device could not return its tensors, or a file could not be written.
+    /// The device could not return its tensors. A file that could not be written is an error of [`Written::shard`], so
+    /// that the caller can tell the other ranks.
     pub(super) fn finish(&mut self, tick: &dyn Fn()) -> Result<Option<Written>, TrainError> {
         let Some(job) = self.job.take() else {
             return Ok(None);

@@ -72,7 +72,8 @@ pub(in crate::specialisations) fn forward(calls: &mut Calls, shape: &AttentionSh
     }
 }
 
-/// Forward and backward passes over lists, with and without the low bits of the output.
+/// Records the launches of training over key lists: forward and backward passes, with and without the low bits of the
+/// output, with one thread block for each tile of keys and with two, where `sums` allows it.
 pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionShape, sums: SumOrder) {
     calls.with_shares(sums, |calls| {
         for o_low in [KeepOLow::Never, KeepOLow::Always] {

@@ -73,7 +73,7 @@ pub(super) struct AttentionLayerCall<B: Backend> {
     pub(super) positions: Ints<B>,
     pub(super) rope: RopeTables<B>,
     pub(super) attention: AttentionCall<B>,
-    /// With context parallelism: the whole rows; the tokens are one rank's part of them.
+    /// With context parallelism: how whole rows are divided among ranks; the tokens of this call are one rank's part.
     pub(super) parts: Option<ContextParallel>,
     pub(super) residual: Residual,
 }

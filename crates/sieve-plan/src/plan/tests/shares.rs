@@ -104,7 +104,7 @@ fn sharding_within_a_host_is_planned_beside_sharding_over_all_ranks() {
         assert_eq!(inside.memory.total_bytes, of_four.memory.total_bytes, "{stage}");
         assert_eq!(inside.memory.host_checkpoint_bytes, of_four.memory.host_checkpoint_bytes, "{stage}");
     }
-    // Two hosts of four: every sharding over all and inside a host.
+    // Two hosts of four: every stage over all ranks (0) and inside a host (4), each with f32 and with bf16 gradients.
     let two_hosts = planned(8, 2, &[]);
     let ways = two_hosts.zero_stages.iter().map(|way| (way.shard_ranks, way.zero_stage));
     let expected = [(0, 1), (0, 1), (0, 2), (0, 2), (0, 3), (0, 3), (4, 1), (4, 1), (4, 2), (4, 2), (4, 3), (4, 3)];
