@@ -18,9 +18,9 @@ const TOLD: &str = "SIEVE_TEST_KILLED_INSIDE";
 
 /// Rank that is killed, of how many; in which collective of the seventh step; number of processes that continue.
 ///
-/// With four blocks a micro-batch gathers embedding, blocks and head, then three blocks again, and sums the gradients of
-/// six segments. "norm" is the sum between the last micro-batch and the update; "exchange" is of
-/// Muon, inside the update; "files" is the checkpoint behind the step.
+/// With four blocks a micro-batch gathers embedding, blocks and head, then three blocks again, and sums the gradients
+/// of six segments. "norm" is the sum between the last micro-batch and the update; "exchange" is of Muon, inside the
+/// update; "files" is the checkpoint behind the step.
 const CASES: [(usize, usize, &str, u32, usize); 12] = [
     // The embedding, which nothing overlaps with; the head; the first block that is gathered again.
     (0, 2, "gather", 1, 1),
@@ -48,8 +48,8 @@ fn overrides(size: usize, optimizer: &str) -> Vec<String> {
     let rows = 4 / size;
     let all = format!(
         "model.num_hidden_layers=4 model.tie_word_embeddings=false training.max_norm=1e9 training.steps={STEPS} \
-         validation.interval={STEPS} parallelism.zero_stage=3 activation_checkpoint.mode=full training.local_batch_size={rows} \
-         optimizer.name={optimizer}"
+         validation.interval={STEPS} parallelism.zero_stage=3 activation_checkpoint.mode=full \
+         training.local_batch_size={rows} optimizer.name={optimizer}"
     );
     all.split_whitespace().map(str::to_owned).collect()
 }

@@ -112,9 +112,9 @@ impl QueryShares {
     }
 
     /// The shares of a pass over lists of query tiles: one for each of a KV head's `head_shares`, and of each list
-    /// `count` parts, whatever heads they name, or so many that each multiprocessor has one. Where blocks `wait` for each
-    /// other they are at most as many as multiprocessors: a block has a part or goes through whole lists, and none waits
-    /// for a part that follows its own.
+    /// `count` parts, whatever heads they name, or so many that each multiprocessor has one. Where blocks `wait` for
+    /// each other they are at most as many as multiprocessors: a block has a part or goes through whole lists, and none
+    /// waits for a part that follows its own.
     pub(crate) fn of_tile_lists(
         head_shares: usize,
         count: Option<usize>,

@@ -214,8 +214,8 @@ fn memory_of_an_8b_model_is_within_a_hundredth_of_the_measured() {
         let text = include_str!("../../../../../recipes/mha_1p7b.toml");
         let mut recipe = recipe(text, &[eight, &sizes, more]);
         recipe.stage.truncate(1);
-        // As the runs were measured: recomputed blocks did not keep their attention's output yet, and a run took an H200
-        // for smaller than it is.
+        // As the runs were measured: recomputed blocks did not keep their attention's output yet, and a run took an
+        // H200 for smaller than it is.
         let (shape, most) =
             (recipe.model_shape(151_936).expect("a shape"), Keeping { attention: false, ..Keeping::ALL });
         let memory = memory_plan_within(&recipe, &shape, &h200_of(131.3), size, most);
