@@ -8,6 +8,7 @@ mod parity_causality;
 mod parity_decode;
 mod parity_transformers;
 
+mod killed_rank;
 mod tiny_run;
 
 mod bf16_weights;

@@ -1,17 +1,12 @@
 //! `kill -9` of one of two ranks at a known place: the other rank must name it, and the run must continue after a
 //! restart.
-use crate::tiny_run::{TinyRun, wait_until};
+use crate::killed_rank::{kill_at_its_place, start, told, wait_for_the_end};
+use crate::tiny_run::TinyRun;
 use crate::train_guard::{at, disturbed};
 use crate::train_ranks::Pair;
 use sieve_comm::{ReservedPort, Timeouts};
 use sieve_train::FaultInjection;
 use std::fs;
-use std::io::Read;
-use std::process::{Command, Stdio};
-
-/// Environment variable with the arguments of the process to be killed, one on each line: folder, output folder, rank,
-/// port, place and mode.
-const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 
 /// Places at which a rank is killed.
 const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
@@ -31,24 +26,8 @@ const MODES: [&[&str]; 3] = [
 const OVERRIDES: &[&str] =
     &["model.tie_word_embeddings=false", "training.max_norm=1e9", "training.steps=12", "validation.interval=4"];
 
-fn told() -> Vec<String> {
-    let told = std::env::var(TOLD).expect("the test that started this process has set it");
-    told.lines().map(str::to_owned).collect()
-}
-
 fn overrides(mode: usize) -> Vec<&'static str> {
     [OVERRIDES, MODES[mode]].concat()
-}
-
-/// Creates a file by which the test knows that this process is at its place, then waits to be killed.
-fn wait_for_the_end() {
-    let [folder, out, ..] = &told()[..] else {
-        panic!("{TOLD}");
-    };
-    fs::write(format!("{folder}/{out}.there"), "").expect("written");
-    // Standard input ends if the test ends first.
-    let _ = std::io::stdin().read_to_end(&mut Vec::new());
-    std::process::exit(1);
 }
 
 /// A fault that waits at `place` to be killed.
@@ -63,13 +42,13 @@ fn disturbance(place: &str) -> FaultInjection {
     }
 }
 
-/// Runs in the process to be killed.
+/// Runs in the process to be killed. Its arguments behind the folders: rank, port, place and mode.
 #[test]
 #[ignore = "a part of a_rank_killed_in_any_place_is_named_and_the_run_goes_on"]
 fn the_rank_that_is_killed() {
     let told = told();
     let [folder, out, rank, port, place, mode] = &told[..] else {
-        panic!("{TOLD}");
+        panic!("{told:?}");
     };
     let tiny = TinyRun::of_another(folder.into());
     let [rank, port, mode] = [rank, port, mode].map(|number| number.parse::<u16>().expect("a number"));
@@ -88,13 +67,8 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let pair = Pair::new(tiny, &out, &overrides);
     let port = ReservedPort::take().expect("a port");
     let own_name = "train_ranks_killed::the_rank_that_is_killed";
-    let mut process = Command::new(std::env::current_exe().expect("a test has a path"));
-    process
-        .args(["--exact", own_name, "--ignored"])
-        .env(TOLD, format!("{}\n{out}\n{rank}\n{}\n{place}\n{mode}", tiny.path("").display(), port.number()))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null());
-    let mut process = process.spawn().expect("it starts");
+    let more = [rank.to_string(), port.number().to_string(), place.to_owned(), mode.to_string()];
+    let process = start(tiny, own_name, &out, &more);
     let outcome = std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             let mesh = Pair::join(1 - rank, port.number(), Timeouts::default());
@@ -102,15 +76,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
             mesh.leave();
             outcome
         });
-        let there = tiny.path(&format!("{out}.there"));
-        wait_until(&out, || {
-            let ended = process.try_wait().expect("a child");
-            assert_eq!(ended, None, "{out}: the rank ended before it was killed");
-            assert!(!other.is_finished(), "{out}: the other rank ended before that");
-            there.exists()
-        });
-        process.kill().expect("SIGKILL is sent");
-        process.wait().expect("it ends");
+        kill_at_its_place(process, tiny, &out, || !other.is_finished());
         other.join().expect("no panic")
     });
     let error = outcome.result.expect_err("a rank is lost").to_string();

@@ -1,20 +1,15 @@
 //! `kill -9` of one of two or four ranks with divided weights, before its part of a collective of a step: the others
 //! wait inside that collective, must name the rank, and any number of processes must continue the run.
-use crate::tiny_run::{TinyRun, succeed, wait_until};
+use crate::killed_rank::{kill_at_its_place, start, told, wait_for_the_end};
+use crate::tiny_run::{TinyRun, succeed};
 use crate::train_guard::{B, Outcome, Transport, at, disturbed_rank};
 use burn::tensor::TensorMetadata;
 use burn_flex::FlexTensor;
 use sieve_comm::{Mesh, Pieces, ReservedPort, ShardGroup, Timeouts, World};
 use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
 use std::fs;
-use std::io::Read;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-
-/// Environment variable with the arguments of the process to be killed, one on each line: folder, output folder, rank,
-/// number of ranks, port, collective, which of them in the step, optimizer.
-const TOLD: &str = "SIEVE_TEST_KILLED_INSIDE";
 
 /// Rank that is killed, of how many; in which collective of the seventh step; number of processes that continue.
 ///
@@ -54,22 +49,6 @@ fn overrides(size: usize, optimizer: &str) -> Vec<String> {
     all.split_whitespace().map(str::to_owned).collect()
 }
 
-fn told() -> Vec<String> {
-    let told = std::env::var(TOLD).expect("the test that started this process has set it");
-    told.lines().map(str::to_owned).collect()
-}
-
-/// Creates a file by which the test knows that this process is at its place, then waits to be killed.
-fn wait_for_the_end() {
-    let [folder, out, ..] = &told()[..] else {
-        panic!("{TOLD}");
-    };
-    fs::write(format!("{folder}/{out}.there"), "").expect("written");
-    // Standard input ends if the test ends first.
-    let _ = std::io::stdin().read_to_end(&mut Vec::new());
-    std::process::exit(1);
-}
-
 /// Whether the step has begun in which this process is killed.
 static IS_IN_STEP: AtomicBool = AtomicBool::new(false);
 /// How many collectives of the step were of the kind in which this process is killed.
@@ -80,8 +59,9 @@ struct Killed(HostCollectives);
 
 impl Killed {
     fn begin(&self, collective: &str) {
-        let [.., wanted, number, _] = &told()[..] else {
-            panic!("{TOLD}");
+        let told = told();
+        let [.., wanted, number, _] = &told[..] else {
+            panic!("{told:?}");
         };
         if IS_IN_STEP.load(Ordering::Acquire) && collective == wanted {
             let begun = NUM_BEGUN.fetch_add(1, Ordering::AcqRel) + 1;
@@ -136,13 +116,14 @@ fn train(
     outcome
 }
 
-/// Runs in the process to be killed.
+/// Runs in the process to be killed. Its arguments behind the folders: rank, number of ranks, port, collective, which
+/// of them in the step, optimizer.
 #[test]
 #[ignore = "a part of a_rank_killed_inside_a_collective_is_named_and_any_number_continues"]
 fn the_rank_that_is_killed_inside() {
     let told = told();
     let [folder, out, rank, size, port, collective, _, optimizer] = &told[..] else {
-        panic!("{TOLD}");
+        panic!("{told:?}");
     };
     let tiny = TinyRun::of_another(folder.into());
     let [rank, size] = [rank, size].map(|number| number.parse::<usize>().expect("a number"));
@@ -161,14 +142,9 @@ fn run(tiny: &TinyRun, out: &str, size: usize, optimizer: &str, killed: Option<(
     let port = ReservedPort::take().expect("a port");
     let process = killed.map(|(rank, collective, number)| {
         let own_name = "train_ranks_killed_inside::the_rank_that_is_killed_inside";
-        let told = format!(
-            "{}\n{out}\n{rank}\n{size}\n{}\n{collective}\n{number}\n{optimizer}",
-            tiny.path("").display(),
-            port.number()
-        );
-        let mut command = Command::new(std::env::current_exe().expect("a test has a path"));
-        command.args(["--exact", own_name, "--ignored"]).env(TOLD, told);
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("it starts")
+        let numbers = [rank, size, port.number().into()].map(|number| number.to_string());
+        let which = [collective.to_owned(), number.to_string(), optimizer.to_owned()];
+        start(tiny, own_name, out, &[numbers, which].concat())
     });
     std::thread::scope(|scope| {
         let others = (0..size).filter(|rank| killed.is_none_or(|(killed, ..)| killed != *rank));
@@ -177,16 +153,8 @@ fn run(tiny: &TinyRun, out: &str, size: usize, optimizer: &str, killed: Option<(
             scope.spawn(move || train(tiny, out, ([rank, size], port, optimizer), None))
         });
         let others = others.collect::<Vec<_>>();
-        if let Some(mut process) = process {
-            let there = tiny.path(&format!("{out}.there"));
-            wait_until(out, || {
-                let ended = process.try_wait().expect("a child");
-                assert_eq!(ended, None, "{out}: the rank ended before it was killed");
-                assert!(others.iter().all(|other| !other.is_finished()), "{out}: another rank ended before that");
-                there.exists()
-            });
-            process.kill().expect("SIGKILL is sent");
-            process.wait().expect("it ends");
+        if let Some(process) = process {
+            kill_at_its_place(process, tiny, out, || others.iter().all(|other| !other.is_finished()));
         }
         others.into_iter().map(|other| other.join().expect("no panic")).collect()
     })
