@@ -247,6 +247,19 @@ struct RowsInWork {
     release(barrier_at(shared, EMPTY_K + places.k.slot));
     if (is_last) release(barrier_at(shared, EMPTY_Q));
   }
+  // Waits for the next stage's values and for O += P V of the last ones, whose slot it releases.
+  DEVICE void next_values() {
+    RingPlace<V_STAGES> next_v = places.v;
+    next_v.advance();
+    barrier_wait(barrier_at(shared, FULL_V + next_v.slot), next_v.phase);
+    wgmma_wait<0>();
+    release(barrier_at(shared, EMPTY_V + places.v.slot));
+    places.v = next_v;
+  }
+  DEVICE void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
+  }
 
   // Computes the weights of the first stage, or of its first half, then waits for its values.
   template <int STEPS>
@@ -287,16 +300,8 @@ struct RowsInWork {
     // The exponentials must stay before the wait for O += P V, which hides them; this call and the loop inside
     // barrier_wait keep the compiler from moving them after it.
     keep_here(score);
-    RingPlace<V_STAGES> next_v = places.v;
-    next_v.advance();
-    barrier_wait(barrier_at(shared, FULL_V + next_v.slot), next_v.phase);
-    wgmma_wait<0>();
-    release(barrier_at(shared, EMPTY_V + places.v.slot));
-    places.v = next_v;
-    if (outgrown) {
-#pragma unroll
-      for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
-    }
+    next_values();
+    if (outgrown) rescale(factor);
     pack_operand(weights, score);
   }
 
@@ -322,12 +327,7 @@ struct RowsInWork {
     if (partial) mask_keys(score, rows, first, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale);
     keep_here(score);  // as in next_stage
-    RingPlace<V_STAGES> next_v = places.v;
-    next_v.advance();
-    barrier_wait(barrier_at(shared, FULL_V + next_v.slot), next_v.phase);
-    wgmma_wait<0>();
-    release(barrier_at(shared, EMPTY_V + places.v.slot));
-    places.v = next_v;
+    next_values();
     if (outgrown) rescale(factor);
     pack_operand(first_steps<STEPS>(weights), score);
   }
@@ -375,11 +375,6 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
     release(barrier_at(shared, EMPTY_V + places.v.slot));
     places.v.advance();
-  }
-
-  DEVICE void rescale(const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
   }
 #endif
 
