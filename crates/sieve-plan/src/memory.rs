@@ -58,12 +58,15 @@ pub(crate) fn memory_plan_within(
         // recomputable activations (both on a GPU alone), `o_low` of all rows, `o_low` of short rows.
         let is_gpu = matches!(target, Target::Gpu(_));
         let attention = is_gpu && keeps_attention(recipe, shape);
-        let ways = [(attention, is_gpu), (attention, false), (false, is_gpu), (false, false)];
-        let mut more = ways.into_iter().map(|(attention, more)| with(attention, more, KeepOLow::Always));
+        let choices = |is_offered: bool| if is_offered { &[true, false][..] } else { &[false][..] };
+        let ways = choices(attention)
+            .iter()
+            .flat_map(|&attention| choices(is_gpu).iter().map(move |&recomputable| (attention, recomputable)));
+        let mut plans = ways.map(|(attention, recomputable)| with(attention, recomputable, KeepOLow::Always));
         // Gathered weights of many sizes leave gaps: with 118.5 GiB of tensors, 131.3 GiB of an H200 were reserved.
         let percent = if shards_weights(recipe, ranks) { 13 } else { 10 };
-        let more = more.find(|plan| plan.leaves_percent(percent, plan.total_bytes));
-        more.unwrap_or_else(|| with(false, false, KeepOLow::ShortRows))
+        let fitting = plans.find(|plan| plan.leaves_percent(percent, plan.total_bytes));
+        fitting.unwrap_or_else(|| with(false, false, KeepOLow::ShortRows))
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
