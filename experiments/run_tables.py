@@ -261,6 +261,8 @@ SMOLLM2 = {"dense": "dense", "xattention:tau=0.9": "`xattention:tau=0.9`", "pbs"
            "block_sparse:block=64,topk=16": "`block_sparse`, 16 blocks of 64",
            "DMA, one layer in four dense": "DMA, one layer in four dense",
            "MSA, three layers in four windows": "MSA, three layers in four windows"}
+# On H100s; the two differ in their sinks alone.
+SINKS = ("window, one layer in four dense", "window with sinks, one layer in four dense")
 
 
 def of_smollm2(row):
@@ -278,21 +280,30 @@ def smollm2_imported():
     return ["", *found[0][1]], [[name, *row.values()] for name, row in found]
 
 
-@table("smollm2_trained")
-def smollm2_trained():
+def smollm2_of_seeds(kinds):
     lines = []
-    for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows"):
+    for kind in kinds:
         seeds = runs("smollm2", phase="trained", kind=kind)
         cells = [of_smollm2(row) for row in seeds]
-        lines.append([SMOLLM2[kind], rate(seeds[0]["rate"]), str(seeds[0]["steps"]),
+        lines.append([kind, rate(seeds[0]["rate"]), str(seeds[0]["steps"]),
                       *(", ".join(row[key] for row in cells) for key in cells[0]),
                       f"{round(statistics.median(row['tokens_per_second'] for row in seeds), -2):,.0f}"])
     return ["", "rate", "steps", *cells[0], "tokens/s"], lines
+
+
+@table("smollm2_trained")
+def smollm2_trained():
+    return smollm2_of_seeds(("dense", "DMA, one layer in four dense", "MSA, three layers in four windows"))
+
+
+@table("smollm2_sinks")
+def smollm2_sinks():
+    return smollm2_of_seeds(SINKS)
 
 
 @table("smollm2_rates")
 def smollm2_rates():
     rates = sorted({row["rate"] for row in runs("smollm2", phase="rate")})
     lines = [[kind, *(fixed(runs("smollm2", phase="rate", kind=kind, rate=value)[0]["loss"], 3) for value in rates)]
-             for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows")]
+             for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows", *SINKS)]
     return ["loss after 60 steps at", *map(rate, rates)], lines
