@@ -65,7 +65,7 @@ pub use model::{
 pub use model_line::{
     InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,
 };
-pub use nsa_blocks::NsaBlocks;
+pub use nsa_blocks::{NsaBlocks, selected_gap};
 pub use pickles::how_to_convert;
 pub use recipe::{Recipe, RecipeError};
 pub use refusal::Refusal;

@@ -26,7 +26,7 @@ pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps, gradient_param
 pub(crate) use decode::{DecodeStep, KvCache, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_scale};
-pub(crate) use heads::{AttentionShape, Heads, Qkv, ROW_ALIGNMENT, padded_len};
+pub(crate) use heads::{AttentionShape, Heads, Qkv, ROW_ALIGNMENT, padded_len, token_params};
 pub(crate) use hopper_tiling::{
     BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, head_map,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,

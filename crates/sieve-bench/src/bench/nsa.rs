@@ -2,12 +2,13 @@
 //! a query, and of dense attention at the same lengths.
 use super::rows::{BACKWARD, ORDERS, dense, passes};
 use crate::error::Result;
+use crate::shape::packed_of;
 use crate::timed::{Bench, Inputs, NO_BIAS, NO_WINDOW, Work, forward_flops};
 use burn::tensor::Tensor;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError, SumOrder, ToBurn,
-    kernel_tensor, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError, PackedGradient, Qkv,
+    SumOrder, ToBurn, kernel_tensor, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
 };
 use sieve_ops::{Cuda, Documents, NsaBlocks, attended_blocks};
 
@@ -68,11 +69,13 @@ impl Call {
     pub(super) fn forward(&self) -> Result<Branches, KernelError> {
         let Inputs { qkv, scale, .. } = &self.inputs;
         let documents = self.inputs.documents();
-        let [k, v] = &self.positions;
-        let (compressed, chosen) = qkv.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
-        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, BLOCKS, *scale)?;
+        let positions = self.positions.each_ref();
+        let (compressed, chosen) =
+            qkv.q.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
+        let size = BLOCKS.select_block_size;
+        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, size, *scale)?;
         let branches = Branches {
-            blocks: qkv.nsa_blocks([k, v], documents, BLOCKS)?,
+            blocks: nsa_blocks([&qkv.k, &qkv.v], positions, documents, BLOCKS)?,
             selected,
             lists,
             window: self.inputs.forward(Some(WINDOW), NO_BIAS)?,
@@ -93,9 +96,11 @@ impl Call {
         self.inputs.backward(&branches.window, Some(WINDOW), NO_BIAS, order)?;
         let call = self.inputs.call(qkv, &branches.selected);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
-        call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
-        qkv.nsa_compressed_attention_backward(documents, &self.compressed, BLOCKS, *scale, &branches.compressed, d_o)?;
-        nsa_blocks_backward(shape, documents, BLOCKS, &branches.blocks).map(drop)
+        call.nsa_selected_attention_backward(documents, chosen, BLOCKS.select_block_size, lists)?;
+        let of_compressed = &branches.compressed;
+        qkv.q.nsa_compressed_attention_backward(documents, &self.compressed, BLOCKS, *scale, of_compressed, d_o)?;
+        let packed = PackedGradient { dims: packed_of(*shape), num_kv_heads: shape.num_kv_heads };
+        nsa_blocks_backward(packed, documents, BLOCKS, &branches.blocks).map(drop)
     }
 }
 
@@ -162,20 +167,22 @@ fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice:
     let (documents, blocks) = (inputs.documents(), choice.attended());
     let rows = Documents::<Cuda>::whole_rows([1, shape.seq_len], &Default::default());
     let choose = || {
-        let pooled = inputs.qkv.nsa_mean_pool(documents, choice.blocks)?;
-        let chosen = inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)?;
+        let Qkv { q, k, v } = &inputs.qkv;
+        let pooled = nsa_mean_pool([k, v], documents, choice.blocks)?;
+        let chosen = q.choose_key_blocks(documents, &pooled, choice, inputs.scale)?;
         Ok(match choice.pieces() {
             1 => chosen,
             _ => kernel_tensor(attended_blocks(Tensor::from_primitive(chosen.burn()), &rows, choice).into_primitive()),
         })
     };
     let attend = |inputs: &Inputs, chosen: &CudaTensor| {
-        inputs.qkv.nsa_selected_attention_forward(documents, chosen, blocks, inputs.scale)
+        inputs.qkv.nsa_selected_attention_forward(documents, chosen, blocks.select_block_size, inputs.scale)
     };
     let backward =
         |inputs: &Inputs, chosen: &CudaTensor, (result, lists): &(AttentionResult, Vec<ChoiceLists>), order| {
             let qkv = inputs.qkv.in_order(order);
-            inputs.call(&qkv, result).nsa_selected_attention_backward(documents, chosen, blocks, lists)
+            let call = inputs.call(&qkv, result);
+            call.nsa_selected_attention_backward(documents, chosen, blocks.select_block_size, lists)
         };
     // One GEMM of a forward pass's two: the scores.
     let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
@@ -191,14 +198,16 @@ fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice:
         let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
         for (order, suffix) in ORDERS {
             bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {
+                let of_order = read.qkv.in_order(order);
                 let gradient = IndexGradient {
+                    queries_and_keys: [&of_order.q, &of_order.k],
                     index: inputs.qkv.q.tensor(),
                     lse: &attention.lse,
                     block_indices: &chosen,
                     lists: &lists,
                     weight: 1.0,
                 };
-                if read.qkv.in_order(order).index_gradient(documents, gradient, blocks, read.scale)?.is_some() {
+                if gradient.index_gradient(documents, blocks.select_block_size, read.scale)?.is_some() {
                     return Ok(());
                 }
                 backward(&indexer, &chosen, &attend(&indexer, &chosen)?, order)?;

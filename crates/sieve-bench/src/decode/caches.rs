@@ -383,7 +383,7 @@ impl<'a> TokenCheck<'a> {
             let step = DecodeStep::new(lengths.iter().copied().max().unwrap_or(0) as usize, self.scale());
             let of_pooled = PooledStep { pooled: &pooled, start: &self.device.int(&starts, &[batch, 1]), choice };
             let length = self.device.int(&lengths, &[batch]);
-            let index = choice.has_indexer().then_some(&choosing.on);
+            let index = choice.has_indexer().then_some([&choosing.on.q, &choosing.on.k]);
             let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
             let (group, scored_group) = (self.shape.num_heads / choosers, scored_heads / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)

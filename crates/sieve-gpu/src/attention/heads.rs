@@ -134,6 +134,25 @@ impl Heads {
         Ok([batch, seq_len, self.num_heads, width])
     }
 
+    /// Sizes of an attention call whose queries these are, where its `num_kv_heads` heads of keys, and of values of
+    /// `head_dim_v` columns, are no heads of tokens: they lie in a cache or at the ends of compressed blocks.
+    ///
+    /// # Errors
+    /// The errors of [`sizes`](Self::sizes); KV heads that do not divide the query heads; a width of values that does
+    /// not fit.
+    pub(crate) fn as_queries(
+        &self,
+        kernel: &'static str,
+        num_kv_heads: usize,
+        head_dim_v: usize,
+    ) -> Result<AttentionShape, KernelError> {
+        let [batch, seq_len, num_heads, head_dim] = self.sizes(kernel, "q")?;
+        let fits = num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads);
+        require!(fits, kernel, "number of KV heads": num_kv_heads, "divisors of the {num_heads} query heads");
+        require_value_width(kernel, head_dim_v, head_dim)?;
+        Ok(AttentionShape::new(batch, seq_len, [num_heads, num_kv_heads], [head_dim, head_dim_v]))
+    }
+
     /// The same heads with strides that the kernels take: a tensor with other strides is copied.
     pub(crate) fn with_kernel_strides(&self) -> Self {
         match self.words() {
@@ -219,8 +238,7 @@ impl Qkv {
         let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
         let fits = AttentionShape::supports_head_dim(head_dim);
         require!(fits, kernel, "head_dim": head_dim, "multiples of {step} from {step} to {most}");
-        let fits = head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
-        require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
+        require_value_width(kernel, head_dim_v, head_dim)?;
         require_tokens(kernel, [batch, seq_len])?;
         let heads = [num_heads, num_kv_heads];
         Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
@@ -256,17 +274,7 @@ impl Qkv {
         shape: &AttentionShape,
         softmax_scale: f32,
     ) -> Result<TokenParams, KernelError> {
-        let [q, k, v] = self.head_words(kernel)?;
-        Ok(params!(TokenParams {
-            { num_heads, num_kv_heads }: shape,
-            softmax_scale,
-            q_offset: q[0],
-            k_offset: k[0],
-            v_offset: v[0],
-            q_batch_stride: q[2],
-            k_batch_stride: k[2],
-            v_batch_stride: v[2],
-        }))
+        Ok(token_params(shape, softmax_scale, self.head_words(kernel)?))
     }
 
     /// `{offset, token stride, batch stride}` of q, k and v.
@@ -277,6 +285,30 @@ impl Qkv {
         let Self { q, k, v } = self;
         Ok([q.require_words(kernel, "q")?, k.require_words(kernel, "k")?, v.require_words(kernel, "v")?])
     }
+}
+
+/// The first fields of every decoding kernel's params struct. `words` are those of the token's q, k and v; those of a k
+/// and v that the kernel does not read are 0.
+pub(crate) fn token_params(shape: &AttentionShape, softmax_scale: f32, words: [[usize; 3]; 3]) -> TokenParams {
+    let [q, k, v] = words;
+    params!(TokenParams {
+        { num_heads, num_kv_heads }: shape,
+        softmax_scale,
+        q_offset: q[0],
+        k_offset: k[0],
+        v_offset: v[0],
+        q_batch_stride: q[2],
+        k_batch_stride: k[2],
+        v_batch_stride: v[2],
+    })
+}
+
+/// Refuses values of a width that no kernel takes beside queries and keys of `head_dim` columns.
+fn require_value_width(kernel: &'static str, head_dim_v: usize, head_dim: usize) -> Result<(), KernelError> {
+    let step = AttentionShape::HEAD_DIM_STEP;
+    let fits = head_dim_v > 0 && head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
+    require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
+    Ok(())
 }
 
 /// Refuses calls without tokens, and rows whose positions kernels cannot number.
