@@ -4,6 +4,18 @@ use crate::runtime::{
     AttentionParams, CudaTensor, DType, KernelPolicy, SumOrder, TokenParams, operands, params, require,
     require_non_empty, row_layout,
 };
+use sieve_core::AttentionShape;
+
+/// Widths of heads that the attention kernels take: multiples of this, up to [`MAX_HEAD_DIM`].
+pub const HEAD_DIM_STEP: usize = 16;
+
+/// The widest heads that the attention kernels take.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// Whether the attention kernels take heads of this width.
+pub fn supports_head_dim(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(HEAD_DIM_STEP) && (HEAD_DIM_STEP..=MAX_HEAD_DIM).contains(&head_dim)
+}
 
 /// Heads and tokens must begin at multiples of this many elements: attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
@@ -31,69 +43,9 @@ pub struct Qkv {
     pub v: Heads,
 }
 
-/// Sizes of the tensors of an attention call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttentionShape {
-    /// Sequences in the batch.
-    pub batch: usize,
-    /// Tokens of each sequence.
-    pub seq_len: usize,
-    /// Number of query heads.
-    pub num_heads: usize,
-    /// Number of key and value heads; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Columns of a query head and of a key head.
-    pub head_dim: usize,
-    /// Columns of a value head and of an output head.
-    pub head_dim_v: usize,
-}
-
 /// Padded number of tokens of the f32 buffers per query.
 pub(crate) fn padded_len(seq_len: usize) -> usize {
     seq_len.next_multiple_of(ROW_ALIGNMENT)
-}
-
-impl AttentionShape {
-    /// Widths of heads that the attention kernels take: multiples of this, up to [`AttentionShape::MAX_HEAD_DIM`].
-    pub const HEAD_DIM_STEP: usize = 16;
-
-    /// The widest heads that the attention kernels take.
-    pub const MAX_HEAD_DIM: usize = 256;
-
-    /// Sizes from `[query heads, KV heads]` and `[width of keys, width of values]`.
-    pub fn new(
-        batch: usize,
-        seq_len: usize,
-        [num_heads, num_kv_heads]: [usize; 2],
-        [head_dim, head_dim_v]: [usize; 2],
-    ) -> Self {
-        Self { batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v }
-    }
-
-    /// Whether the attention kernels take heads of this width.
-    pub fn supports_head_dim(head_dim: usize) -> bool {
-        head_dim.is_multiple_of(Self::HEAD_DIM_STEP) && (Self::HEAD_DIM_STEP..=Self::MAX_HEAD_DIM).contains(&head_dim)
-    }
-
-    /// Query heads that share a KV head.
-    pub fn group_size(&self) -> usize {
-        self.num_heads / self.num_kv_heads
-    }
-
-    /// Shape of the output and its gradient.
-    pub fn output(&self) -> [usize; 4] {
-        [self.batch, self.seq_len, self.num_heads, self.head_dim_v]
-    }
-
-    /// Shape of the log-sum-exp, `[batch, num_heads, seq_len]`.
-    pub fn lse(&self) -> [usize; 3] {
-        [self.batch, self.num_heads, self.seq_len]
-    }
-
-    /// Shape of a tensor with one number for each key: `[batch, num_kv_heads, seq_len]`.
-    pub fn per_key(&self) -> [usize; 3] {
-        [self.batch, self.num_kv_heads, self.seq_len]
-    }
 }
 
 impl Heads {
@@ -127,8 +79,8 @@ impl Heads {
         self.tensor.require_dtype(kernel, name, DType::BF16)?;
         let (first, end) = (self.first_head, self.first_head + self.num_heads);
         require!(first < end && end <= total, kernel, "heads": format!("{first}..{end}"), "some of {total}");
-        let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-        let fits = AttentionShape::supports_head_dim(width);
+        let (step, most) = (HEAD_DIM_STEP, MAX_HEAD_DIM);
+        let fits = supports_head_dim(width);
         require!(fits, kernel, "width of heads": width, "multiples of {step} from {step} to {most}");
         require_tokens(kernel, [batch, seq_len])?;
         Ok([batch, seq_len, self.num_heads, width])
@@ -235,8 +187,8 @@ impl Qkv {
         require!(fits && num_heads.is_multiple_of(num_kv_heads), kernel,
             "number of q/k/v heads": format!("{num_heads}/{num_kv_heads}/{num_v_heads} of {q_total}"),
             "as many k as v heads, dividing the q heads");
-        let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-        let fits = AttentionShape::supports_head_dim(head_dim);
+        let (step, most) = (HEAD_DIM_STEP, MAX_HEAD_DIM);
+        let fits = supports_head_dim(head_dim);
         require!(fits, kernel, "head_dim": head_dim, "multiples of {step} from {step} to {most}");
         require_value_width(kernel, head_dim_v, head_dim)?;
         require_tokens(kernel, [batch, seq_len])?;
@@ -305,7 +257,7 @@ pub(crate) fn token_params(shape: &AttentionShape, softmax_scale: f32, words: [[
 
 /// Refuses values of a width that no kernel takes beside queries and keys of `head_dim` columns.
 fn require_value_width(kernel: &'static str, head_dim_v: usize, head_dim: usize) -> Result<(), KernelError> {
-    let step = AttentionShape::HEAD_DIM_STEP;
+    let step = HEAD_DIM_STEP;
     let fits = head_dim_v > 0 && head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
     require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
     Ok(())
