@@ -30,7 +30,7 @@ pub use attention::query_shares::key_part_bytes;
 pub use attention::sparse_forward::SparseKeyReads;
 pub use attention::tiling::KeySource;
 pub use dma::decode::DmaSlots;
-pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
+pub use dma::halo_keys::{dma_halo_keys_backward, dma_halo_keys_forward, dma_last_kept};
 pub use dma::lists::KeyLists;
 pub use dma::scores::{PositionOrigin, Recency, ScoreBias};
 pub use dma::scores_backward::ScoresBackward;
