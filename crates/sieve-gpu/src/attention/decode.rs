@@ -341,3 +341,42 @@ fn require_one_token(kernel: &'static str, shape: AttentionShape) -> Result<Atte
     require!(shape.seq_len == 1, kernel, "tokens a row": shape.seq_len, "1");
     Ok(shape)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder, Step};
+
+    #[test]
+    fn a_query_of_a_cache_needs_no_token_and_one_of_other_heads_is_refused() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let bf16 = |shape: &[usize]| gpu.tensor(shape, DType::BF16);
+        let cache = KvCache { k: bf16(&[3, 2, 40, 64]), v: bf16(&[3, 2, 40, 48]) };
+        let queries = |batch, tokens, heads| Heads::all(&bf16(&[batch, tokens, heads, 64]));
+        let q = queries(3, 1, 4);
+        let shape = cache.query_shape("test", &q).expect("a query for each row");
+        assert_eq!(shape, AttentionShape::new(3, 1, [4, 2], [64, 48]));
+        let scratch = DecodeScratch::new(&cache.k, shape, 40).expect("a batch");
+        gpu.take_steps();
+        let length = gpu.tensor(&[3], DType::I32);
+        let decode = |q: &Heads| cache.attention_decode_cached(q, &length, DecodeStep::new(30, 0.125), &scratch);
+        assert_eq!(decode(&q).expect("sizes fit").shape(), [3, 1, 4, 48]);
+        let steps = gpu.take_steps();
+        let [Step::Launch(launch)] = &steps[..] else {
+            panic!("{steps:?}");
+        };
+        // Queries, the two caches, the lengths, o and the scratch buffers.
+        assert_eq!(launch.tensors.len(), 7);
+        // The offsets of k and v, and their batch strides, behind those of q.
+        assert_eq!([4, 5, 7, 8].map(|word| launch.words[word]), [0; 4]);
+        assert_eq!(launch.words[6], 4 * 64);
+        for (q, sentence) in [
+            (queries(3, 1, 3), "number of KV heads 2"),
+            (queries(3, 2, 4), "tokens a row 2"),
+            (queries(2, 1, 4), "k_cache has shape [3, 2, 40, 64], expected [2, 2, 40, 64]"),
+        ] {
+            let error = decode(&q).expect_err("another size").to_string();
+            assert!(error.contains(sentence), "{error}");
+        }
+    }
+}

@@ -193,3 +193,31 @@ fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
 
 /// The gradient kernel for position embeddings, which writes partial sums.
 const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder};
+
+    #[test]
+    fn values_of_another_size_than_keys_and_gradients_without_queries_are_refused() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let heads = |count, width| Heads::all(&gpu.tensor(&[2, 100, count, width], DType::BF16));
+        let bound = gpu.tensor(&[2, 100], DType::I32);
+        let pool = |k: &Heads, v: &Heads| nsa_mean_pool([k, v], [&bound; 2], NsaBlocks::PUBLISHED);
+        let pooled = pool(&heads(3, 64), &heads(3, 64)).expect("equal sizes");
+        // A row of 100 tokens has 7 slots of 16 tokens.
+        assert_eq!(pooled.shape(), [2, 2 * 7 * 3, 64]);
+        for (count, width) in [(3, 48), (2, 64)] {
+            let error = pool(&heads(3, 64), &heads(count, width)).expect_err("other sizes").to_string();
+            let sizes = format!("[2, 100, {count}, {width}]");
+            assert!(error.contains(&sizes) && error.contains("[2, 100, 3, 64]"), "{error}");
+        }
+        let gradient = |heads| {
+            let packed = PackedGradient { dims: [2, 100, heads, 64], num_kv_heads: 3 };
+            nsa_mean_pool_backward(packed, [&bound; 2], NsaBlocks::PUBLISHED, &pooled)
+        };
+        assert_eq!(gradient(7).expect("one query head").shape(), [2, 100, 7, 64]);
+        assert!(gradient(6).is_err_and(|error| error.to_string().contains("more than the 3 of k and of v")));
+    }
+}

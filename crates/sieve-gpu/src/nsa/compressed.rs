@@ -230,3 +230,29 @@ fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
 
 /// The kernel that builds the compressed branch's key lists.
 const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder};
+
+    #[test]
+    fn the_number_of_pooled_keys_says_how_many_kv_heads_there_are() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let queries = Heads::all(&gpu.tensor(&[1, 160, 8, 64], DType::BF16));
+        let bound = gpu.tensor(&[1, 160], DType::I32);
+        // A row of 160 tokens has 10 slots of 16 tokens.
+        let choose = |rows: usize, width: usize| {
+            let pooled = gpu.tensor(&[2, rows, width], DType::BF16);
+            queries.nsa_compressed_attention_forward([&bound; 2], &pooled, NsaBlocks::PUBLISHED, 0.125)
+        };
+        let (_, chosen) = choose(20, 64).expect("two KV heads");
+        assert_eq!(chosen.shape(), [1, 160, 2, 16]);
+        for (rows, width, sentence) in
+            [(25, 64, "number of pooled keys 25"), (30, 64, "number of KV heads 3"), (20, 128, "expected [2, 20, 64]")]
+        {
+            let error = choose(rows, width).map(drop).expect_err("another size").to_string();
+            assert!(error.contains(sentence), "{error}");
+        }
+    }
+}

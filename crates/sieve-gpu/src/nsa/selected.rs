@@ -59,7 +59,7 @@ impl Work {
         Self::of(shape, qkv, documents, indices, block_size, softmax_scale)
     }
 
-    /// [`new`](Self::new) for heads whose sizes were checked: `shape` are those of q and k.
+    /// [`new`](Self::new) for heads whose sizes, those of q and k, were checked: they are `shape`.
     pub(super) fn of(
         shape: AttentionShape,
         qkv: &Qkv,
@@ -204,8 +204,8 @@ pub(super) enum Joined {
 impl Qkv {
     /// Causal attention of each query over the tokens of its chosen blocks of `block_size` tokens, `block_indices` i32
     /// `[batch, seq_len, num_kv_heads, number of blocks]`: indices of blocks from the document's first token on, each
-    /// at most once and none after the query's own block, then -1. A block that no query chose is not read. Also returns the lists of
-    /// each range of queries for the backward pass.
+    /// at most once and none after the query's own block, then -1. A block that no query chose is not read. Also
+    /// returns the lists of each range of queries for the backward pass.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.

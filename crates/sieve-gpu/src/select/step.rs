@@ -84,9 +84,7 @@ impl KvCache {
                 let scores = self.page_scores(token, step, choice.length, bounds, page)?;
                 (scores, page, forced(1), count)
             }
-            (TokenKeys::Largest(count), _) => {
-                (key_logits(self, token, choice.length, step)?, 1, forced(0), count)
-            }
+            (TokenKeys::Largest(count), _) => (key_logits(self, token, choice.length, step)?, 1, forced(0), count),
             (keys, bounds) => {
                 let got = format!("{keys:?}, bounds: {}", bounds.is_some());
                 let supported = "the largest keys, or pages with bounds";
