@@ -13,7 +13,7 @@ use sieve_gpu::{
 pub struct AttentionDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
 }
@@ -41,7 +41,7 @@ impl AttentionDecode {
 pub struct CachedDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
     /// Keys of a chosen block: of the blocks in `chosen`, in ascending order and then -1, a query sees all tokens.
@@ -118,7 +118,7 @@ impl DmaDecode {
 pub struct MlaDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// Columns of the latents that are values, the first ones.
+    /// How many columns of a latent, from the first on, are its values.
     pub rank: usize,
 }
 
