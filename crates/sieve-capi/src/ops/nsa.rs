@@ -28,8 +28,8 @@ impl NsaMeanPool {
     }
 }
 
-/// k, doc_start, doc_end, d_compressed → dqkv, packed: as many query heads as KV heads, whose gradient is zero, then the
-/// gradients of keys and of values
+/// k, doc_start, doc_end, d_compressed → dqkv, packed: as many query heads as KV heads, whose gradient is zero, then
+/// the gradients of keys and of values
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct NsaMeanPoolBackward {

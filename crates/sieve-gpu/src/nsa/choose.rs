@@ -27,8 +27,8 @@ const LONG_ROW: RangeInclusive<usize> = 1025..=1 << 22;
 
 /// The blocks that each query chooses, i32 `[batch, seq_len, choosers, num_selected_blocks]`, by its logits with pooled
 /// keys, the first half of `pooled`. A chooser is a group of query heads with a choice of its own. `lse` is the
-/// log-sum-exp of these logits; rules that compare scores instead of probabilities do not read it. `shape` are the sizes
-/// of attention of these queries over the pooled keys.
+/// log-sum-exp of these logits; rules that compare scores instead of probabilities do not read it. `shape` are the
+/// sizes of attention of these queries over the pooled keys.
 pub(super) fn nsa_choose(
     queries: &Heads,
     shape: &AttentionShape,

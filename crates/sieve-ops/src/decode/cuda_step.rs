@@ -399,7 +399,8 @@ impl Layer<'_> {
         Ok(Some(Qkv::packed(&index, self.attention.spec.num_kv_heads, num_key_heads)))
     }
 
-    /// Attention of `token` over the blocks that it chooses, or that its queries and key of the indexer, `index`, choose.
+    /// Attention of `token` over the blocks that it chooses, or that its queries and key of the indexer, `index`,
+    /// choose.
     fn attend_chosen_blocks(
         &self,
         token: &Qkv,
