@@ -64,8 +64,8 @@ fn nsa_s_file_agrees_with_its_definition() {
     }
 }
 
-/// Compares each rank's tensors with attention over whole rows. The halo (`border`) must hold every earlier key that
-/// the rank's queries see, with its score; outputs and gradients must equal the whole rows'.
+/// Compares each part's tensors with attention over whole rows. The halo must hold every earlier key that the part's
+/// queries see, with its score; outputs and gradients must equal the whole rows'.
 #[test]
 fn a_file_of_two_ranks_agrees_with_its_definition() {
     let tiny = TinyRun::dma();
@@ -104,10 +104,10 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
                 assert!(gap < 1e-4, "{words}: {name} of part {part}: {gap}");
             }
             if part == 0 {
-                assert!(!written.tensors.contains_key("part0.border"));
+                assert!(!written.tensors.contains_key("part0.halo"));
                 continue;
             }
-            let (border, slots) = (written.values(&of("border")), written.shape(&of("border"))[1]);
+            let (halo, slots) = (written.values(&of("halo")), written.shape(&of("halo"))[1]);
             let row = |values: &[f64], token: usize, heads: usize, head: usize| -> Vec<f64> {
                 values[(token * heads + head) * d..][..d].to_vec()
             };
@@ -117,11 +117,11 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
                     continue;
                 }
                 let of_key = |name: &str| row(written.values(name), key, kv_heads, head);
-                let slot = (0..slots).find(|&slot| row(border, slot, 2 * kv_heads, head) == of_key("k"));
+                let slot = (0..slots).find(|&slot| row(halo, slot, 2 * kv_heads, head) == of_key("k"));
                 let slot = slot.unwrap_or_else(|| panic!("{words}: part {part} lacks key {key}"));
-                assert_eq!(row(border, slot, 2 * kv_heads, kv_heads + head), of_key("v"));
+                assert_eq!(row(halo, slot, 2 * kv_heads, kv_heads + head), of_key("v"));
                 if is_dma {
-                    let ranks = written.values(&of("border_ranks"));
+                    let ranks = written.values(&of("halo_ranks"));
                     assert!((ranks[head * slots + slot] - f64::from(z[at])).abs() < 1e-5);
                 }
             }

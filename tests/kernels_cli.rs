@@ -2,7 +2,7 @@
 //! `build` needs no GPU, and mistakes are reported in plain words.
 use crate::tiny_run::TinyRun;
 use sieve_cpu::reference::{AttentionCall, Heads, Results, Rounding};
-use sieve_cpu::{AttentionShape, Documents, Mask};
+use sieve_cpu::{Documents, Mask, ScaledShape};
 use sieve_hf::TensorFile;
 use sieve_testing::cases;
 use std::collections::BTreeMap;
@@ -80,9 +80,9 @@ impl Written {
         let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) =
             (<&[usize; 4]>::try_from(self.shape("q")).expect("q has four dimensions"), self.shape("k")[2]);
         let [start, end] = self.bounds(seq_len);
-        let shape = AttentionShape {
+        let shape = ScaledShape {
             softmax_scale: self.metadata["scale"].parse().expect("a number"),
-            ..AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
+            ..ScaledShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
         };
         let call = AttentionCall {
             shape,

@@ -1,6 +1,6 @@
 //! Compiles kernels into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
-use sieve_core::kinds::KeyReads;
+use sieve_core::kinds::{KeyReads, LatentSizes};
 use sieve_core::{Attention, Recipe, ShownPath};
 use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{
@@ -227,25 +227,22 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str) -> Result<NeededKernels> {
         return Ok(NeededKernels::shipped_for(arch));
     };
     let model = &recipe.model;
-    let is_latent = recipe.attention.own.as_kind().is_latent();
+    let kind = recipe.attention.own.as_kind();
     let mut list = NeededKernels::step(
         arch,
         StepSizes {
             d_model: model.hidden_size,
             d_ff: model.intermediate_size,
-            rotated_head_dim: (!is_latent).then_some(model.head_dim),
+            rotated_head_dim: (!kind.is_latent()).then_some(model.head_dim),
         },
     );
-    if let Attention::Mla(mla) = recipe.attention.own {
-        let (widths, rank) = ([model.head_dim, mla.qk_rope_head_dim], mla.kv_lora_rank);
-        let has_norm = mla.qk_norm_dim(model.head_dim) > 0;
+    if let Some(LatentSizes { rank, rope_width, has_norm }) = kind.latent(model.head_dim) {
+        let widths = [model.head_dim, rope_width];
         list.extend(NeededKernels::mla_pack(arch, widths, has_norm));
         list.extend(NeededKernels::mla_decode(arch, rank, widths, has_norm));
     }
     let (kv_heads, head_dim) = (model.num_key_value_heads, model.head_dim);
-    if let Attention::Dma(dma) = recipe.attention.own
-        && let Some(slopes) = dma.slopes(kv_heads)
-    {
+    if let Some(slopes) = kind.rank_slopes(kv_heads) {
         let slopes: Vec<f32> = slopes.into_iter().map(|slope| slope as f32).collect();
         list.extend(NeededKernels::dma_ranks(arch, head_dim, &slopes));
     }

@@ -314,9 +314,9 @@ impl Call {
         };
         let keys = heads * widths[0];
         let call = AttentionCall {
-            shape: sieve_cpu::AttentionShape {
+            shape: sieve_cpu::ScaledShape {
                 softmax_scale: self.spec.softmax_scale as f32,
-                ..sieve_cpu::AttentionShape::new([batch, seq_len], [heads; 2], widths[0])
+                ..sieve_cpu::ScaledShape::new([batch, seq_len], [heads; 2], widths[0])
             },
             q: part(0, widths[0]),
             k: part(keys, widths[0]),

@@ -73,9 +73,10 @@ const NORM_EPSILON: f64 = 1e-2;
 /// nearly equal score may change places, and a query then reads another key.
 const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
 
-/// The checked models: name (which says whether they have sinks), part of the check (attention, nsa or mla), how
-/// queries find keys (neighbours, chosen, or all biased), and the recipe's `[attention]` section. "all biased": DMA's
-/// window holds every key, so attention takes the dense kernels with a bias.
+/// The checked models: name (which says whether they have sinks), part of the check ([`part_of`]), how queries find
+/// keys (neighbours, chosen, or all biased), and the recipe's `[attention]` section. "all biased": DMA's window holds
+/// every key, so attention takes the dense kernels with a bias. The first model is the plain dense one, with which
+/// selectors decode too.
 const KINDS: &str = r"
     mha => attention => neighbours => kind = 'mha'
     mha, one layer without RoPE => attention => neighbours => rope_layers = [true, false]\n[attention]\nkind = 'mha'
@@ -86,15 +87,15 @@ const KINDS: &str = r"
     dma => attention => chosen => kind = 'dma'\nkeep_window_size = 24\nbias = 'linear'\nrecency = 'slope'\n\
         local_window_size = 3
     dma of all keys => attention => all biased => kind = 'dma'\npreset = 'paper'\nkeep_window_size = 400
-    nsa => nsa => chosen => kind = 'nsa'\ncompress_block_size = 16\ncompress_stride = 8\n\
+    nsa => blocks => chosen => kind = 'nsa'\ncompress_block_size = 16\ncompress_stride = 8\n\
         compress_hidden_size = 24\nselect_block_size = 16\nnum_selected_blocks = 4\nwindow_size = 24
-    mla => mla => neighbours => kind = 'mla'\nkv_lora_rank = 96\nqk_rope_head_dim = 32
-    infllm_v2 => nsa => chosen => kind = 'infllm_v2'\ncompress_block_size = 16\ncompress_stride = 8\n\
+    mla => latents => neighbours => kind = 'mla'\nkv_lora_rank = 96\nqk_rope_head_dim = 32
+    infllm_v2 => blocks => chosen => kind = 'infllm_v2'\ncompress_block_size = 16\ncompress_stride = 8\n\
         select_block_size = 16\nnum_selected_blocks = 4\nnum_local_blocks = 1
-    moba => nsa => chosen => kind = 'moba'\nselect_block_size = 16\nnum_selected_blocks = 4
-    moba in blocks of 128 => nsa => chosen => kind = 'moba'\nselect_block_size = 128\nnum_selected_blocks = 1
-    msa => nsa => chosen => kind = 'msa'\nselect_block_size = 16\nnum_selected_blocks = 4\nnum_local_blocks = 2
-    msa with QSA's scores => nsa => chosen => kind = 'msa'\nindexer = 'qsa'\nselect_block_size = 16\n\
+    moba => blocks => chosen => kind = 'moba'\nselect_block_size = 16\nnum_selected_blocks = 4
+    moba in blocks of 128 => blocks => chosen => kind = 'moba'\nselect_block_size = 128\nnum_selected_blocks = 1
+    msa => blocks => chosen => kind = 'msa'\nselect_block_size = 16\nnum_selected_blocks = 4\nnum_local_blocks = 2
+    msa with QSA's scores => blocks => chosen => kind = 'msa'\nindexer = 'qsa'\nselect_block_size = 16\n\
         num_selected_blocks = 4
 ";
 
@@ -207,7 +208,8 @@ pub(crate) fn check<B: TrainBackend>(
             let case = format!("logits through the cache, another thread from token {at} on");
             add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, &plain.2], exact)));
         }
-        let selectors = ALL_KEYS.iter().filter(|_| is_bf16 && kind[0] == "mha");
+        let is_plain = cases(KINDS).first() == Some(&kind);
+        let selectors = ALL_KEYS.iter().filter(|_| is_bf16 && is_plain);
         for (keys, in_one_call) in selectors.flat_map(|&keys| [(keys, false), (keys, true)]) {
             let form = if in_one_call { "one call a token" } else { "a call for each layer" };
             let case = format!("logits under a selector, {keys:?}, {form}");
@@ -249,20 +251,29 @@ fn has_sinks(kind: &Kind) -> bool {
     kind[0].ends_with(" with sinks")
 }
 
+/// The part of the check that a row of [`KINDS`] belongs to.
+fn part_of(kind: &Kind) -> CheckPart {
+    match kind[1] {
+        "attention" => CheckPart::Attention,
+        "blocks" => CheckPart::Nsa,
+        "latents" => CheckPart::Mla,
+        other => unreachable!("{other}: no part"),
+    }
+}
+
 /// The models of a part of the check, each at the head sizes to check.
 fn of_part(part: CheckPart) -> impl Iterator<Item = (Kind, HeadSizes)> {
     let is_of_part = move |kind: &Kind| match part {
         CheckPart::All => true,
-        CheckPart::Attention => kind[1] == "attention",
-        CheckPart::Nsa => kind[1] == "nsa",
-        CheckPart::Mla => kind[1] == "mla",
+        CheckPart::Attention | CheckPart::Nsa | CheckPart::Mla => part_of(kind) == part,
         CheckPart::Sinks => has_sinks(kind),
         CheckPart::Sparse => false,
     };
     let kinds = cases(KINDS).into_iter().filter(is_of_part);
-    let sizes = |kind: Kind| match kind[1] {
-        "attention" => vec![(kind, USUAL), (kind, WIDE)],
-        "mla" => vec![(kind, [4, 4, 64])],
+    let sizes = |kind: Kind| match part_of(&kind) {
+        CheckPart::Attention => vec![(kind, USUAL), (kind, WIDE)],
+        // Each query head has a key of its own.
+        CheckPart::Mla => vec![(kind, [4, 4, 64])],
         _ => vec![(kind, USUAL)],
     };
     kinds.flat_map(sizes)

@@ -21,7 +21,8 @@ use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
     AttentionGradients, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError, KeySource, NeededKernels,
-    NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -402,7 +403,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     for (_, choice, pooled) in inputs.choices() {
         let d = inputs.case.shape.head_dim;
         let pooled = run.bf16(pooled, &[2, pooled.len() / 2 / d, d]);
-        let indices = qkv.choose_key_blocks(run.documents.each_ref(), &pooled, choice, run.scale)?;
+        let indices = qkv.q.choose_key_blocks(run.documents.each_ref(), &pooled, choice, run.scale)?;
         chosen.push(device.ints(&indices)?);
     }
     run.selected()?;
@@ -452,14 +453,16 @@ impl<'a> Run<'a> {
         let (size, d) = (blocks.compress_block_size, shape.head_dim);
         let positions = inputs.positions.each_ref().map(|x| self.bf16(x, &[size, d]));
         let d_blocks = self.bf16(&inputs.d_blocks, &[2, rows, size * d]);
-        self.add("blocks", &qkv.nsa_blocks(positions.each_ref(), documents, blocks)?)?;
-        let [dqkv, dk_positions, dv_positions] = nsa_blocks_backward(shape, documents, blocks, &d_blocks)?;
+        let keys_and_values = [&qkv.k, &qkv.v];
+        let packed = PackedGradient { dims: packed_of(*shape), num_kv_heads: shape.num_kv_heads };
+        self.add("blocks", &nsa_blocks(keys_and_values, positions.each_ref(), documents, blocks)?)?;
+        let [dqkv, dk_positions, dv_positions] = nsa_blocks_backward(packed, documents, blocks, &d_blocks)?;
         self.add("blocks dqkv", &dqkv)?;
         self.add("k_positions", &dk_positions)?;
         self.add("v_positions", &dv_positions)?;
-        self.add("mean pool", &qkv.nsa_mean_pool(documents, blocks)?)?;
+        self.add("mean pool", &nsa_mean_pool(keys_and_values, documents, blocks)?)?;
         let d_means = self.bf16(&inputs.compressed, &[2, rows, d]);
-        self.add("mean pool dqkv", &nsa_mean_pool_backward(shape, documents, blocks, &d_means)?)
+        self.add("mean pool dqkv", &nsa_mean_pool_backward(packed, documents, blocks, &d_means)?)
     }
 
     /// The compressed branch with its gradients. Returns the blocks that queries chose by it.
@@ -467,11 +470,11 @@ impl<'a> Run<'a> {
         let (inputs, scale, documents) = (self.inputs, self.scale, self.documents.clone());
         let (blocks, documents, d_o) = (inputs.blocks, documents.each_ref(), self.d_o.clone());
         let compressed = self.bf16(&inputs.compressed, &[2, inputs.rows(), inputs.case.shape.head_dim]);
-        let (result, indices) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+        let (result, indices) = qkv.q.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
         self.add("compressed o", &result.o)?;
         self.add("compressed lse", &result.lse)?;
         let [dqkv, d_compressed] =
-            qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &result, &d_o)?;
+            qkv.q.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &result, &d_o)?;
         self.add("compressed dqkv", &dqkv)?;
         self.add("dcompressed", &d_compressed)?;
         self.device.ints(&indices)
@@ -481,10 +484,11 @@ impl<'a> Run<'a> {
     fn selected(&mut self) -> Result<(), KernelError> {
         let (inputs, scale, documents) = (self.inputs, self.scale, self.documents.clone());
         let (shape, blocks, documents) = (inputs.case.shape, inputs.blocks, documents.each_ref());
+        let block_size = blocks.select_block_size;
         let sizes = [shape.batch, shape.seq_len, shape.num_kv_heads, blocks.num_selected_blocks];
         let given = self.device.int(&inputs.chosen, &sizes);
         let qkv = self.packed(&self.bf16(&inputs.selected_qkv(), &packed_of(shape)));
-        let (result, lists) = qkv.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
+        let (result, lists) = qkv.nsa_selected_attention_forward(documents, &given, block_size, scale)?;
         self.add("selected o", &result.o)?;
         self.add("selected lse", &result.lse)?;
         // Two runs over the forward pass's lists show that a backward pass leaves them unchanged.
@@ -503,7 +507,7 @@ impl<'a> Run<'a> {
                 grads: &self.packed(&dqkv),
                 softmax_scale: scale,
             };
-            call.nsa_selected_attention_backward(documents, &given, blocks, lists)?;
+            call.nsa_selected_attention_backward(documents, &given, block_size, lists)?;
             self.add(name, &dqkv)?;
         }
         // The index gradient has a kernel on Hopper alone; elsewhere it is computed by attention, which is checked
@@ -515,7 +519,9 @@ impl<'a> Run<'a> {
             ("index gradient, again", SumOrder::Any),
             ("index gradient, fixed order", SumOrder::Fixed),
         ] {
+            let qkv = qkv.in_order(order);
             let call = IndexGradient {
+                queries_and_keys: [&qkv.q, &qkv.k],
                 index: &index,
                 lse: &result.lse,
                 block_indices: &given,
@@ -523,7 +529,7 @@ impl<'a> Run<'a> {
                 weight: Inputs::INDEX_WEIGHT,
             };
             self.device.poison(shape);
-            if let Some(gradient) = qkv.in_order(order).index_gradient(documents, call, blocks, scale)? {
+            if let Some(gradient) = call.index_gradient(documents, block_size, scale)? {
                 self.add(name, &gradient)?;
             }
         }
@@ -637,14 +643,15 @@ fn repeated_gradients(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let qkv = Qkv::packed(&tensor, num_heads, shape.num_kv_heads);
     let d_o = bf16(d_o, &shape.output());
     let compressed = bf16(&inputs.compressed, &[2, inputs.rows(), d]);
-    let (coarse, chosen) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, softmax_scale)?;
-    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
+    let (coarse, chosen) = qkv.q.nsa_compressed_attention_forward(documents, &compressed, blocks, softmax_scale)?;
+    let block_size = blocks.select_block_size;
+    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, block_size, softmax_scale)?;
     let groups = shape.num_kv_heads;
     let index = bf16(&inputs.index, &[batch, seq_len, groups + 2, d]);
     let gradients = |order| {
         let qkv = qkv.in_order(order);
         let [of_coarse, of_compressed] =
-            qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, softmax_scale, &coarse, &d_o)?;
+            qkv.q.nsa_compressed_attention_backward(documents, &compressed, blocks, softmax_scale, &coarse, &d_o)?;
         let of_selected = tensor.empty_contiguous(tensor.shape(), sieve_kernels::DType::BF16);
         let call = AttentionGradients {
             qkv: &qkv,
@@ -653,15 +660,16 @@ fn repeated_gradients(inputs: &Inputs, device: &dyn Device) -> Outcome {
             grads: &Qkv::packed(&of_selected, num_heads, shape.num_kv_heads),
             softmax_scale,
         };
-        call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
+        call.nsa_selected_attention_backward(documents, &chosen, block_size, &lists)?;
         let of_index = IndexGradient {
+            queries_and_keys: [&qkv.q, &qkv.k],
             index: &index,
             lse: &selected.lse,
             block_indices: &chosen,
             lists: &lists,
             weight: Inputs::INDEX_WEIGHT,
         };
-        let of_index = qkv.index_gradient(documents, of_index, blocks, softmax_scale)?;
+        let of_index = of_index.index_gradient(documents, block_size, softmax_scale)?;
         let all = [of_coarse, of_compressed, of_selected].into_iter().chain(of_index);
         let floats = all.map(|x| device.floats(&x));
         floats.collect::<Result<Vec<_>, KernelError>>()

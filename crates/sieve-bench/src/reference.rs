@@ -3,7 +3,7 @@
 use crate::case::Case;
 use crate::outputs::Outputs;
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
-use sieve_cpu::{AttentionShape, Documents, Mask};
+use sieve_cpu::{Documents, Mask, ScaledShape};
 
 /// Reference results, and the sizes of the terms that they sum.
 pub(crate) struct Reference {
@@ -46,11 +46,11 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
 }
 
 /// The sizes of a case for the CPU's kernels and definitions.
-pub(crate) fn shape_of(case: &Case) -> AttentionShape {
+pub(crate) fn shape_of(case: &Case) -> ScaledShape {
     let shape = case.shape;
-    AttentionShape {
+    ScaledShape {
         softmax_scale: case.scale,
-        ..AttentionShape::new([shape.batch, shape.seq_len], [shape.num_heads, shape.num_kv_heads], shape.head_dim)
+        ..ScaledShape::new([shape.batch, shape.seq_len], [shape.num_heads, shape.num_kv_heads], shape.head_dim)
     }
 }
 

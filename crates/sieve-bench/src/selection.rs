@@ -7,7 +7,7 @@ use crate::on_device::OnDevice;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DType, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward,
+    AttentionShape, CudaTensor, DType, KeyLists, Selection, dma_halo_keys_backward, dma_halo_keys_forward,
     dma_last_kept, oracle,
 };
 use sieve_testing::{Random, round_bf16};
@@ -78,7 +78,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let rebuilt = Selection::of_expire(&selection.expire, &call.inputs.doc_start, case.window());
         for (kernel, outcome) in [
             ("dma_select", expire.and_then(same_as_heap)),
-            ("dma_border_keys", border_keys(&selection.expire, &case, device, &mut random)),
+            ("dma_halo_keys", halo_keys(&selection.expire, &case, device, &mut random)),
             ("dma_lists", lists(&selection)),
             ("dma_lists from expire alone", rebuilt.map_err(Wrong::from).and_then(|s| lists(&s))),
         ] {
@@ -91,13 +91,41 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 
 /// Checks the halo kernels of context parallelism: they copy the keys that are still kept at the end of each row out of
 /// a packed tensor, and add their gradients back.
-fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &mut Random) -> Outcome {
+fn halo_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &mut Random) -> Outcome {
     let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
     let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
     let heads = 2 * kv_heads + random.between(0, 3);
-    // Where there are fewer slots than kept keys, the last keys take them. Slots without a key come first, with -1.
     let slots = random.between(1, case.window().min(seq_len) + 1);
-    let kept = dma_last_kept(expire, slots)?;
+    let (kept, places) = (dma_last_kept(expire, slots)?, kept_at_end(case, slots));
+    if device.ints(&kept)? != places {
+        return wrong("other keys are kept at the end");
+    }
+    let mut make = |sizes: &[usize], dtype| {
+        let values = random.bf16_normals(sizes.iter().product());
+        (device.float(&values, sizes, dtype), values)
+    };
+    let (packed, x) = make(&[batch, seq_len, heads, head_dim], DType::BF16);
+    let (rank, r) = make(&[batch, kv_heads, seq_len], DType::F32);
+    let (d_keys, dx) = make(&[batch, slots, 2 * kv_heads, head_dim], DType::BF16);
+    let (d_ranks, dr) = make(&[batch, kv_heads, slots], DType::F32);
+    let sizes = HaloSizes { seq_len, heads, kv_heads, head_dim, slots };
+    let expected = sizes.expected(&places, [&x, &r], [&dx, &dr]);
+    let [keys, ranks] = dma_halo_keys_forward(&packed, &rank, &kept)?;
+    // The gradients are added to the tensors that the keys were copied from.
+    dma_halo_keys_backward([&packed, &rank], &kept, [&d_keys, &d_ranks])?;
+    let found = [("keys", &keys), ("ranks", &ranks), ("the packed gradient", &packed), ("the ranks' gradient", &rank)];
+    for ((what, found), expected) in found.into_iter().zip(expected) {
+        if device.floats(found)? != expected {
+            return wrong(format!("{what} differ"));
+        }
+    }
+    Ok(0.0)
+}
+
+/// The keys of each row and KV head that do not expire in the row, in `slots` slots: ascending, behind a -1 for each
+/// slot that is left over. Where there are fewer slots than such keys, the last keys take them.
+fn kept_at_end(case: &Case, slots: usize) -> Vec<i32> {
+    let seq_len = case.shape.seq_len;
     let mut places = Vec::new();
     for expire in case.expire.chunks_exact(seq_len) {
         let stays = (0..seq_len).filter(|&key| expire[key] as usize >= seq_len);
@@ -106,60 +134,45 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
         places.extend(vec![-1; slots - last.len()]);
         places.extend(last);
     }
-    if device.ints(&kept)? != places {
-        return wrong("other keys are kept at the end");
-    }
-    let place =
-        |row: usize, head: usize, slot: usize| usize::try_from(places[(row * kv_heads + head) * slots + slot]).ok();
-    let mut make = |sizes: &[usize], dtype| {
-        let values = random.bf16_normals(sizes.iter().product());
-        (device.float(&values, sizes, dtype), values)
-    };
-    let of_keys = [batch, slots, 2 * kv_heads, head_dim];
-    let (packed, x) = make(&[batch, seq_len, heads, head_dim], DType::BF16);
-    let (rank, r) = make(&[batch, kv_heads, seq_len], DType::F32);
-    let (d_keys, dx) = make(&of_keys, DType::BF16);
-    let (d_ranks, dr) = make(&[batch, kv_heads, slots], DType::F32);
-    let (mut keys, mut ranks) = (vec![0.0; dx.len()], vec![0.0; dr.len()]);
-    let (mut sums, mut rank_sums) = (x.clone(), r.clone());
-    for row in 0..batch {
-        for slot in 0..slots {
-            for vector in 0..2 * kv_heads {
-                let Some(token) = place(row, vector % kv_heads, slot) else {
-                    // No key is in this slot.
-                    continue;
-                };
-                let first = heads - 2 * kv_heads + vector;
-                let from = ((row * seq_len + token) * heads + first) * head_dim;
+    places
+}
+
+/// Sizes of a packed tensor, whose last heads are keys and values, and of its halo.
+struct HaloSizes {
+    seq_len: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    slots: usize,
+}
+
+impl HaloSizes {
+    /// The halo of the keys at `places`, K and V then ranks, taken from the packed tensor and the ranks; and these with
+    /// the halo's gradients added. Empty slots hold zeros, and their gradients are added to nothing.
+    fn expected(&self, places: &[i32], [x, r]: [&Vec<f32>; 2], [dx, dr]: [&[f32]; 2]) -> [Vec<f32>; 4] {
+        let &Self { seq_len, heads, kv_heads, head_dim, slots } = self;
+        let (mut keys, mut ranks) = (vec![0.0; dx.len()], vec![0.0; dr.len()]);
+        let (mut sums, mut rank_sums) = (x.clone(), r.clone());
+        for (at, &place) in places.iter().enumerate() {
+            let Ok(token) = usize::try_from(place) else {
+                continue;
+            };
+            let (row, kv_head, slot) = (at / slots / kv_heads, at / slots % kv_heads, at % slots);
+            // The key, then the value.
+            for vector in [kv_head, kv_heads + kv_head] {
+                let from = ((row * seq_len + token) * heads + heads - 2 * kv_heads + vector) * head_dim;
                 let to = ((row * slots + slot) * 2 * kv_heads + vector) * head_dim;
                 for column in 0..head_dim {
                     keys[to + column] = x[from + column];
                     sums[from + column] = round_bf16(x[from + column] + dx[to + column]);
                 }
-                if vector < kv_heads {
-                    let from = (row * kv_heads + vector) * seq_len + token;
-                    let to = (row * kv_heads + vector) * slots + slot;
-                    ranks[to] = r[from];
-                    rank_sums[from] += dr[to];
-                }
             }
+            let from = (row * kv_heads + kv_head) * seq_len + token;
+            ranks[at] = r[from];
+            rank_sums[from] += dr[at];
         }
+        [keys, ranks, sums, rank_sums]
     }
-    let found = dma_border_keys_forward(&packed, &rank, &kept)?;
-    let gradients = [&d_keys, &d_ranks];
-    dma_border_keys_backward([&packed, &rank], &kept, gradients)?;
-    let [found_keys, found_ranks] = &found;
-    for (what, found, expected) in [
-        ("keys", found_keys, keys),
-        ("ranks", found_ranks, ranks),
-        ("the packed gradient", &packed, sums),
-        ("the ranks' gradient", &rank, rank_sums),
-    ] {
-        if device.floats(found)? != expected {
-            return wrong(format!("{what} differ"));
-        }
-    }
-    Ok(0.0)
 }
 
 /// Compares every super-block's key list and its padding, and each query tile's window of list entries, with the CPU's.

@@ -86,7 +86,8 @@ impl<G> Default for Runs<G> {
 }
 
 impl<G> Runs<G> {
-    /// Counts a run and says how it is queued. A run is recorded once: where that fails, later ones are launches.
+    /// Counts a run of these words and says how it is queued. A run is recorded once: where the recording fails, later
+    /// runs queue launch by launch.
     fn next(&mut self, run: &[u64]) -> Next<G> {
         if let Some(known) = self.known.get_mut(run) {
             known.count = known.count.saturating_add(1);

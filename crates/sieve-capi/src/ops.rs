@@ -8,7 +8,7 @@ mod nsa;
 
 use crate::request::{PlanError, Request};
 use serde::{Deserialize, Serialize};
-use sieve_core::{KeepOLow, NsaBlocks};
+use sieve_core::KeepOLow;
 use sieve_gpu::{
     AttentionGradients, AttentionResult, CudaTensor, DType, KernelError, KernelPolicy, Qkv, Recorder, SumOrder,
 };
@@ -165,15 +165,6 @@ impl Inputs {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
         let policy = KernelPolicy { sums, ..KernelPolicy::DEFAULT };
         Ok(self.get("q")?.under(policy))
-    }
-
-    /// The queries of NSA's compressed branch, with placeholder keys and values: no launch reads them.
-    fn queries_of_blocks(&self, q: &CudaTensor, compressed: &CudaTensor, blocks: NsaBlocks) -> Result<Qkv, PlanError> {
-        let [batch, seq_len, _, head_dim] = q.dims(self.op, "q")?;
-        let [_, rows, _] = compressed.dims(self.op, "compressed")?;
-        let kv_heads = rows / (batch * blocks.num_slots(seq_len)).max(1);
-        let unread = q.empty_contiguous(&[batch, seq_len, kv_heads, head_dim], DType::BF16);
-        Ok(Qkv::separate(q, &unread, &unread))
     }
 
     fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {

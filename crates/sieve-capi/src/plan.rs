@@ -79,6 +79,45 @@ struct Places {
     workspace_bytes: usize,
 }
 
+/// First and last step that uses a buffer.
+type Life = [usize; 2];
+
+/// The buffers that are neither inputs nor outputs, with their lives, in the order of their first steps.
+fn scratch_lives(steps: &[Step], with_pointers: &HashMap<usize, BufferView>) -> Vec<(usize, Life)> {
+    let mut lives: Vec<(usize, Life)> = Vec::new();
+    for (index, step) in steps.iter().enumerate() {
+        for buffer in buffers_of(step).into_iter().filter(|buffer| !with_pointers.contains_key(buffer)) {
+            match lives.iter_mut().find(|(known, _)| *known == buffer) {
+                Some((_, [_, last])) => *last = index,
+                None => lives.push((buffer, [index, index])),
+            }
+        }
+    }
+    lives
+}
+
+/// Where each buffer begins in one piece of memory, and the size of the piece. Buffers that are never alive together
+/// share memory: each takes the lowest gap among the buffers that are alive with it. They come in the order of their
+/// first steps, each with its size.
+fn shared_places(buffers: impl Iterator<Item = (Life, usize)>) -> (Vec<usize>, usize) {
+    let mut placed: Vec<(Life, [usize; 2])> = Vec::new();
+    for (life, size) in buffers {
+        let alive = placed.iter().filter(|(other, _)| other[1] >= life[0]);
+        let mut taken: Vec<[usize; 2]> = alive.map(|(_, range)| *range).collect();
+        taken.sort_unstable();
+        let mut start = 0;
+        for [from, to] in taken {
+            if start + size <= from {
+                break;
+            }
+            start = start.max(to);
+        }
+        placed.push((life, [start, start + size]));
+    }
+    let end = placed.iter().map(|(_, [_, end])| *end).max().unwrap_or(0);
+    (placed.into_iter().map(|(_, [start, _])| start).collect(), end)
+}
+
 impl Places {
     /// Gives each input and output a pointer, in which parts of one output follow each other, and each other recorded
     /// buffer a range of scratch memory.
@@ -103,9 +142,7 @@ impl Places {
             }
             bytes.push(end);
         }
-        // First and last step of each buffer of scratch memory, in the order of the first.
-        let mut lives: Vec<(usize, [usize; 2])> = Vec::new();
-        for (index, step) in steps.iter().enumerate() {
+        for step in steps {
             if let Step::Gather { from, .. } = step {
                 return Err(gathered(op, inputs, from.buffer));
             }
@@ -113,33 +150,17 @@ impl Places {
                 let is_whole = of.get(buffer).is_some_and(|at| bytes[at.buffer] == sizes[*buffer]);
                 assert!(is_whole, "{op}: a fill of what is not an output by itself would need a length");
             }
-            for buffer in buffers_of(step).into_iter().filter(|buffer| !of.contains_key(buffer)) {
-                match lives.iter_mut().find(|(known, _)| *known == buffer) {
-                    Some((_, [_, last])) => *last = index,
-                    None => lives.push((buffer, [index, index])),
-                }
-            }
         }
-        // Buffers that are never alive together share memory: each takes the lowest gap among those alive with it.
-        let mut placed: Vec<([usize; 2], [usize; 2])> = Vec::new();
-        let mut workspace_bytes = 0;
-        for (buffer, life) in lives {
-            let size = sizes[buffer].next_multiple_of(ALIGNMENT);
-            let mut taken: Vec<[usize; 2]> =
-                placed.iter().filter(|(other, _)| other[1] >= life[0]).map(|(_, range)| *range).collect();
-            taken.sort_unstable();
-            let mut start = 0;
-            for [from, to] in taken {
-                if start + size <= from {
-                    break;
-                }
-                start = start.max(to);
-            }
-            placed.push((life, [start, start + size]));
-            workspace_bytes = workspace_bytes.max(start + size);
-            let place = BufferView { buffer: bytes.len(), offset_bytes: start };
-            of.insert(buffer, place);
-        }
+        let lives = scratch_lives(steps, &of);
+        let sizes = lives.iter().map(|&(buffer, life)| (life, sizes[buffer].next_multiple_of(ALIGNMENT)));
+        let (starts, workspace_bytes) = shared_places(sizes);
+        let scratch = bytes.len();
+        of.extend(
+            lives
+                .iter()
+                .zip(starts)
+                .map(|(&(buffer, _), start)| (buffer, BufferView { buffer: scratch, offset_bytes: start })),
+        );
         Ok(Self { bytes, of, workspace_bytes })
     }
 

@@ -67,9 +67,9 @@ struct State {
 /// How far this rank is.
 #[derive(Clone, Copy, Default)]
 struct Progress {
-    /// Grows with every step of its work.
+    /// Grows with every step of the rank's work.
     ticks: u64,
-    /// The timeout for its progress, which holds while it waits for no other rank.
+    /// The timeout for the rank's progress, which holds while the rank waits for no other.
     limit: Option<Duration>,
     /// Time at which the rank began to wait for others; `None` if it does not wait.
     waits_since: Option<Instant>,

@@ -39,7 +39,8 @@ pub use op::AttentionOp;
 pub use param::{ParamSpec, Part, Rows};
 pub use settings::AttentionPreset;
 pub use sizes::{
-    Activations, BackwardCall, DmaBias, Exchanged, Halo, HeadWidths, KeptCall, KernelSizes, KeyReads, times,
+    Activations, BackwardCall, DmaBias, Exchanged, Halo, HeadWidths, KeptCall, KernelSizes, KeyReads, LatentSizes,
+    times,
 };
 pub use window::SwaShape;
 

@@ -26,6 +26,7 @@ mod pickles;
 pub mod model;
 
 mod adamw_step;
+mod attention_shape;
 pub mod block_choice;
 mod block_selection;
 mod call_shape;
@@ -45,6 +46,7 @@ mod short_form;
 mod shown;
 
 pub use adamw_step::AdamWStep;
+pub use attention_shape::AttentionShape;
 pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks, SELECTED_SIZES, selected_pieces};
 pub use block_selection::{
     BlockScores, BlockSelection, HeadRule, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, Rescue,
@@ -65,7 +67,7 @@ pub use model::{
 pub use model_line::{
     InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,
 };
-pub use nsa_blocks::NsaBlocks;
+pub use nsa_blocks::{NsaBlocks, selected_gap};
 pub use pickles::how_to_convert;
 pub use recipe::{Recipe, RecipeError};
 pub use refusal::Refusal;

@@ -87,20 +87,24 @@ impl NsaBlocks {
     /// Why there are no CUDA kernels for these sizes: the size that does not fit, and the sizes that kernels support.
     /// `None` if there are kernels.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
-        let strides = (self.compress_block_size + self.select_block_size) / self.compress_stride;
-        if !CUDA_HEAD_DIMS.contains(&head_dim) {
-            return Some((format!("heads of {head_dim}"), "heads of 64 and 128"));
-        }
-        if self.select_block_size > CUDA_MAX_SELECT_BLOCK {
-            let size = self.select_block_size;
-            return Some((format!("select_block_size {size}"), "up to 64"));
-        }
-        if strides > CUDA_MAX_STRIDES {
-            let got = format!("{strides} strides in a compressed and a selected block");
-            return Some((got, "up to 34 together"));
-        }
-        (group_size > CUDA_MAX_GROUP).then(|| (format!("{group_size} query heads a KV head"), "up to 64"))
+        selected_gap(self.select_block_size, head_dim, group_size).or_else(|| {
+            let strides = (self.compress_block_size + self.select_block_size) / self.compress_stride;
+            let got = || format!("{strides} strides in a compressed and a selected block");
+            (strides > CUDA_MAX_STRIDES).then(|| (got(), "up to 34 together"))
+        })
     }
+}
+
+/// Why there are no CUDA kernels of attention over chosen blocks of `block_size` tokens, whatever chose them: the size
+/// that does not fit, and the sizes that kernels support. `None` if there are kernels.
+pub fn selected_gap(block_size: usize, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
+    if !CUDA_HEAD_DIMS.contains(&head_dim) {
+        return Some((format!("heads of {head_dim}"), "heads of 64 and 128"));
+    }
+    if block_size > CUDA_MAX_SELECT_BLOCK {
+        return Some((format!("select_block_size {block_size}"), "up to 64"));
+    }
+    (group_size > CUDA_MAX_GROUP).then(|| (format!("{group_size} query heads a KV head"), "up to 64"))
 }
 
 #[cfg(test)]

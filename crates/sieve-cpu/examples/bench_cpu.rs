@@ -10,7 +10,7 @@ use sieve_core::{AdamWStep, ChoiceRule};
 use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::nsa::choose_key_blocks;
 use sieve_cpu::{
-    AttentionShape, ChosenBlocks, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, Weight, adamw,
+    ChosenBlocks, Documents, Mask, Matrix, MatrixMut, QkNormRope, ScaledShape, Threads, Weight, adamw,
     attention_backward, attention_forward, dma_select, embedding_backward, linear_cross_entropy,
     linear_cross_entropy_with_gradients, matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward,
     rms_norm_forward, sum_of_squares,
@@ -79,7 +79,7 @@ fn attention(reference: Reference) {
         for seq_len in [512, 1024, 2048, 4096, 8192, 16384] {
             let (num_heads, num_kv_heads, head_dim) = (8, 4, 64);
             let batch = TOKENS / seq_len;
-            let shape = AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim);
+            let shape = ScaledShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim);
             let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
             let documents = Documents::new(&start, &end);
             let keys = TOKENS * num_kv_heads;
@@ -128,7 +128,7 @@ fn attention(reference: Reference) {
 fn chosen_blocks() {
     println!("chosen blocks: ms of choice, forward, backward; their sum as a multiple of dense attention's");
     for (seq_len, num_heads, size) in [(256, 4, 16), (2048, 8, 64), (8192, 8, 64)] {
-        let shape = AttentionShape::new([TOKENS / seq_len, seq_len], [num_heads, num_heads / 2], 64);
+        let shape = ScaledShape::new([TOKENS / seq_len, seq_len], [num_heads, num_heads / 2], 64);
         let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
         let documents = Documents::new(&start, &end);
         let (mut o, mut lse) = (vec![0.0; TOKENS * num_heads * 64], vec![0.0; TOKENS * num_heads]);
@@ -158,7 +158,7 @@ fn chosen_blocks() {
             let mut chosen = vec![0; TOKENS * num_choosers * num_selected_blocks];
             let choose = measure(|| choose_key_blocks(shape, choice, &q, documents, &keys, &mut chosen));
             // Where each query head chooses, it has keys and values of its own.
-            let read = AttentionShape { num_kv_heads: num_choosers, ..shape };
+            let read = ScaledShape::new([shape.batch, seq_len], [num_heads, num_choosers], shape.head_dim);
             let (qkv, mut d_qkv) = (values(TOKENS * read.token_len(), 6), vec![0.0; TOKENS * read.token_len()]);
             let mask = Mask::Chosen(ChosenBlocks { indices: &chosen, count: num_selected_blocks, block_size: size });
             let forward = measure(|| attention_forward(read, &qkv, documents, mask, &mut o, &mut lse));

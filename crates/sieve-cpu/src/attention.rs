@@ -17,7 +17,7 @@ pub mod sinks;
 mod tests;
 pub(crate) mod tile;
 
-pub use shape::{AttentionShape, ChosenBlocks, Documents, Mask};
+pub use shape::{ChosenBlocks, Documents, Mask, ScaledShape};
 
 /// Attention of every token over the keys it sees.
 ///
@@ -32,7 +32,7 @@ pub use shape::{AttentionShape, ChosenBlocks, Documents, Mask};
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
 pub fn attention_forward(
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -64,7 +64,7 @@ pub fn attention_forward(
 /// When lengths do not fit or the documents are not consecutive ranges.
 #[allow(clippy::too_many_arguments, reason = "six operands, two results, all slices of one op")]
 pub fn attention_backward(
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,

@@ -5,8 +5,8 @@
 
 use pulp::Simd;
 use rayon::prelude::*;
+use sieve_core::AttentionShape;
 
-use crate::attention::AttentionShape;
 use crate::rms_norm::add_partials;
 use crate::simd::{dot, on_arch};
 
@@ -120,7 +120,8 @@ on_arch! {
     ) -> () = backward_tokens_simd;
 }
 
-/// Adds the gradients of the tokens of `qkv` to d_qkv, dw and da; `first` is the first one's index in the batch.
+/// Adds the gradients of the tokens of `qkv` to d_qkv, dw and da; `first` is the index of the first of them in the
+/// batch.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn backward_tokens_simd<S: Simd>(
@@ -166,7 +167,7 @@ mod tests {
     use sieve_testing::{Random, assert_close_relative, finite_differences, inner, threads, wide};
 
     fn shape(batch: usize, seq_len: usize, head_dim: usize) -> AttentionShape {
-        AttentionShape::new([batch, seq_len], [6, 3], head_dim)
+        AttentionShape::new(batch, seq_len, [6, 3], [head_dim; 2])
     }
 
     struct Case {

@@ -5,10 +5,10 @@
 //! to run and for any number of threads.
 //!
 //! ```
-//! use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
+//! use sieve_cpu::{Documents, Mask, ScaledShape, attention_forward};
 //!
 //! // One row of 100 tokens, 4 query heads on 2 KV heads of width 32; each query sees the last 16 keys.
-//! let shape = AttentionShape::new([1, 100], [4, 2], 32);
+//! let shape = ScaledShape::new([1, 100], [4, 2], 32);
 //! let qkv = vec![0.1; 100 * shape.token_len()];
 //! let (start, end) = (vec![0; 100], vec![100; 100]);
 //! let documents = Documents::new(&start, &end);
@@ -43,7 +43,7 @@ pub use adamw::adamw;
 pub use attention::decode::{DecodeBias, DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::sinks::{join_sinks, sinks_backward};
-pub use attention::{AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward};
+pub use attention::{ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward};
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};
@@ -55,5 +55,6 @@ pub use nsa::NsaBlocks;
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, rope};
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub use sieve_core::AttentionShape;
 pub use softmax::{exp_row, first_of_largest, max_of_row};
 pub use zeros::zeros;

@@ -119,6 +119,8 @@ fn run(
         assert!(i64::from(label) < vocab_size as i64, "linear_cross_entropy: label {label} is not below {vocab_size}");
     }
     let labelled = labels.iter().filter(|&&label| label >= FIRST_LABEL).count();
+    // Rows without a label have no loss and no gradient. Where many rows have none, the labelled rows are copied out
+    // and computed alone, unless they are so few that their GEMM would round differently.
     let is_worth_it = (labels.len() - labelled) * MIN_UNLABELLED >= labels.len();
     if is_worth_it && labelled < labels.len() && (labelled == 0 || labelled >= MIN_PRODUCT_ROWS) {
         return run_labelled(h, weight, labels, d_model, gradients, nll);

@@ -167,7 +167,7 @@ on_arch! {
     ) -> () = forward_tokens_simd;
 }
 
-/// The forward pass of some tokens; `first` is the first one's index in the batch.
+/// The forward pass of some tokens; `first` is the index of the first of them in the batch.
 #[inline(always)]
 fn forward_tokens_simd<S: Simd>(
     simd: S,
@@ -216,7 +216,8 @@ on_arch! {
     ) -> () = backward_tokens_simd;
 }
 
-/// The backward pass of some tokens; adds to the weight gradients. `first` is the first one's index in the batch.
+/// The backward pass of some tokens; adds to the weight gradients. `first` is the index of the first of them in the
+/// batch.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 fn backward_tokens_simd<S: Simd>(

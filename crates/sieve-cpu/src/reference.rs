@@ -1,10 +1,11 @@
 //! Attention and its gradients by their definition, query by query in f64. Every fast path is tested against it. With
 //! [`Rounding::Bf16`] it rounds as plain bf16 attention does; this rounding error sets the tolerance of kernels.
 
-use crate::attention::{AttentionShape, Documents, Mask};
+use crate::attention::{Documents, Mask, ScaledShape};
 use crate::simd::on_arch;
 use pulp::Simd;
 use rayon::prelude::*;
+use sieve_core::AttentionShape;
 
 /// Which intermediate results are rounded to bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,7 +135,7 @@ impl<'a> Heads<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCall<'a> {
     /// Sizes; `head_dim` is the width of q and k.
-    pub shape: AttentionShape,
+    pub shape: ScaledShape,
     /// Queries of all tokens, `num_heads` heads of `head_dim`.
     pub q: Heads<'a>,
     /// Keys of all tokens, `num_kv_heads` heads of `head_dim`.
@@ -189,7 +190,7 @@ pub struct Terms {
 impl<'a> AttentionCall<'a> {
     /// Attention on a packed tensor `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`.
     pub fn packed(
-        shape: AttentionShape,
+        shape: ScaledShape,
         qkv: &'a [f32],
         documents: Documents<'a>,
         mask: Mask<'a>,
@@ -210,7 +211,7 @@ impl<'a> AttentionCall<'a> {
 
     /// Computes the results, query heads in parallel.
     pub fn run(&self, rounding: Rounding) -> Results {
-        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = self.shape;
+        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = *self.shape;
         let group_size = self.shape.group_size();
         let heads: Vec<Results> = (0..batch * num_heads)
             .into_par_iter()
@@ -256,7 +257,7 @@ impl<'a> AttentionCall<'a> {
 
     /// The bias of key j for query i; `None` where the query does not see the key.
     fn bias(&self, row: usize, kv_head: usize, i: usize, j: usize) -> Option<f64> {
-        let AttentionShape { seq_len, num_kv_heads, .. } = self.shape;
+        let AttentionShape { seq_len, num_kv_heads, .. } = *self.shape;
         let first = self.documents.start[row * seq_len + i] as usize;
         if j > i || j < first {
             return None;
@@ -370,7 +371,7 @@ mod tests {
     use sieve_testing::{Random, round_bf16, whole_rows};
 
     fn run(mask: Mask<'_>, rounding: Rounding) -> Results {
-        let shape = AttentionShape::new([2, 9], [2, 1], 16);
+        let shape = ScaledShape::new([2, 9], [2, 1], 16);
         let mut random = Random(4);
         let qkv = random.bf16_normals(2 * 9 * 4 * 16);
         let d_o = random.bf16_normals(2 * 9 * 2 * 16);

@@ -10,7 +10,7 @@ pub(crate) mod forward;
 pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
 mod launch;
-mod query_shares;
+pub(crate) mod query_shares;
 mod sinks;
 mod sparse_backward;
 pub(crate) mod sparse_forward;
@@ -26,13 +26,14 @@ pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps, gradient_param
 pub(crate) use decode::{DecodeStep, KvCache, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_scale};
-pub(crate) use heads::{AttentionShape, Heads, Qkv, ROW_ALIGNMENT, padded_len};
+pub(crate) use heads::{Heads, Qkv, ROW_ALIGNMENT, padded_len, token_params};
 pub(crate) use hopper_tiling::{
     BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, head_map,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 pub(crate) use launch::PassInputs;
 pub(crate) use query_shares::{KeyTiles, QueryShares};
+pub(crate) use sieve_core::AttentionShape;
 pub(crate) use sparse_forward::{BlockLse, LaunchRows, launch_rows_params, tiling_beside_entries};
 pub(crate) use tiling::{
     KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, list_entries_in_flight, query_kernel_names,

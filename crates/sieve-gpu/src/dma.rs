@@ -2,8 +2,8 @@
 mod attention_backward;
 mod attention_forward;
 mod backward_lists;
-pub(crate) mod border_keys;
 pub(crate) mod decode;
+pub(crate) mod halo_keys;
 pub(crate) mod lists;
 pub mod oracle;
 pub(crate) mod scores;

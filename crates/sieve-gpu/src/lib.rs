@@ -24,12 +24,13 @@ pub use attention::backward::AttentionGradients;
 pub use attention::decode::{DecodeStep, KvCache, TokenRotation};
 pub use attention::decode_scratch::{DecodeScratch, WARP_KEYS};
 pub use attention::forward::AttentionResult;
-pub use attention::heads::{AttentionShape, Heads, Qkv};
+pub use attention::heads::{HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim};
 pub use attention::hopper_tiling::KernelFamily;
+pub use attention::query_shares::key_part_bytes;
 pub use attention::sparse_forward::SparseKeyReads;
 pub use attention::tiling::KeySource;
-pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
 pub use dma::decode::DmaSlots;
+pub use dma::halo_keys::{dma_halo_keys_backward, dma_halo_keys_forward, dma_last_kept};
 pub use dma::lists::KeyLists;
 pub use dma::scores::{PositionOrigin, Recency, ScoreBias};
 pub use dma::scores_backward::ScoresBackward;
@@ -38,8 +39,9 @@ pub use error::{CudaVersion, KernelError};
 pub use mla::decode::{LatentKeys, LatentToken, mla_decode};
 pub use mla::pack::{MlaNorm, MlaPack, MlaPackGradients};
 pub use nsa::{
-    ChoiceLists, IndexGradient, NsaToken, PooledStep, SelectedAttention, SelectedBlocks, choose_by_scores,
-    nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward, require_chosen_decode,
+    ChoiceLists, IndexGradient, NsaToken, PackedGradient, PooledStep, SelectedAttention, SelectedBlocks,
+    choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    nsa_mean_pool_backward, require_chosen_decode,
 };
 pub use runtime::checks::{require_non_empty, uniform_rows};
 pub use runtime::compiled::{DeviceLaunch, LoadedKernel, on_device};
@@ -54,5 +56,5 @@ pub use runtime::recording::{BufferView, Launch, MapData, Recorder, Step, record
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
 pub use select::{Amount, KeptKeys, LongChoice, SelectorStep};
-pub use sieve_core::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
+pub use sieve_core::{Arrivals, AttentionShape, KernelFamilies, KernelPolicy, SumOrder};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys, StepSizes};

@@ -16,7 +16,7 @@ mod lists;
 mod selected;
 mod selected_blocks;
 
-pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
+pub use blocks::{PackedGradient, nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
 pub use choose::choose_by_scores;
 pub(crate) use choose::take_largest;
 pub(crate) use decode::key_logits;
@@ -27,9 +27,9 @@ pub use lists::ChoiceLists;
 pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 
 use crate::KernelError;
-use crate::attention::{AttentionShape, Qkv};
+use crate::attention::{AttentionShape, Heads};
 use crate::runtime::{CudaTensor, operands, require};
-use sieve_core::{ChoiceRule, NsaBlocks};
+use sieve_core::ChoiceRule;
 
 /// Keys of a block that queries choose.
 const BLOCK_KEYS: usize = 64;
@@ -50,18 +50,6 @@ fn require_bounds(
 /// Most elements of a row of the batch: the Hopper kernels number its 16-byte words in 31 bits.
 const MAX_ROW_ELEMENTS: usize = (1 << 31) * 8;
 
-/// Refuses sizes that the compressed and the selected branch have no kernels for.
-fn require_sizes(
-    kernel: &'static str,
-    blocks: NsaBlocks,
-    shape: &AttentionShape,
-    qkv: &Qkv,
-) -> Result<(), KernelError> {
-    blocks.check();
-    require_row(kernel, shape, qkv)?;
-    no_gap(kernel, blocks.cuda_gap(shape.head_dim, shape.group_size()))
-}
-
 /// Refuses a call that has no kernel. `gap` says what the call is and what the kernels take.
 fn no_gap(kernel: &'static str, gap: Option<(String, &'static str)>) -> Result<(), KernelError> {
     match gap {
@@ -70,12 +58,11 @@ fn no_gap(kernel: &'static str, gap: Option<(String, &'static str)>) -> Result<(
     }
 }
 
-/// Refuses values of another width than keys, and rows of more than [`MAX_ROW_ELEMENTS`].
-fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Result<(), KernelError> {
-    let token_strides = [&qkv.q, &qkv.k, &qkv.v].into_iter().filter_map(|heads| heads.words());
+/// Refuses rows of more than [`MAX_ROW_ELEMENTS`], of the heads that a kernel reads or of its output.
+fn require_row(kernel: &'static str, shape: &AttentionShape, read: &[&Heads]) -> Result<(), KernelError> {
+    let token_strides = read.iter().filter_map(|heads| heads.words());
     let outputs = shape.num_heads * shape.head_dim;
     let row = token_strides.fold(outputs, |most, [_, token, _]| most.max(token)) * shape.seq_len;
-    require!(shape.head_dim == shape.head_dim_v, kernel, "call:": "values of another width", "one width");
     require!(row <= MAX_ROW_ELEMENTS, kernel, "call:": format!("a row of {row} numbers"), "up to 2^34, 32 GiB");
     Ok(())
 }
@@ -94,19 +81,18 @@ fn rule_number(rule: ChoiceRule) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, Hardware, Recorder};
+    use crate::{DType, Hardware, Qkv, Recorder};
 
     #[test]
     fn a_row_beyond_31_bits_of_words_is_refused() {
         let gpu = Recorder::new(Hardware::HOPPER);
-        let blocks = NsaBlocks::PUBLISHED;
         // A token has 144 heads of 128 numbers; 2^34 numbers are 932,067 tokens and a part of one.
         let [heads, kv_heads, d] = [128, 8, 128];
         for (seq_len, fits) in [(932_067, true), (932_068, false)] {
             let packed = gpu.tensor(&[1, seq_len, heads + 2 * kv_heads, d], DType::BF16);
             let qkv = Qkv::packed(&packed, heads, kv_heads);
             let shape = qkv.shape("nsa").expect("whole heads");
-            let judged = require_sizes("nsa", blocks, &shape, &qkv);
+            let judged = require_row("nsa", &shape, &[&qkv.q]);
             assert_eq!(judged.is_ok(), fits, "{seq_len}: {judged:?}");
         }
     }

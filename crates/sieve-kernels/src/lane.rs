@@ -50,7 +50,7 @@ enum Order {
 }
 
 thread_local! {
-    // By stream id. Used by device threads only; CubeCL runs one for each device.
+    // The lanes by stream id. Used by device threads only; CubeCL runs one for each device.
     static LANES: RefCell<HashMap<u64, Lane>> = RefCell::default();
 }
 

@@ -479,8 +479,8 @@ device_ops! {
 
     context_parallel {
         /// Positions of the keys that are still visible after the last query of each row, ascending,
-        /// `[batch, num_kv_heads, slots]`; -1 in the first slots where there are fewer keys. `rank` is
-        /// `[batch, num_kv_heads, seq_len]`.
+        /// `[batch, num_kv_heads, slots]`; -1 in the first slots where there are fewer keys. `rank`, by
+        /// which DMA orders keys, is `[batch, num_kv_heads, seq_len]`.
         fn dma_last_kept(
             rank: Float<Self>,
             documents: &DocumentBounds<Self>,
@@ -488,27 +488,27 @@ device_ops! {
             slots: usize,
         ) -> Ints<Self>;
         /// Gathers the halo keys at the positions `kept`: their K and V, `[batch, slots, 2 * num_kv_heads, head_dim]`,
-        /// from the last heads of `packed`, `[batch, seq_len, heads, head_dim]`, and their ranks, `[batch,
+        /// from the last heads of `packed`, `[batch, seq_len, heads, head_dim]`, and their DMA ranks, `[batch,
         /// num_kv_heads, slots]`; 0 in empty slots.
-        fn dma_border_keys(
+        fn dma_halo_keys(
             packed: Float<Self>,
             rank: Float<Self>,
             kept: Ints<Self>,
             spec: AttentionSpec,
         ) -> [Float<Self>; 2];
-        /// Adds the gradients of the halo keys and of their ranks (`halo_gradients`) to `totals`, the gradients of the
-        /// packed tensor and of the ranks that [`dma_border_keys`](Self::dma_border_keys) gathered from.
-        fn dma_border_keys_backward(
+        /// Adds the gradients of the halo keys and of their DMA ranks (`halo_gradients`) to `totals`, the gradients of
+        /// the packed tensor and of the ranks that [`dma_halo_keys`](Self::dma_halo_keys) gathered from.
+        fn dma_halo_keys_backward(
             totals: [Float<Self>; 2],
             kept: Ints<Self>,
             halo_gradients: [Float<Self>; 2],
             spec: AttentionSpec,
         ) -> [Float<Self>; 2];
-        /// Sends tensors to the ranks of other parts of the row and returns the received tensors, part by part. All
-        /// ranks of a row make these calls in the same order.
+        /// Sends tensors to the processes of other parts of the row and returns the received tensors, part by part. All
+        /// processes of a row make these calls in the same order.
         fn exchange(links: &dyn RankGroup, parcel: SendRecv<Self>) -> Vec<Float<Self>>;
-        /// Sends slice p of `x`, `[parts, batch, len, heads, width]`, to the rank of part p, and returns the slices
-        /// received from all ranks, shaped as `x`. All ranks of a row make these calls in the same order.
+        /// Sends slice p of `x`, `[parts, batch, len, heads, width]`, to the process of part p, and returns the slices
+        /// received from all processes, shaped as `x`. All processes of a row make these calls in the same order.
         fn all_to_all(links: &dyn RankGroup, x: Float<Self>) -> Float<Self>;
     }
 }

@@ -1,13 +1,13 @@
-//! Context parallelism: each row is cut into parts of equal length, one for each of several ranks (processes with a GPU
-//! each, or threads in tests).
+//! Context parallelism: each row is cut into parts of equal length, one for each of several processes (with a GPU each;
+//! threads in tests). A rank is here what it is in DMA: what orders a key; a run's rank is called a process.
 //!
 //! Everything but attention looks at one token at a time and needs no other part. Attention does one of two things.
-//! Dense attention exchanges tokens for heads: each rank then has whole rows of a few heads (Ulysses,
-//! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every rank gets. Window
-//! attention and DMA run on a longer row: the halo, keys of earlier parts that this part's queries may see, followed by
-//! the part. A window's halo is the last keys before the part. DMA's is as many keys a head as a query keeps, however
-//! long the row is: a key that one query no longer sees is seen by no later query. So the part's queries can see only
-//! those earlier keys that are still kept where the part begins.
+//! Dense attention exchanges tokens for heads: each process then has whole rows of a few heads (Ulysses,
+//! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every process gets.
+//! Window attention and DMA run on a longer row: the halo, keys of earlier parts that this part's queries may see,
+//! followed by the part. A window's halo is the last keys before the part. DMA's is as many keys a head as a query
+//! keeps, however long the row is: a key that one query no longer sees is seen by no later query. So the part's queries
+//! can see only those earlier keys that are still kept where the part begins.
 mod attend;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -33,7 +33,7 @@ use burn::tensor::backend::Backend;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A batch of rows, of each of which this rank holds one part.
+/// A batch of rows, of each of which this process holds one part.
 #[derive(Clone, Debug)]
 pub struct ContextParallel {
     links: Arc<dyn RankGroup>,
@@ -67,7 +67,7 @@ impl ContextParallel {
         [0, 1].map(|bound| self.bounds[bound][token] as usize)
     }
 
-    /// For each row, how many keys of the parts `from` belong to the document that continues into this rank's part,
+    /// For each row, how many keys of the parts `from` belong to the document that continues into this process's part,
     /// where each part has at most `share` keys to send.
     fn keys_of_open_documents(&self, from: Range<usize>, share: usize) -> Vec<usize> {
         let len = self.len();
@@ -79,7 +79,7 @@ impl ContextParallel {
         (0..self.batch).map(keys).collect()
     }
 
-    /// Document bounds of each row after `halo` tokens were prepended to this rank's part: the first `pads` of
+    /// Document bounds of each row after `halo` tokens were prepended to this process's part: the first `pads` of
     /// these belong to no document, the others to the document that continues into the part. The bounds are counted
     /// from the first of these tokens.
     fn bounds_behind(&self, halo: usize, pads: &[usize]) -> [Vec<i32>; 2] {
@@ -107,7 +107,7 @@ impl ContextParallel {
 }
 
 impl<B: Backend> Documents<B> {
-    /// The documents of this rank's part of the rows: bounds counted in the part, positions as in the whole row.
+    /// The documents of this process's part of the rows: bounds counted in the part, positions as in the whole row.
     pub fn of_part(parts: &ContextParallel, device: &B::Device) -> Self {
         let (batch, len) = (parts.batch, parts.len());
         let (halo, pads) = (0, vec![0; batch]);

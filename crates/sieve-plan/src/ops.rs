@@ -7,7 +7,10 @@ use sieve_core::kinds::{AttentionOp, HeadWidths, KeyReads};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
-use sieve_kernels::{AttentionNeeds, AttentionShape, ChoiceLists, NeededKernels, NeededKeys, ScoreBias, SumOrder};
+use sieve_kernels::{
+    AttentionNeeds, AttentionShape, ChoiceLists, HEAD_DIM_STEP, MAX_HEAD_DIM, NeededKernels, NeededKeys, ScoreBias,
+    SumOrder,
+};
 
 /// An op, and whether it runs as a kernel or as the reference.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -54,7 +57,7 @@ pub fn op_plans(shapes: &[ModelShape], target: &Target) -> Vec<OpPlan> {
 }
 
 /// Widths of heads that the attention kernels take.
-const WIDTHS: HeadWidths = HeadWidths { step: AttentionShape::HEAD_DIM_STEP, most: AttentionShape::MAX_HEAD_DIM };
+const WIDTHS: HeadWidths = HeadWidths { step: HEAD_DIM_STEP, most: MAX_HEAD_DIM };
 
 /// Why the attention of `shape` has no kernel on a GPU, so that its reference would run, which holds n x n scores.
 /// `None` if there is a kernel.

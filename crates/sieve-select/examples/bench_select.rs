@@ -7,7 +7,7 @@
 
 #![allow(clippy::print_stdout, reason = "an example")]
 
-use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
+use sieve_cpu::{Documents, Mask, ScaledShape, attention_forward};
 use sieve_select::{Call, CallShape, Selector, dense_attention, density, recall};
 use sieve_testing::{Random, Time, timed};
 
@@ -153,7 +153,7 @@ impl Operands {
     fn packed_dense(&self, tokens: usize) -> Result<Time, sieve_select::SelectError> {
         let call = self.call(tokens)?;
         let heads = [call.shape.num_heads, call.shape.num_kv_heads];
-        let shape = AttentionShape::new([1, tokens], heads, call.shape.head_dim);
+        let shape = ScaledShape::new([1, tokens], heads, call.shape.head_dim);
         let (q_len, k_len) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
         let mut qkv = Vec::with_capacity(tokens * shape.token_len());
         for t in 0..tokens {

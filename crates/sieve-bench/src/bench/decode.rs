@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::timed::{Bench, Work, shape};
 use sieve_core::KeepBlocks;
-use sieve_kernels::{DecodeScratch, DecodeStep, KvCache, SelectorStep};
+use sieve_kernels::{AttentionShape, DecodeScratch, DecodeStep, KvCache, SelectorStep};
 use sieve_select::{CallShape, Selector, TokenKeys};
 
 /// Tokens of a decoded text, the new token among them.
@@ -42,48 +42,56 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 /// keys; SnapKV's cache has chosen its keys after the prompt.
 fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
     let selector = Selector::parse(name).expect("the names above are right");
-    let (shape, device) = (shape(1, TOKENS, HEADS, 128), bench.device.clone());
+    let shape = shape(1, TOKENS, HEADS, 128);
     let call = CallShape::new([1, TOKENS], HEADS, 128);
-    let (token, scale) = (token(bench, shape), call.softmax_scale());
-    let like = token.q.tensor();
-    match selector.heavy_keys(call, LAYER) {
-        None => {
-            let keys = selector.token_keys(TOKENS, LAYER).expect("it decodes on a device");
-            let [k, v] = [(); 2].map(|()| bench.bf16([1, HEADS[1], TOKENS, shape.head_dim]));
-            let kv = KvCache { k, v };
-            let bounds = match keys {
-                TokenKeys::Pages { page, .. } => {
-                    Some(bench.f32([1, HEADS[1], TOKENS.div_ceil(page), 2 * shape.head_dim]))
-                }
-                TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
-            };
-            let (choosers, most) = SelectorStep::scratch(keys, shape, TOKENS);
-            let scratch = DecodeScratch::new(like, choosers, most)?;
-            let choice = SelectorStep {
-                length: &device.int(&[TOKENS as i32 - 1], &[1]),
-                start: &device.int(&[1 - TOKENS as i32], &[1, 1]),
-                keys,
-                bounds: bounds.as_ref(),
-            };
-            let step = DecodeStep::new(TOKENS - 1, scale);
-            bench.row(name, shape, Work::Time, || kv.selector_decode(&token, step, choice, &scratch));
+    let scale = call.softmax_scale();
+    let Some(heavy) = selector.heavy_keys(call, LAYER) else {
+        let keys = selector.token_keys(TOKENS, LAYER).expect("it decodes on a device");
+        return time_token_keys(bench, name, shape, keys, scale);
+    };
+    match (heavy.slots, heavy.selection.keep.by) {
+        (Some(window), _) => {
+            let (token, room) = (token(bench, shape), window.keep_window_size);
+            let slots = slots(bench, shape, room, window.local_window_size);
+            let scratch = DecodeScratch::new(token.q.tensor(), shape, room)?;
+            let length = bench.device.int(&[TOKENS as i32], &[1]);
+            let name = format!("{name}, {room} slots");
+            bench.row(&name, shape, Work::Time, || slots.heavy_decode(&token, &length, TOKENS, scale, &scratch));
         }
-        Some(heavy) => match (heavy.slots, heavy.selection.keep.by) {
-            (Some(window), _) => {
-                let room = window.keep_window_size;
-                let slots = slots(bench, shape, room, window.local_window_size);
-                let scratch = DecodeScratch::new(like, shape, room)?;
-                let length = device.int(&[TOKENS as i32], &[1]);
-                let name = format!("{name}, {room} slots");
-                bench.row(&name, shape, Work::Time, || slots.heavy_decode(&token, &length, TOKENS, scale, &scratch));
-            }
-            // SnapKV: dense attention over the keys that it kept of the text.
-            (None, KeepBlocks::Top(top)) => {
-                let kept = crate::timed::shape(1, top + heavy.last + 1, HEADS, 128);
-                decoding(bench, &format!("{name}, of {TOKENS} tokens"), kept)?;
-            }
-            _ => unreachable!("it keeps a number of keys"),
-        },
+        // SnapKV: dense attention over the keys that it kept of the text.
+        (None, KeepBlocks::Top(top)) => {
+            let kept = crate::timed::shape(1, top + heavy.last + 1, HEADS, 128);
+            decoding(bench, &format!("{name}, of {TOKENS} tokens"), kept)?;
+        }
+        _ => unreachable!("it keeps a number of keys"),
     }
+    Ok(())
+}
+
+/// Times one token that reads these keys of a cache of [`TOKENS`] tokens, itself included.
+fn time_token_keys(
+    bench: &mut Bench<'_>,
+    name: &str,
+    shape: AttentionShape,
+    keys: TokenKeys,
+    softmax_scale: f32,
+) -> Result<()> {
+    let (token, device) = (token(bench, shape), bench.device.clone());
+    let [k, v] = [(); 2].map(|()| bench.bf16([1, HEADS[1], TOKENS, shape.head_dim]));
+    let kv = KvCache { k, v };
+    let bounds = match keys {
+        TokenKeys::Pages { page, .. } => Some(bench.f32([1, HEADS[1], TOKENS.div_ceil(page), 2 * shape.head_dim])),
+        TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
+    };
+    let (choosers, most) = SelectorStep::scratch(keys, shape, TOKENS);
+    let scratch = DecodeScratch::new(token.q.tensor(), choosers, most)?;
+    let choice = SelectorStep {
+        length: &device.int(&[TOKENS as i32 - 1], &[1]),
+        start: &device.int(&[1 - TOKENS as i32], &[1, 1]),
+        keys,
+        bounds: bounds.as_ref(),
+    };
+    let step = DecodeStep::new(TOKENS - 1, softmax_scale);
+    bench.row(name, shape, Work::Time, || kv.selector_decode(&token, step, choice, &scratch));
     Ok(())
 }

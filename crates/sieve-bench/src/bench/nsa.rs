@@ -2,12 +2,13 @@
 //! a query, and of dense attention at the same lengths.
 use super::rows::{BACKWARD, ORDERS, dense, passes};
 use crate::error::Result;
+use crate::shape::packed_of;
 use crate::timed::{Bench, Inputs, NO_BIAS, NO_WINDOW, Work, forward_flops};
 use burn::tensor::Tensor;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError, SumOrder, ToBurn,
-    kernel_tensor, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError, PackedGradient, Qkv,
+    SumOrder, ToBurn, kernel_tensor, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
 };
 use sieve_ops::{Cuda, Documents, NsaBlocks, attended_blocks};
 
@@ -68,11 +69,13 @@ impl Call {
     pub(super) fn forward(&self) -> Result<Branches, KernelError> {
         let Inputs { qkv, scale, .. } = &self.inputs;
         let documents = self.inputs.documents();
-        let [k, v] = &self.positions;
-        let (compressed, chosen) = qkv.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
-        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, BLOCKS, *scale)?;
+        let positions = self.positions.each_ref();
+        let (compressed, chosen) =
+            qkv.q.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
+        let size = BLOCKS.select_block_size;
+        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, size, *scale)?;
         let branches = Branches {
-            blocks: qkv.nsa_blocks([k, v], documents, BLOCKS)?,
+            blocks: nsa_blocks([&qkv.k, &qkv.v], positions, documents, BLOCKS)?,
             selected,
             lists,
             window: self.inputs.forward(Some(WINDOW), NO_BIAS)?,
@@ -93,9 +96,11 @@ impl Call {
         self.inputs.backward(&branches.window, Some(WINDOW), NO_BIAS, order)?;
         let call = self.inputs.call(qkv, &branches.selected);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
-        call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
-        qkv.nsa_compressed_attention_backward(documents, &self.compressed, BLOCKS, *scale, &branches.compressed, d_o)?;
-        nsa_blocks_backward(shape, documents, BLOCKS, &branches.blocks).map(drop)
+        call.nsa_selected_attention_backward(documents, chosen, BLOCKS.select_block_size, lists)?;
+        let of_compressed = &branches.compressed;
+        qkv.q.nsa_compressed_attention_backward(documents, &self.compressed, BLOCKS, *scale, of_compressed, d_o)?;
+        let packed = PackedGradient { dims: packed_of(*shape), num_kv_heads: shape.num_kv_heads };
+        nsa_blocks_backward(packed, documents, BLOCKS, &branches.blocks).map(drop)
     }
 }
 
@@ -147,64 +152,110 @@ fn choices() -> [(&'static str, BlockChoice); 6] {
     ]
 }
 
-/// Times the choice of blocks (pooling included) and choice with attention. Where each query head chooses (MoBA),
-/// attention reads keys and values copied to every head; the copy is not timed. Where an indexer chooses (MSA), also
-/// times what its loss adds to a backward pass: attention over the indexer's keys and, on Hopper, one kernel for its
-/// gradient; elsewhere that gradient is two backward passes of attention.
-fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
-    let heads = [shape.num_heads, shape.num_kv_heads];
-    let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape { num_heads, num_kv_heads, ..shape };
-    let (scored, choosers) = (of_heads(choice.scored_heads(heads)), choice.choices_per_token(heads));
-    let attended = bench.inputs_or_skip(of_heads([shape.num_heads, choosers]))?;
-    let (Some(inputs), Some(read)) = (bench.inputs_or_skip(scored)?, attended) else {
-        return Ok(());
-    };
-    let (documents, blocks) = (inputs.documents(), choice.attended());
-    let rows = Documents::<Cuda>::whole_rows([1, shape.seq_len], &Default::default());
-    let choose = || {
-        let pooled = inputs.qkv.nsa_mean_pool(documents, choice.blocks)?;
-        let chosen = inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)?;
-        Ok(match choice.pieces() {
-            1 => chosen,
-            _ => kernel_tensor(attended_blocks(Tensor::from_primitive(chosen.burn()), &rows, choice).into_primitive()),
-        })
-    };
-    let attend = |inputs: &Inputs, chosen: &CudaTensor| {
-        inputs.qkv.nsa_selected_attention_forward(documents, chosen, blocks, inputs.scale)
-    };
-    let backward =
-        |inputs: &Inputs, chosen: &CudaTensor, (result, lists): &(AttentionResult, Vec<ChoiceLists>), order| {
-            let qkv = inputs.qkv.in_order(order);
-            inputs.call(&qkv, result).nsa_selected_attention_backward(documents, chosen, blocks, lists)
-        };
-    // One GEMM of a forward pass's two: the scores.
-    let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
-    bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || choose().map(drop));
-    let tokens = blocks.num_selected_blocks * blocks.select_block_size;
-    let flops = forward_flops(shape, tokens);
-    let indexer_shape = of_heads([choosers; 2]);
-    let indexer = bench.inputs_or_skip(indexer_shape)?.filter(|_| choice.has_indexer());
-    if let Some(indexer) = indexer {
-        let chosen = choose()?;
-        let (attention, lists) = attend(&read, &chosen)?;
+/// The operands of a kind whose queries choose blocks.
+struct Chooser<'a> {
+    choice: BlockChoice,
+    /// The heads that choose blocks: the layer's, or an indexer's.
+    scored: &'a Inputs,
+    /// The layer's heads with a KV head for each choice.
+    read: &'a Inputs,
+    /// Rows of one document each.
+    rows: Documents<Cuda>,
+}
+
+impl Chooser<'_> {
+    /// Tokens of a block as attention reads it.
+    fn block_size(&self) -> usize {
+        self.choice.attended().select_block_size
+    }
+
+    /// The chosen blocks as attention reads them; pools the keys first.
+    fn choose(&self) -> Result<CudaTensor, KernelError> {
+        let (choice, documents, Qkv { q, k, v }) = (self.choice, self.scored.documents(), &self.scored.qkv);
+        let pooled = nsa_mean_pool([k, v], documents, choice.blocks)?;
+        let chosen = q.choose_key_blocks(documents, &pooled, choice, self.scored.scale)?;
+        if choice.pieces() == 1 {
+            return Ok(chosen);
+        }
+        let chosen = attended_blocks(Tensor::from_primitive(chosen.burn()), &self.rows, choice);
+        Ok(kernel_tensor(chosen.into_primitive()))
+    }
+
+    /// Attention of some heads over chosen blocks.
+    fn attend(&self, inputs: &Inputs, chosen: &CudaTensor) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        inputs.qkv.nsa_selected_attention_forward(inputs.documents(), chosen, self.block_size(), inputs.scale)
+    }
+
+    /// The backward pass of [`attend`](Self::attend), which returned `result` and `lists`.
+    fn attend_backward(
+        &self,
+        inputs: &Inputs,
+        chosen: &CudaTensor,
+        (result, lists): &(AttentionResult, Vec<ChoiceLists>),
+        order: SumOrder,
+    ) -> Result<(), KernelError> {
+        let qkv = inputs.qkv.in_order(order);
+        let call = inputs.call(&qkv, result);
+        call.nsa_selected_attention_backward(inputs.documents(), chosen, self.block_size(), lists)
+    }
+
+    /// Times what an indexer's loss adds to a backward pass: on Hopper one kernel for the loss's gradient; elsewhere
+    /// that gradient is a forward and a backward pass of attention with the indexer's heads, `indexer`, and with the
+    /// layer's.
+    fn time_loss(&self, bench: &mut Bench<'_>, names: (&str, AttentionShape), indexer: &Inputs) -> Result<()> {
+        let (name, shape) = names;
+        let chosen = self.choose()?;
+        let (attention, lists) = self.attend(self.read, &chosen)?;
+        let attended = self.choice.attended();
+        let tokens = attended.num_selected_blocks * attended.select_block_size;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
-        let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
+        let flops = forward_flops(shape, tokens) / 2.0 + 1.5 * forward_flops(indexer.shape, tokens);
         for (order, suffix) in ORDERS {
             bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {
+                let heads = self.read.qkv.in_order(order);
                 let gradient = IndexGradient {
-                    index: inputs.qkv.q.tensor(),
+                    queries_and_keys: [&heads.q, &heads.k],
+                    index: self.scored.qkv.q.tensor(),
                     lse: &attention.lse,
                     block_indices: &chosen,
                     lists: &lists,
                     weight: 1.0,
                 };
-                if read.qkv.in_order(order).index_gradient(documents, gradient, blocks, read.scale)?.is_some() {
+                let documents = self.read.documents();
+                if gradient.index_gradient(documents, self.block_size(), self.read.scale)?.is_some() {
                     return Ok(());
                 }
-                backward(&indexer, &chosen, &attend(&indexer, &chosen)?, order)?;
-                backward(&read, &chosen, &attend(&read, &chosen)?, order)
+                for inputs in [indexer, self.read] {
+                    self.attend_backward(inputs, &chosen, &self.attend(inputs, &chosen)?, order)?;
+                }
+                Ok(())
             });
         }
+        Ok(())
+    }
+}
+
+/// Times the choice of blocks (pooling included) and choice with attention. Where each query head chooses (MoBA),
+/// attention reads keys and values copied to every head; the copy is not timed. Where an indexer chooses (MSA), also
+/// times what its loss adds to a backward pass.
+fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
+    let heads = [shape.num_heads, shape.num_kv_heads];
+    let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape { num_heads, num_kv_heads, ..shape };
+    let (scored_shape, choosers) = (of_heads(choice.scored_heads(heads)), choice.choices_per_token(heads));
+    let read = bench.inputs_or_skip(of_heads([shape.num_heads, choosers]))?;
+    let (Some(scored), Some(read)) = (bench.inputs_or_skip(scored_shape)?, read) else {
+        return Ok(());
+    };
+    let rows = Documents::<Cuda>::whole_rows([1, shape.seq_len], &Default::default());
+    let chooser = Chooser { choice, scored: &scored, read: &read, rows };
+    // One GEMM of a forward pass's two: the scores.
+    let scores = forward_flops(scored_shape, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
+    bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || chooser.choose().map(drop));
+    let attended = choice.attended();
+    let flops = forward_flops(shape, attended.num_selected_blocks * attended.select_block_size);
+    let indexer = bench.inputs_or_skip(of_heads([choosers; 2]))?.filter(|_| choice.has_indexer());
+    if let Some(indexer) = indexer {
+        chooser.time_loss(bench, (name, shape), &indexer)?;
     }
     passes(
         bench,
@@ -212,10 +263,10 @@ fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice:
         [scores + flops, BACKWARD * flops],
         &ORDERS,
         || {
-            let chosen = choose()?;
-            let forward = attend(&read, &chosen)?;
+            let chosen = chooser.choose()?;
+            let forward = chooser.attend(&read, &chosen)?;
             Ok((chosen, forward))
         },
-        |(chosen, forward), order| backward(&read, chosen, forward, order),
+        |(chosen, forward), order| chooser.attend_backward(&read, chosen, forward, order),
     )
 }

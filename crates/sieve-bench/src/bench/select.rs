@@ -142,55 +142,76 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
     });
     bench.append("selectors", entry);
+    let dense = Dense { ms: dense_ms, lse: dense_lse };
     for selector in asked(&bench.settings.selectors, seq_len) {
-        let name = selector.label();
-        let row = |part: &str| format!("{of}, {name}: {part}");
-        let method = match Method::of(&selector, operands, &device) {
-            Ok(Some(method)) => method,
-            Ok(None) => {
-                bench.skip(&row("whole"), shape, "layer 0 is dense at this length");
-                continue;
-            }
-            Err(error) => {
-                bench.fail(&row("whole"), shape, &error.to_string());
-                continue;
-            }
-        };
-        let mask = match method.select() {
-            Ok(chosen) => chosen.mask,
-            Err(error) => {
-                bench.skip(&row("whole"), shape, &error.to_string());
-                continue;
-            }
-        };
-        let density = method.density(&mask)?;
-        let select_ms = match method.host_ms() {
-            // The host makes a mask of positions once for all prompts of this length, so a prompt costs nothing.
-            Some(_) => Some(0.0),
-            None => timed(bench, &row("selection"), operands, &mut || method.select().map(drop))?,
-        };
-        let mut last = None;
-        let whole_ms = timed(bench, &row("whole"), operands, &mut || {
-            // Frees the last result first: at the longest lengths there is no memory for two.
-            last = None;
-            last = Some(method.attend(&method.select()?)?.lse);
-            Ok(())
-        })?;
-        let Some(lse) = last else {
-            continue;
-        };
-        let mass = masses(&device, &lse, &dense_lse, shape.num_heads)?;
-        let mass = mass.iter().sum::<f64>() / mass.len() as f64;
-        // A row without a time: it shows what is kept where a skipped row shows its reason.
-        let kept = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
-        bench.skip(&row("whole"), shape, &kept);
-        let entry = json!({
-            "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": name, "density": density,
-            "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense_ms,
-            "host_ms": method.host_ms(),
-        });
-        bench.append("selectors", entry);
+        time_selector(bench, of, operands, &selector, &dense)?;
     }
+    Ok(())
+}
+
+/// Dense attention of the same operands: its time, if it ran, and its log-sum-exps.
+struct Dense {
+    ms: Option<f64>,
+    lse: Vec<f32>,
+}
+
+/// Times a selector's choice, and its choice with the attention under it. Notes how many pairs of query and key it
+/// keeps and how much of the attention's mass. A selector that does not run on these operands has a row with the
+/// reason.
+fn time_selector(
+    bench: &mut Bench<'_>,
+    of: &str,
+    operands: &Operands,
+    selector: &Selector,
+    dense: &Dense,
+) -> Result<()> {
+    let (shape, device, name) = (operands.shape, bench.device.clone(), selector.label());
+    let row = |part: &str| format!("{of}, {name}: {part}");
+    let method = match Method::of(selector, operands, &device) {
+        Ok(Some(method)) => method,
+        Ok(None) => {
+            bench.skip(&row("whole"), shape, "layer 0 is dense at this length");
+            return Ok(());
+        }
+        Err(error) => {
+            bench.fail(&row("whole"), shape, &error.to_string());
+            return Ok(());
+        }
+    };
+    let mask = match method.select() {
+        Ok(chosen) => chosen.mask,
+        Err(error) => {
+            bench.skip(&row("whole"), shape, &error.to_string());
+            return Ok(());
+        }
+    };
+    let density = method.density(&mask)?;
+    let select_ms = match method.host_ms() {
+        // The host makes a mask of positions once for all prompts of this length, so a prompt costs nothing.
+        Some(_) => Some(0.0),
+        None => timed(bench, &row("selection"), operands, &mut || method.select().map(drop))?,
+    };
+    let mut last = None;
+    let whole_ms = timed(bench, &row("whole"), operands, &mut || {
+        // Frees the last result first: at the longest lengths there is no memory for two.
+        last = None;
+        last = Some(method.attend(&method.select()?)?.lse);
+        Ok(())
+    })?;
+    let Some(lse) = last else {
+        return Ok(());
+    };
+    let mass = masses(&device, &lse, &dense.lse, shape.num_heads)?;
+    let mass = mass.iter().sum::<f64>() / mass.len() as f64;
+    // A row without a time: it shows what is kept where a skipped row shows its reason.
+    let kept = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
+    bench.skip(&row("whole"), shape, &kept);
+    let entry = json!({
+        "operands": of, "tokens": shape.seq_len, "heads": shape.num_heads, "method": name, "density": density,
+        "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense.ms,
+        "host_ms": method.host_ms(),
+    });
+    bench.append("selectors", entry);
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
 use sieve_core::{BlockChoice, NsaBlocks};
-use sieve_kernels::{AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, KvCache, NsaToken};
+use sieve_kernels::{AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, KernelError, KvCache, NsaToken};
 use sieve_testing::{Random, round_bf16};
 
 /// Checks some random calls: every second one compresses blocks by an MLP, the others by their mean.
@@ -74,108 +74,198 @@ fn compressed(tokens: &[&[f32]], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<Ve
 /// Prefills the three branches' caches, decodes some tokens, and compares each token's compressed keys and values and
 /// the branches' outputs with f64.
 fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(), Wrong> {
-    let (shape, device) = (calls.shape, calls.device);
-    let (batch, num_kv_heads, width) = (shape.batch, shape.num_kv_heads, shape.head_dim);
-    let (rows, size, steps) = (batch * num_kv_heads, blocks.compress_block_size, 2 * blocks.compress_stride);
+    let width = calls.shape.head_dim;
     let hidden = calls.random.one_of(&[24, width]);
-    let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [size, width, hidden])));
-    // Rows of different lengths. The tail (the last keys of the compressed branch) and the window may have dropped all
-    // tokens that the shortest row no longer reads.
-    let lengths: Vec<usize> = (0..batch).map(|_| calls.random.below(300)).collect();
-    let [shortest, longest] = [lengths.iter().min(), lengths.iter().max()].map(|len| *len.expect("a row"));
-    let num_dropped = calls.random.below(shortest.saturating_sub(size) + 1);
-    let window = calls.random.between(1, 100);
-    let window_dropped = (shortest + 1).saturating_sub(window);
-    let capacity = longest + steps + calls.random.between(1, 20);
-    let mut keys = [(); 3].map(|()| -> Vec<Vec<Key>> {
-        let drawn = |calls: &mut TokenCheck<'_>, len| (0..len).map(|_| calls.drawn_key(NO_BIAS, NO_RANK)).collect();
-        (0..rows).map(|row| drawn(calls, lengths[row / num_kv_heads])).collect()
-    });
-    let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {
-        keys.iter().map(|keys| keys[dropped..].iter().cloned().enumerate().collect()).collect()
-    };
-    let tail = calls.cache(capacity - num_dropped, &placed(&keys[0], num_dropped));
-    let selected = calls.cache(capacity, &placed(&keys[1], 0));
-    let recent = calls.cache(capacity - window_dropped, &placed(&keys[2], window_dropped));
-    let room = blocks.num_compressed_blocks(capacity) + 1;
-    let ended = |keys: &[Vec<Key>]| -> Vec<[Vec<Vec<f32>>; 2]> {
-        let of_row = |keys: &Vec<Key>| {
-            [0, 1].map(|which| {
-                let vectors: Vec<&[f32]> =
-                    keys.iter().map(|key| if which == 0 { &key.k[..] } else { &key.v }).collect();
-                compressed(&vectors, blocks, mlp.as_ref().map(|mlp| &mlp[which]))
-            })
-        };
-        keys.iter().map(of_row).collect()
-    };
-    let [on_k, on_v] = [0, 1].map(|which| {
-        let mut values = vec![f32::NAN; rows * room * width];
-        for (row, pair) in ended(&keys[0]).iter().enumerate() {
-            for (c, x) in pair[which].iter().enumerate() {
-                values[(row * room + c) * width..][..width].copy_from_slice(x);
-            }
-        }
-        device.float(&values, &[batch, num_kv_heads, room, width], DType::BF16)
-    });
-    let of_blocks = KvCache { k: on_k, v: on_v };
-    let num_selected = blocks.num_selected_blocks * blocks.select_block_size;
-    let scratch = |most| DecodeScratch::new(&selected.k, shape, most);
-    let scratch = [scratch(room)?, scratch(num_selected)?, scratch(window)?];
-    for at in 0..steps {
+    let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [blocks.compress_block_size, width, hidden])));
+    let text = Text::draw(calls, blocks);
+    let mut keys = text.draw_keys(calls);
+    let caches = Caches::prefilled(calls, &text, &keys, mlp.as_ref());
+    let scratch = caches.scratch(calls.shape, &text)?;
+    for at in 0..text.steps {
         let tokens: [Token; 3] = [(); 3].map(|()| calls.token());
         for (keys, token) in keys.iter_mut().zip(&tokens) {
             for (row, keys) in keys.iter_mut().enumerate() {
                 keys.push(calls.key_of(token, row, NO_BIAS, NO_RANK));
             }
         }
-        let before = lengths.iter().map(|len| (len + at) as i32);
-        let all = DecodeStep::new(longest + at, calls.scale());
-        let near = DecodeStep {
-            window: Some(window),
-            max_length: longest + at - window_dropped,
-            num_dropped: window_dropped,
-            ..all
-        };
-        let start = device.int(&before.clone().map(|len| -len).collect::<Vec<_>>(), &[batch, 1]);
-        let length = device.int(&before.collect::<Vec<_>>(), &[batch]);
-        let weights = mlp.as_ref().map(|mlp| mlp.each_ref().map(|mlp| mlp.on_device.each_ref()));
-        let token = NsaToken {
-            branches: [&tokens[0].on, &tokens[1].on, &tokens[2].on],
-            caches: [&of_blocks, &selected, &recent],
-            tail: (&tail, num_dropped),
-            mlp: weights,
-            start: &start,
-            blocks,
-        };
-        let o = token.decode(&length, [all, near], scratch.each_ref())?;
-        let coarse = coarse_keys(calls, &of_blocks, &ended(&keys[0]), room)?;
-        let of_row = device.floats(&o[0])?;
-        let of_row = of_row.chunks_exact(shape.group_size() * width).zip(&coarse);
-        let is_zero = |(o, keys): (&[f32], &Vec<Key>)| !keys.is_empty() || o.iter().all(|x| *x == 0.0);
-        if !of_row.clone().all(is_zero) {
-            return wrong("the compressed branch is not zero before a block has ended");
-        }
-        calls.judge(&o[0], &tokens[0], &coarse)?;
-        let fine: Vec<Vec<Key>> = (0..rows)
-            .map(|row| {
-                let group = shape.group_size() * width;
-                let means = coarse[row].iter().map(|key| key.k.clone()).collect();
-                let q = &tokens[0].q[row * group..][..group];
-                chosen_keys(&keys[1][row], means, q, BlockChoice::nsa(blocks), calls.scale())
-            })
-            .collect();
-        calls.judge(&o[1], &tokens[1], &fine)?;
-        let near: Vec<Vec<Key>> =
-            keys[2].iter().map(|keys| keys[keys.len().saturating_sub(window)..].to_vec()).collect();
-        calls.judge(&o[2], &tokens[2], &near)?;
+        let o = caches.decode(calls, &text, &tokens, at, mlp.as_ref(), scratch.each_ref())?;
+        let coarse = coarse_keys(calls, &caches.compressed, &ended(&keys[0], blocks, mlp.as_ref()), text.room())?;
+        judge(calls, &text, &o, &tokens, &keys, &coarse)?;
     }
     Ok(())
+}
+
+/// Sizes of the texts that a check decodes, and of their caches.
+struct Text {
+    blocks: NsaBlocks,
+    /// Tokens of each prompt, one for each row of the batch; the shortest and the longest prompt.
+    lengths: Vec<usize>,
+    shortest: usize,
+    longest: usize,
+    /// Tokens that are decoded after the prompts.
+    steps: usize,
+    /// First tokens that the tail (the last keys of the compressed branch) has dropped: no later block begins there.
+    tail_dropped: usize,
+    /// Keys that a query of the window branch sees.
+    window: usize,
+    /// Tokens of a text for which there is room.
+    capacity: usize,
+}
+
+impl Text {
+    fn draw(calls: &mut TokenCheck<'_>, blocks: NsaBlocks) -> Self {
+        let (size, steps) = (blocks.compress_block_size, 2 * blocks.compress_stride);
+        let lengths: Vec<usize> = (0..calls.shape.batch).map(|_| calls.random.below(300)).collect();
+        let [shortest, longest] = [lengths.iter().min(), lengths.iter().max()].map(|len| *len.expect("a row"));
+        let tail_dropped = calls.random.below(shortest.saturating_sub(size) + 1);
+        let window = calls.random.between(1, 100);
+        let capacity = longest + steps + calls.random.between(1, 20);
+        Self { blocks, lengths, shortest, longest, steps, tail_dropped, window, capacity }
+    }
+
+    /// First tokens that the window branch's cache has dropped: even the shortest text no longer reads them.
+    fn window_dropped(&self) -> usize {
+        (self.shortest + 1).saturating_sub(self.window)
+    }
+
+    /// Compressed keys of a row for which there is room.
+    fn room(&self) -> usize {
+        self.blocks.num_compressed_blocks(self.capacity) + 1
+    }
+
+    /// The prompts' keys in the compressed, the selected and the window branch, for each row and KV head.
+    fn draw_keys(&self, calls: &mut TokenCheck<'_>) -> BranchKeys {
+        let num_kv_heads = calls.shape.num_kv_heads;
+        let rows = calls.shape.batch * num_kv_heads;
+        [(); 3].map(|()| {
+            let drawn = |calls: &mut TokenCheck<'_>, len| (0..len).map(|_| calls.drawn_key(NO_BIAS, NO_RANK)).collect();
+            (0..rows).map(|row| drawn(calls, self.lengths[row / num_kv_heads])).collect()
+        })
+    }
+}
+
+/// All keys so far of the compressed, the selected and the window branch, for each row and KV head.
+type BranchKeys = [Vec<Vec<Key>>; 3];
+
+/// The caches of the three branches on a device.
+struct Caches {
+    /// Compressed keys and values.
+    compressed: KvCache,
+    /// The last tokens' keys and values of the compressed branch, from which the next block is compressed.
+    tail: KvCache,
+    selected: KvCache,
+    window: KvCache,
+}
+
+impl Caches {
+    /// The caches as a prefill of the prompts leaves them.
+    fn prefilled(calls: &TokenCheck<'_>, text: &Text, keys: &BranchKeys, mlp: Option<&[Mlp; 2]>) -> Self {
+        let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {
+            keys.iter().map(|keys| keys[dropped..].iter().cloned().enumerate().collect()).collect()
+        };
+        let cache = |keys, dropped| calls.cache(text.capacity - dropped, &placed(keys, dropped));
+        let (shape, room) = (calls.shape, text.room());
+        let width = shape.head_dim;
+        let ended = ended(&keys[0], text.blocks, mlp);
+        let [k, v] = [0, 1].map(|which| {
+            let mut values = vec![f32::NAN; ended.len() * room * width];
+            for (row, pair) in ended.iter().enumerate() {
+                for (c, x) in pair[which].iter().enumerate() {
+                    values[(row * room + c) * width..][..width].copy_from_slice(x);
+                }
+            }
+            calls.device.float(&values, &[shape.batch, shape.num_kv_heads, room, width], DType::BF16)
+        });
+        Self {
+            compressed: KvCache { k, v },
+            tail: cache(&keys[0], text.tail_dropped),
+            selected: cache(&keys[1], 0),
+            window: cache(&keys[2], text.window_dropped()),
+        }
+    }
+
+    /// Buffers of the three branches.
+    fn scratch(&self, shape: AttentionShape, text: &Text) -> Result<[DecodeScratch; 3], KernelError> {
+        let num_selected = text.blocks.num_selected_blocks * text.blocks.select_block_size;
+        let scratch = |most| DecodeScratch::new(&self.selected.k, shape, most);
+        Ok([scratch(text.room())?, scratch(num_selected)?, scratch(text.window)?])
+    }
+
+    /// The branches' outputs for the token with `at` decoded tokens before it.
+    fn decode(
+        &self,
+        calls: &TokenCheck<'_>,
+        text: &Text,
+        tokens: &[Token; 3],
+        at: usize,
+        mlp: Option<&[Mlp; 2]>,
+        scratch: [&DecodeScratch; 3],
+    ) -> Result<[CudaTensor; 3], KernelError> {
+        let batch = calls.shape.batch;
+        let before: Vec<i32> = text.lengths.iter().map(|len| (len + at) as i32).collect();
+        let start: Vec<i32> = before.iter().map(|len| -len).collect();
+        let all = DecodeStep::new(text.longest + at, calls.scale());
+        let num_dropped = text.window_dropped();
+        let max_length = text.longest + at - num_dropped;
+        let near = DecodeStep { window: Some(text.window), max_length, num_dropped, ..all };
+        let token = NsaToken {
+            branches: [&tokens[0].on, &tokens[1].on, &tokens[2].on],
+            caches: [&self.compressed, &self.selected, &self.window],
+            tail: (&self.tail, text.tail_dropped),
+            mlp: mlp.map(|mlp| mlp.each_ref().map(|mlp| mlp.on_device.each_ref())),
+            start: &calls.device.int(&start, &[batch, 1]),
+            blocks: text.blocks,
+        };
+        token.decode(&calls.device.int(&before, &[batch]), [all, near], scratch)
+    }
+}
+
+/// The compressed keys and values of the blocks that have ended, for each row and KV head.
+fn ended(keys: &[Vec<Key>], blocks: NsaBlocks, mlp: Option<&[Mlp; 2]>) -> Vec<[Vec<Vec<f32>>; 2]> {
+    let of_row = |keys: &Vec<Key>| {
+        [0, 1].map(|which| {
+            let vectors: Vec<&[f32]> = keys.iter().map(|key| if which == 0 { &key.k[..] } else { &key.v }).collect();
+            compressed(&vectors, blocks, mlp.map(|mlp| &mlp[which]))
+        })
+    };
+    keys.iter().map(of_row).collect()
+}
+
+/// Compares the three branches' outputs with attention over the keys that each sees; `coarse` are the compressed keys.
+fn judge(
+    calls: &mut TokenCheck<'_>,
+    text: &Text,
+    o: &[CudaTensor; 3],
+    tokens: &[Token; 3],
+    keys: &BranchKeys,
+    coarse: &[Vec<Key>],
+) -> Result<(), Wrong> {
+    let group = calls.shape.group_size() * calls.shape.head_dim;
+    let of_compressed = calls.device.floats(&o[0])?;
+    let is_zero = |(o, keys): (&[f32], &Vec<Key>)| !keys.is_empty() || o.iter().all(|x| *x == 0.0);
+    if !of_compressed.chunks_exact(group).zip(coarse).all(is_zero) {
+        return wrong("the compressed branch is not zero before a block has ended");
+    }
+    calls.judge(&o[0], &tokens[0], coarse)?;
+    // The compressed branch's queries choose the blocks that the selected branch reads.
+    let choice = BlockChoice::nsa(text.blocks);
+    let fine: Vec<Vec<Key>> = coarse
+        .iter()
+        .enumerate()
+        .map(|(row, coarse)| {
+            let means = coarse.iter().map(|key| key.k.clone()).collect();
+            chosen_keys(&keys[1][row], means, &tokens[0].q[row * group..][..group], choice, calls.scale())
+        })
+        .collect();
+    calls.judge(&o[1], &tokens[1], &fine)?;
+    let in_window = |keys: &Vec<Key>| keys[keys.len().saturating_sub(text.window)..].to_vec();
+    calls.judge(&o[2], &tokens[2], &keys[2].iter().map(in_window).collect::<Vec<_>>())
 }
 
 /// The compressed keys and values that the device holds, for each row and KV head, once they agree with the host's
 /// (`ended`). The caller compares attention and choice over these, so that their rounding does not count twice.
 fn coarse_keys(
-    calls: &mut TokenCheck<'_>,
+    calls: &TokenCheck<'_>,
     of_blocks: &KvCache,
     ended: &[[Vec<Vec<f32>>; 2]],
     room: usize,
@@ -186,7 +276,7 @@ fn coarse_keys(
     for (row, pair) in ended.iter().enumerate() {
         let of_row = (0..pair[0].len()).map(|c| {
             let of = |which: usize| got[which][(row * room + c) * width..][..width].to_vec();
-            Key { k: of(0), v: of(1), ..calls.drawn_key(NO_BIAS, NO_RANK) }
+            Key { k: of(0), v: of(1), bias: NO_BIAS, rank: NO_RANK }
         });
         let of_row: Vec<Key> = of_row.collect();
         for (c, key) in of_row.iter().enumerate() {

@@ -326,66 +326,45 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
-    /// Checks some tokens after a prefill, each over the blocks that its queries choose.
+    /// Checks some tokens after a prefill, each over the blocks that its queries choose, and the pooled keys that the
+    /// tokens left in their cache.
     fn check_chosen(&mut self, choice: BlockChoice) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let (blocks, rows) = (choice.blocks, batch * num_kv_heads);
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(400)).collect();
         let steps = 2 * blocks.compress_stride.max(2);
         let capacity = lengths.iter().max().unwrap_or(&0) + steps + self.random.between(1, 20);
-        let mut keys: Vec<Vec<Key>> = (0..rows)
-            .map(|row| {
-                let length = lengths[row / num_kv_heads];
-                (0..length).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()
-            })
-            .collect();
+        let mut keys: Vec<Vec<Key>> = (0..rows).map(|row| self.drawn_keys(lengths[row / num_kv_heads])).collect();
         let placed = keys.iter().map(|keys| keys.iter().cloned().enumerate().collect());
         let cache = self.cache(capacity, &placed.collect::<Vec<_>>());
         let room = blocks.num_compressed_blocks(capacity) + 1;
         // Pooled keys are means of the attention's keys, or of an indexer's single key head.
-        let [scored_heads, pooled_heads] = choice.scored_heads([self.shape.num_heads, num_kv_heads]);
-        let mut index_keys: Option<Vec<Vec<Key>>> = choice
-            .has_indexer()
-            .then(|| lengths.iter().map(|&len| (0..len).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()).collect());
-        let mut pooled = vec![f32::NAN; batch * pooled_heads * room * head_dim];
-        for (row, keys) in index_keys.as_ref().unwrap_or(&keys).iter().enumerate() {
-            for (c, mean) in means(keys, blocks).into_iter().enumerate() {
-                pooled[(row * room + c) * head_dim..][..head_dim].copy_from_slice(&mean);
-            }
-        }
-        let pooled = (self.device).float(&pooled, &[batch, pooled_heads, room, head_dim], DType::BF16);
+        let scored = choice.scored_heads([self.shape.num_heads, num_kv_heads]);
+        let mut index_keys: Option<Vec<Vec<Key>>> =
+            choice.has_indexer().then(|| lengths.iter().map(|&len| self.drawn_keys(len)).collect());
+        let pooled = self.pooled_cache(index_keys.as_ref().unwrap_or(&keys), blocks, room);
         // How many lists of blocks a token chooses, each for a group of its query heads.
         let choosers = choice.choices_per_token([self.shape.num_heads, num_kv_heads]);
-        let heads = [self.shape.num_heads, choosers];
-        let scratch = AttentionShape::new(batch, 1, heads, [head_dim; 2]);
+        let scratch = AttentionShape::new(batch, 1, [self.shape.num_heads, choosers], [head_dim; 2]);
         let scratch = DecodeScratch::new(&cache.k, scratch, blocks.num_selected_blocks * blocks.select_block_size)?;
         for at in 0..steps {
             let token = self.token();
             for (row, keys) in keys.iter_mut().enumerate() {
                 keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
             }
-            // An indexer's queries and key are drawn as another token, whose shape has the indexer's heads.
             let choosing = match &mut index_keys {
                 None => token.clone(),
-                Some(index_keys) => {
-                    let shape = AttentionShape::new(batch, 1, [scored_heads, pooled_heads], [head_dim; 2]);
-                    let shape = std::mem::replace(&mut self.shape, shape);
-                    let indexer = self.token();
-                    for (row, keys) in index_keys.iter_mut().enumerate() {
-                        keys.push(self.key_of(&indexer, row, NO_BIAS, NO_RANK));
-                    }
-                    self.shape = shape;
-                    indexer
-                }
+                Some(index_keys) => self.index_token(scored, index_keys),
             };
             let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
             let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
             let step = DecodeStep::new(lengths.iter().copied().max().unwrap_or(0) as usize, self.scale());
             let of_pooled = PooledStep { pooled: &pooled, start: &self.device.int(&starts, &[batch, 1]), choice };
             let length = self.device.int(&lengths, &[batch]);
-            let index = choice.has_indexer().then_some(&choosing.on);
+            let index = choice.has_indexer().then_some([&choosing.on.q, &choosing.on.k]);
             let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
-            let (group, scored_group) = (self.shape.num_heads / choosers, scored_heads / choosers);
+            // Query heads of a chooser: in the attention, and among the heads that score blocks.
+            let (group, scored_group) = (self.shape.num_heads / choosers, scored[0] / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
                 .map(|chooser| {
                     let keys = &keys[chooser * group / self.shape.group_size()];
@@ -396,116 +375,197 @@ impl<'a> TokenCheck<'a> {
                 .collect();
             self.judge(&o, &token, &seen)?;
         }
-        let got = self.device.floats(&pooled)?;
-        for (row, keys) in index_keys.as_ref().unwrap_or(&keys).iter().enumerate() {
-            let got = got[row * room * head_dim..].chunks(head_dim);
-            for (c, (got, mean)) in got.zip(means(keys, blocks)).enumerate() {
-                // Means are below 2, where bf16 numbers are 1/128 apart; the two may round to different sides.
-                if !got.iter().zip(&mean).all(|(a, b)| (a - b).abs() <= 1.0 / 128.0) {
-                    return wrong(format!("pooled key {c} of row {row} is {got:?}, expected {mean:?}"));
-                }
+        judge_means(&self.device.floats(&pooled)?, index_keys.as_ref().unwrap_or(&keys), blocks, room * head_dim)
+    }
+
+    /// Draws the keys and values of earlier tokens, without biases and ranks.
+    fn drawn_keys(&mut self, count: usize) -> Vec<Key> {
+        (0..count).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()
+    }
+
+    /// The cache of pooled keys after a prefill, with room for `room` of each row; `keys` are the keys that are pooled.
+    fn pooled_cache(&self, keys: &[Vec<Key>], blocks: NsaBlocks, room: usize) -> CudaTensor {
+        let head_dim = self.shape.head_dim;
+        let mut pooled = vec![f32::NAN; keys.len() * room * head_dim];
+        for (row, keys) in keys.iter().enumerate() {
+            for (c, mean) in means(keys, blocks).into_iter().enumerate() {
+                pooled[(row * room + c) * head_dim..][..head_dim].copy_from_slice(&mean);
             }
         }
-        Ok(())
+        let batch = self.shape.batch;
+        self.device.float(&pooled, &[batch, keys.len() / batch, room, head_dim], DType::BF16)
+    }
+
+    /// Draws an indexer's queries and key of a new token, and adds the key to `keys`, one for each text. They are drawn
+    /// as a token of another shape: with the indexer's `[query heads, key heads]`.
+    fn index_token(&mut self, heads: [usize; 2], keys: &mut [Vec<Key>]) -> Token {
+        let shape = AttentionShape::new(self.shape.batch, 1, heads, [self.shape.head_dim; 2]);
+        let attention = std::mem::replace(&mut self.shape, shape);
+        let indexer = self.token();
+        for (row, keys) in keys.iter_mut().enumerate() {
+            keys.push(self.key_of(&indexer, row, NO_BIAS, NO_RANK));
+        }
+        self.shape = attention;
+        indexer
     }
 
     /// Checks some tokens after a prefill over DMA's cache of a fixed number of keys (slots): the outputs, and which
     /// keys are left. `has_local_window`: the row's last keys are never evicted.
     fn check_dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
         let [batch, num_kv_heads] = [self.shape.batch, self.shape.num_kv_heads];
-        let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
-        let local = match has_local_window {
-            true => self.random.one_of(&[1, kept.div_ceil(2), kept]),
-            false => 0,
-        };
-        let rows = batch * num_kv_heads;
-        let mut lengths: Vec<usize> = (0..batch).map(|_| self.random.below(2 * kept)).collect();
-        let steps = self.random.between(1, 8);
-        let scores = &Scores::RANDOM[self.random.below(Scores::RANDOM.len())];
-        let seq_len = 2 * kept + steps;
-        let z = scores.draw(rows, seq_len, &mut self.random);
-        let z = z.map_err(|e| Wrong::from(e.to_string()))?;
-        let bias = [ScoreBias::Exp, ScoreBias::Linear][self.random.below(2)];
-        let bias_of = |score: f32| match bias {
-            ScoreBias::Exp => score.min(60.0).exp(),
-            ScoreBias::Linear => score,
-        };
-        // The best keys of each row, shuffled: a prefill may leave its slots in any order.
-        let mut slot_z = vec![f32::NAN; rows * kept];
-        let mut slot_position = vec![-1; rows * kept];
-        let mut keys: Vec<Vec<(usize, Key)>> = Vec::new();
-        for row in 0..rows {
-            // + 0.0 turns -0 into 0, since both rank as equal.
-            let score = |j: usize| z[row * seq_len + j] + 0.0;
-            let length = lengths[row / num_kv_heads];
-            let mut best: Vec<usize> = (0..length).collect();
-            let is_older = |j: usize| j + local < length;
-            best.sort_by(|&a, &b| {
-                let by_score = score(b).total_cmp(&score(a)).then(b.cmp(&a));
-                is_older(a).cmp(&is_older(b)).then(by_score)
-            });
-            best.truncate(kept);
-            for last in (1..best.len()).rev() {
-                best.swap(last, self.random.below(last + 1));
-            }
-            let mut held = Vec::new();
-            for (slot, &j) in best.iter().enumerate() {
-                let key = self.drawn_key(bias_of(score(j)), (score(j), j as i32));
-                let at = row * kept + slot;
-                (slot_z[at], slot_position[at]) = key.rank;
-                held.push((slot, key));
-            }
-            keys.push(held);
-        }
-        let per_slot = [batch, num_kv_heads, kept];
-        let kv = self.cache(kept, &keys);
+        let mut text = DmaText::draw(self.shape, has_local_window, &mut self.random)?;
+        let keys: Vec<Vec<(usize, Key)>> = (0..batch * num_kv_heads)
+            .map(|row| {
+                // A prefill may leave the best keys in its slots in any order.
+                let mut best = text.best_of_prompt(row);
+                for last in (1..best.len()).rev() {
+                    best.swap(last, self.random.below(last + 1));
+                }
+                let key = |j| self.drawn_key(text.bias_of(row, j), (text.score(row, j), j as i32));
+                best.into_iter().map(key).enumerate().collect()
+            })
+            .collect();
+        let slots = self.dma_slots(&text, &keys);
+        let scratch = DecodeScratch::new(&slots.z, self.shape, text.kept)?;
         let mut keys = without_slots(keys);
-        let slots = DmaSlots {
-            kv,
-            z: self.device.float(&slot_z, &per_slot, DType::F32),
-            positions: self.device.int(&slot_position, &per_slot),
-            local_window_size: local,
-        };
-        let scratch = DecodeScratch::new(&slots.z, self.shape, kept)?;
-        for _ in 0..steps {
+        for _ in 0..text.steps {
             let token = self.token();
-            let mut new_z = Vec::new();
             for (row, held) in keys.iter_mut().enumerate() {
-                let position = lengths[row / num_kv_heads];
-                let score = z[row * seq_len + position];
-                new_z.push(score);
-                let score = score + 0.0;
-                let rank = (score, position as i32);
-                held.push(self.key_of(&token, row, bias_of(score), rank));
-                if held.len() > kept {
-                    let rank = |at: &usize| held[*at].rank;
-                    let is_older = |at: &usize| rank(at).1 as usize + local <= position;
-                    let worst = (0..held.len()).filter(is_older).min_by(|a, b| {
-                        let ((a, a_at), (b, b_at)) = (rank(a), rank(b));
-                        a.total_cmp(&b).then(a_at.cmp(&b_at))
-                    });
-                    held.swap_remove(worst.unwrap_or(0));
+                let position = text.length(row);
+                let rank = (text.score(row, position), position as i32);
+                held.push(self.key_of(&token, row, text.bias_of(row, position), rank));
+                if held.len() > text.kept {
+                    held.swap_remove(text.evicted(held, position));
                 }
             }
-            let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
+            let length: Vec<i32> = text.lengths.iter().map(|&length| length as i32).collect();
             let length = self.device.int(&length, &[batch]);
-            let new_z = (self.device).float(&new_z, &[batch, num_kv_heads], DType::F32);
-            let o = slots.dma_decode(&token.on, &new_z, &length, self.scale(), bias, &scratch)?;
+            let new_z: Vec<f32> = (0..keys.len()).map(|row| text.z_of(row)[text.length(row)]).collect();
+            let new_z = self.device.float(&new_z, &[batch, num_kv_heads], DType::F32);
+            let o = slots.dma_decode(&token.on, &new_z, &length, self.scale(), text.bias, &scratch)?;
             self.judge(&o, &token, &keys)?;
-            let positions = self.device.ints(&slots.positions)?;
-            for (row, held) in keys.iter().enumerate() {
-                let mut got = positions[row * kept..][..held.len()].to_vec();
-                let mut expected: Vec<i32> = held.iter().map(|key| key.rank.1).collect();
-                got.sort_unstable();
-                expected.sort_unstable();
-                if got != expected {
-                    return wrong(format!("row {row} holds {got:?}, expected {expected:?}"));
-                }
-            }
-            lengths.iter_mut().for_each(|length| *length += 1);
+            judge_positions(&self.device.ints(&slots.positions)?, &keys, text.kept)?;
+            text.lengths.iter_mut().for_each(|length| *length += 1);
         }
         Ok(())
     }
+
+    /// The slots after a prefill on the device: `keys` lie in their slots; free slots have no score and no position.
+    fn dma_slots(&self, text: &DmaText, keys: &[Vec<(usize, Key)>]) -> DmaSlots {
+        let per_slot = [self.shape.batch, self.shape.num_kv_heads, text.kept];
+        let mut z = vec![f32::NAN; keys.len() * text.kept];
+        let mut positions = vec![-1; keys.len() * text.kept];
+        for (row, keys) in keys.iter().enumerate() {
+            for (slot, key) in keys {
+                let at = row * text.kept + slot;
+                (z[at], positions[at]) = key.rank;
+            }
+        }
+        DmaSlots {
+            kv: self.cache(text.kept, keys),
+            z: self.device.float(&z, &per_slot, DType::F32),
+            positions: self.device.int(&positions, &per_slot),
+            local_window_size: text.local,
+        }
+    }
+}
+
+/// What decides which keys DMA's cache holds. A row here is one of `batch * num_kv_heads`: a text and a KV head.
+struct DmaText {
+    /// Slots of a row, and so the most keys that it holds.
+    kept: usize,
+    /// The last keys of a row, which are never evicted.
+    local: usize,
+    /// Tokens of each text so far.
+    lengths: Vec<usize>,
+    num_kv_heads: usize,
+    /// Tokens that are decoded after the prompt.
+    steps: usize,
+    /// Scores of a row's keys, one row after the other, each of `seq_len` tokens: all that it will have.
+    z: Vec<f32>,
+    seq_len: usize,
+    bias: ScoreBias,
+}
+
+impl DmaText {
+    fn draw(shape: AttentionShape, has_local_window: bool, random: &mut Random) -> Result<Self, Wrong> {
+        let (batch, num_kv_heads) = (shape.batch, shape.num_kv_heads);
+        let kept: usize = random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
+        let local = match has_local_window {
+            true => random.one_of(&[1, kept.div_ceil(2), kept]),
+            false => 0,
+        };
+        let lengths = (0..batch).map(|_| random.below(2 * kept)).collect();
+        let steps = random.between(1, 8);
+        let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
+        let seq_len = 2 * kept + steps;
+        let z = scores.draw(batch * num_kv_heads, seq_len, random).map_err(|e| Wrong::from(e.to_string()))?;
+        let bias = [ScoreBias::Exp, ScoreBias::Linear][random.below(2)];
+        Ok(Self { kept, local, lengths, num_kv_heads, steps, z, seq_len, bias })
+    }
+
+    /// Tokens of a row's text so far.
+    fn length(&self, row: usize) -> usize {
+        self.lengths[row / self.num_kv_heads]
+    }
+
+    /// Scores of a row's keys.
+    fn z_of(&self, row: usize) -> &[f32] {
+        &self.z[row * self.seq_len..][..self.seq_len]
+    }
+
+    /// Score of a row's key j as keys are ranked by it: + 0.0 turns -0 into 0, since both rank as equal.
+    fn score(&self, row: usize, j: usize) -> f32 {
+        self.z_of(row)[j] + 0.0
+    }
+
+    /// What key j adds to the logits of its row's queries.
+    fn bias_of(&self, row: usize, j: usize) -> f32 {
+        let score = self.score(row, j);
+        match self.bias {
+            ScoreBias::Exp => score.min(60.0).exp(),
+            ScoreBias::Linear => score,
+        }
+    }
+
+    /// The keys of a row's prompt that a prefill keeps: the last ones, which are in the local window, then those of the
+    /// best scores; of equal scores the later key.
+    fn best_of_prompt(&self, row: usize) -> Vec<usize> {
+        let length = self.length(row);
+        let is_older = |j: usize| j + self.local < length;
+        let mut best: Vec<usize> = (0..length).collect();
+        best.sort_by(|&a, &b| {
+            let by_score = self.score(row, b).total_cmp(&self.score(row, a)).then(b.cmp(&a));
+            is_older(a).cmp(&is_older(b)).then(by_score)
+        });
+        best.truncate(self.kept);
+        best
+    }
+
+    /// Which of the held keys leaves for the token at `position`, which is among them: the one of the lowest score
+    /// outside the local window; of equal scores the earlier key. The first one if all are in the window.
+    fn evicted(&self, held: &[Key], position: usize) -> usize {
+        let is_older = |at: &usize| held[*at].rank.1 as usize + self.local <= position;
+        let worst = (0..held.len()).filter(is_older).min_by(|&a, &b| {
+            let ((a, a_at), (b, b_at)) = (held[a].rank, held[b].rank);
+            a.total_cmp(&b).then(a_at.cmp(&b_at))
+        });
+        worst.unwrap_or(0)
+    }
+}
+
+/// Compares the positions of the keys in the slots, in any order, with those of the keys that are held.
+fn judge_positions(positions: &[i32], keys: &[Vec<Key>], kept: usize) -> Result<(), Wrong> {
+    for (row, held) in keys.iter().enumerate() {
+        let mut got = positions[row * kept..][..held.len()].to_vec();
+        let mut expected: Vec<i32> = held.iter().map(|key| key.rank.1).collect();
+        got.sort_unstable();
+        expected.sort_unstable();
+        if got != expected {
+            return wrong(format!("row {row} holds {got:?}, expected {expected:?}"));
+        }
+    }
+    Ok(())
 }
 
 /// The keys of each row and KV head alone.
@@ -513,6 +573,20 @@ fn without_slots(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
     let rows = keys.into_iter();
     let of_row = |row: Vec<(usize, Key)>| row.into_iter().map(|(_, key)| key).collect();
     rows.map(of_row).collect()
+}
+
+/// Compares a cache of pooled keys, of `row_len` numbers a row, with the means of the blocks that have ended.
+fn judge_means(pooled: &[f32], keys: &[Vec<Key>], blocks: NsaBlocks, row_len: usize) -> Result<(), Wrong> {
+    for (row, (keys, pooled)) in keys.iter().zip(pooled.chunks_exact(row_len)).enumerate() {
+        for (c, mean) in means(keys, blocks).iter().enumerate() {
+            let got = &pooled[c * mean.len()..][..mean.len()];
+            // Means are below 2, where bf16 numbers are 1/128 apart; the two may round to different sides.
+            if !got.iter().zip(mean).all(|(a, b)| (a - b).abs() <= 1.0 / 128.0) {
+                return wrong(format!("pooled key {c} of row {row} is {got:?}, expected {mean:?}"));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The mean key of each block that has ended, rounded to bf16.

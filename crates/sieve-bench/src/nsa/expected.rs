@@ -124,7 +124,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     };
     let queries = |dq: &[f64], width: usize| {
         let zeros = vec![0.0; shape.batch * n * kv_heads * width];
-        packed(shape, [dq, &zeros, &zeros], width)
+        packed(*shape, [dq, &zeros, &zeros], width)
     };
     let terms = &exact.terms;
     let of_queries = [queries(&exact.dq, d), queries(&plain.dq, d), queries(&terms.dq, 1)];
@@ -144,9 +144,9 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
     });
     let call = AttentionCall::packed(shape, &inputs.qkv, documents(inputs), mask, &inputs.case.d_o);
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
-    let gradient = |x: &Results| packed(shape, [&x.dq, &x.dk, &x.dv], d);
+    let gradient = |x: &Results| packed(*shape, [&x.dq, &x.dk, &x.dv], d);
     let terms = &exact.terms;
-    let terms = packed(shape, [&terms.dq, &terms.dk, &terms.dv], 1);
+    let terms = packed(*shape, [&terms.dq, &terms.dk, &terms.dv], 1);
     let gradients = [("selected dqkv", [gradient(&exact), gradient(&plain), terms])];
     outputs_of_branch(["selected o", "selected lse"], exact, plain, gradients)
 }

@@ -12,7 +12,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use sieve_core::model::NsaCompression;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
-use sieve_ops::{AttentionCall, DeviceBackend, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionCall, AttentionOutput, DeviceBackend, NsaBlocks, NsaCall, NsaCompressed, NsaSelected};
 use sieve_testing::Random;
 
 /// Blocks of native sparse attention, and how a block is compressed to one key and one value.
@@ -173,95 +173,160 @@ pub(super) fn mla<B: Computes>(case: Case, seed: u64, device: &B::Device) -> Vec
 /// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention; with an MLP also its weights and
 /// their gradients.
 pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
-    let NsaForm { blocks, pool } = form;
     let mut tensors = Tensors::new(B::DTYPE);
-    let (output, num_kv_heads) = (case.shape.output(), case.shape.num_kv_heads);
-    let [batch, seq_len, num_heads, d] = output;
-    let gates = num_heads * 3;
-    let mut random = Random(seed ^ 0x0067_6174); // "gat" (gates) in ASCII: other numbers than the case's
-    let (logits, bias) = (random.bf16_normals(batch * seq_len * gates), random.bf16_normals(gates));
-    tensors.qkv(case);
-    let gates_shape = [batch, seq_len, num_heads, 3];
-    tensors.floats("gate_logits", &logits, &gates_shape, DType::BF16);
-    tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
-    tensors.floats("do", &case.d_o, &output, DType::BF16);
-    let weights = (pool == NsaCompression::Mlp).then(|| mlp_weights(blocks, d, &mut random));
-    for Weight { name, sizes, values } in weights.iter().flatten().flatten() {
-        tensors.floats(name, values, sizes, DType::BF16);
-    }
-
-    let documents = case.documents::<B>(device).bounds();
-    let call = NsaCall::new(documents.clone(), case.spec(None), blocks);
-    let window = AttentionCall::new(documents, case.spec(Some(case.window())));
-    let dims = packed_of(case.shape);
-    let qkv = typed::<B, 4>(&packed(case), dims, device);
-    let d_o = typed::<B, 4>(&case.d_o, output, device);
-    let logits = typed::<B, 3>(&logits, [batch, seq_len, gates], device);
-    let bias = typed::<B, 1>(&bias, [gates], device);
-
-    let leaf_of = |weight: &Weight| leaf(typed::<B, 2>(&weight.values, weight.sizes, device));
-    let leaves = weights.as_ref().map(|weights| weights.each_ref().map(|mlp| mlp.each_ref().map(leaf_of)));
-    let pooled_from = leaf(qkv.clone());
-    let compressed_graph = pooled::<B>(&pooled_from, leaves.as_ref(), &call);
-    let compressed = primitive(compressed_graph.clone().inner());
-    let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
-    let chosen = coarse.block_indices;
-    let selected = B::nsa_selected_attention(qkv.clone(), chosen.clone(), &call);
-    let recent = <B as DeviceBackend>::attention(qkv.clone(), &window);
-    let of_branches = [&coarse.output, &selected.output, &recent];
-    let branches = of_branches.map(|x| x.o.clone());
-    let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
-
-    // A slot holds one block's compressed key and value.
-    let slots_shape = [2, batch, blocks.num_slots(seq_len), num_kv_heads, d];
-    let choice = [batch, seq_len, num_kv_heads, blocks.num_selected_blocks];
-    tensors.output("compressed", &floats::<B, 3>(compressed.clone()), &slots_shape);
-    tensors.ints("block_indices", indices::<B, 4>(chosen.clone()), &choice);
-    let names = ["compressed", "selected", "window"];
-    for (name, x) in names.iter().zip(of_branches) {
-        tensors.output(&format!("{name}_o"), &floats::<B, 4>(x.o.clone()), &output);
-        let lse = floats::<B, 3>(x.lse.clone());
-        tensors.floats(&format!("{name}_lse"), &lse, &case.shape.lse(), DType::F32);
-    }
-    tensors.output("o", &floats::<B, 4>(o), &output);
-
-    let [coarse_do, selected_do, window_do, d_logits, d_bias] = B::nsa_gates_backward(branches, logits, bias, d_o);
-    let gradients = [&coarse_do, &selected_do, &window_do];
-    for (name, x) in names.iter().zip(gradients) {
-        tensors.output(&format!("{name}_do"), &floats::<B, 4>(x.clone()), &output);
-    }
-    tensors.output("dgate_logits", &floats::<B, 3>(d_logits), &gates_shape);
-    let d_bias = floats::<B, 1>(d_bias);
-    tensors.floats("dgate_bias", &d_bias, &[num_heads, 3], DType::F32);
-    let [coarse_dqkv, d_compressed] =
-        B::nsa_compressed_attention_backward(qkv.clone(), compressed, &call, coarse.output, coarse_do);
-    let values = floats::<B, 3>(d_compressed.clone());
-    tensors.output("dcompressed", &values, &slots_shape);
-    let d_compressed = Tensor::from_inner(wrapped(d_compressed));
-    let mut of_graph = sieve_ops::seed_gradient(compressed_graph, d_compressed).backward();
-    let blocks_dqkv = primitive(pooled_from.grad_remove(&mut of_graph).expect("keys are pooled"));
-    let weights = weights.iter().flatten().flatten();
-    for (Weight { name, sizes, .. }, leaf) in weights.zip(leaves.iter().flatten().flatten()) {
-        let gradient = leaf.grad_remove(&mut of_graph).expect("every weight is used");
-        let values = floats::<B, 2>(primitive(gradient));
-        tensors.floats(&format!("d{name}"), &values, sizes, DType::F32);
-    }
-    let parts = [
-        coarse_dqkv,
-        blocks_dqkv,
-        B::nsa_selected_attention_backward(qkv.clone(), chosen, &call, selected, selected_do),
-        B::attention_backward(qkv, &window, recent, window_do),
-    ];
-    // The gradients of the three branches and of the compression are added, in f32.
-    let mut sum = vec![0.0f32; dims.iter().product()];
-    for part in parts {
-        let values = floats::<B, 4>(part);
-        sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
-    }
+    let layer = NsaLayer::<B>::draw(case, form, seed, device, &mut tensors);
+    let forward = layer.forward(device, &mut tensors);
+    let sum = layer.backward(forward, &mut tensors);
     let mut gradients = Outputs::default();
     gradients.set_packed_gradient(case.shape, &sum);
     tensors.floats("dq", &gradients.dq, &queries_of(case.shape), DType::F32);
     tensors.floats("dk", &gradients.dk, &keys_of(case.shape), DType::F32);
     tensors.floats("dv", &gradients.dv, &values_of(case.shape), DType::F32);
     tensors.finish(case.cu_seqlens())
+}
+
+/// The three branches, in the order of the gates.
+const BRANCHES: [&str; 3] = ["compressed", "selected", "window"];
+
+/// The operands of native sparse attention's ops.
+struct NsaLayer<'a, B: Computes> {
+    case: &'a Case,
+    /// Calls of the compressed and selected branch, and of the window branch.
+    call: NsaCall<B>,
+    window: AttentionCall<B>,
+    /// Packed queries, keys and values.
+    qkv: FloatTensor<B>,
+    /// Gradient of the output.
+    d_o: FloatTensor<B>,
+    /// Logits and bias of the gates.
+    gates: [FloatTensor<B>; 2],
+    /// Weights of the MLPs that compress keys and values; `None` where blocks are compressed by their mean.
+    weights: Option<[[Weight; 3]; 2]>,
+}
+
+/// What the backward pass reads of the forward pass.
+struct NsaForward<B: Computes> {
+    /// The leaves of autodiff: the packed tensor whose keys and values were compressed, and the MLPs' weights.
+    compressed_from: Tensor<Autodiff<B>, 4>,
+    weights: Option<[[Tensor<Autodiff<B>, 2>; 3]; 2]>,
+    /// Compressed keys and values, with the graph behind them.
+    compressed: Tensor<Autodiff<B>, 3>,
+    coarse: NsaCompressed<B>,
+    selected: NsaSelected<B>,
+    recent: AttentionOutput<B>,
+}
+
+impl<'a, B: Computes> NsaLayer<'a, B> {
+    /// Draws what the case does not have, gates and weights, and adds all inputs to `tensors`.
+    fn draw(case: &'a Case, form: NsaForm, seed: u64, device: &B::Device, tensors: &mut Tensors) -> Self {
+        let NsaForm { blocks, pool } = form;
+        let output = case.shape.output();
+        let [batch, seq_len, num_heads, d] = output;
+        let num_gates = num_heads * BRANCHES.len();
+        let mut random = Random(seed ^ 0x0067_6174); // "gat" (gates) in ASCII: other numbers than the case's
+        let (logits, bias) = (random.bf16_normals(batch * seq_len * num_gates), random.bf16_normals(num_gates));
+        tensors.qkv(case);
+        tensors.floats("gate_logits", &logits, &[batch, seq_len, num_heads, BRANCHES.len()], DType::BF16);
+        tensors.floats("gate_bias", &bias, &[num_heads, BRANCHES.len()], DType::BF16);
+        tensors.floats("do", &case.d_o, &output, DType::BF16);
+        let weights = (pool == NsaCompression::Mlp).then(|| mlp_weights(blocks, d, &mut random));
+        for Weight { name, sizes, values } in weights.iter().flatten().flatten() {
+            tensors.floats(name, values, sizes, DType::BF16);
+        }
+        let documents = case.documents::<B>(device).bounds();
+        let logits = typed::<B, 3>(&logits, [batch, seq_len, num_gates], device);
+        Self {
+            case,
+            call: NsaCall::new(documents.clone(), case.spec(None), blocks),
+            window: AttentionCall::new(documents, case.spec(Some(case.window()))),
+            qkv: typed::<B, 4>(&packed(case), packed_of(case.shape), device),
+            d_o: typed::<B, 4>(&case.d_o, output, device),
+            gates: [logits, typed::<B, 1>(&bias, [num_gates], device)],
+            weights,
+        }
+    }
+
+    /// Shape of the compressed keys and values: a slot holds one block's key, or value.
+    fn slots(&self) -> [usize; 5] {
+        let [batch, seq_len, _, head_dim] = self.case.shape.output();
+        [2, batch, self.call.blocks.num_slots(seq_len), self.case.shape.num_kv_heads, head_dim]
+    }
+
+    /// Runs the branches and their gates, and adds what they return to `tensors`.
+    fn forward(&self, device: &B::Device, tensors: &mut Tensors) -> NsaForward<B> {
+        let leaf_of = |weight: &Weight| leaf(typed::<B, 2>(&weight.values, weight.sizes, device));
+        let weights = self.weights.as_ref().map(|weights| weights.each_ref().map(|mlp| mlp.each_ref().map(leaf_of)));
+        let compressed_from = leaf(self.qkv.clone());
+        let compressed = pooled::<B>(&compressed_from, weights.as_ref(), &self.call);
+        let keys_and_values = primitive(compressed.clone().inner());
+        let coarse = B::nsa_compressed_attention(self.qkv.clone(), keys_and_values.clone(), &self.call);
+        let selected = B::nsa_selected_attention(self.qkv.clone(), coarse.block_indices.clone(), &self.call);
+        let recent = <B as DeviceBackend>::attention(self.qkv.clone(), &self.window);
+        let forward = NsaForward { compressed_from, weights, compressed, coarse, selected, recent };
+        let [logits, bias] = self.gates.clone();
+        let o = B::nsa_gates(forward.outputs().map(|branch| branch.o.clone()), logits, bias);
+
+        let output = self.case.shape.output();
+        let [batch, seq_len, ..] = output;
+        let choice = [batch, seq_len, self.case.shape.num_kv_heads, self.call.blocks.num_selected_blocks];
+        tensors.output("compressed", &floats::<B, 3>(keys_and_values), &self.slots());
+        tensors.ints("block_indices", indices::<B, 4>(forward.coarse.block_indices.clone()), &choice);
+        for (name, branch) in BRANCHES.iter().zip(forward.outputs()) {
+            tensors.output(&format!("{name}_o"), &floats::<B, 4>(branch.o.clone()), &output);
+            let lse = floats::<B, 3>(branch.lse.clone());
+            tensors.floats(&format!("{name}_lse"), &lse, &self.case.shape.lse(), DType::F32);
+        }
+        tensors.output("o", &floats::<B, 4>(o), &output);
+        forward
+    }
+
+    /// Adds the gradients of the gates, of each branch's output and of the compression to `tensors`. Returns the
+    /// gradient of the packed tensor: the sum, in f32, over the three branches and the compression.
+    fn backward(&self, forward: NsaForward<B>, tensors: &mut Tensors) -> Vec<f32> {
+        let output = self.case.shape.output();
+        let [batch, seq_len, num_heads, _] = output;
+        let branches = forward.outputs().map(|branch| branch.o.clone());
+        let [logits, bias] = self.gates.clone();
+        let [coarse_do, selected_do, window_do, d_logits, d_bias] =
+            B::nsa_gates_backward(branches, logits, bias, self.d_o.clone());
+        for (name, d_branch) in BRANCHES.iter().zip([&coarse_do, &selected_do, &window_do]) {
+            tensors.output(&format!("{name}_do"), &floats::<B, 4>(d_branch.clone()), &output);
+        }
+        tensors.output("dgate_logits", &floats::<B, 3>(d_logits), &[batch, seq_len, num_heads, BRANCHES.len()]);
+        tensors.floats("dgate_bias", &floats::<B, 1>(d_bias), &[num_heads, BRANCHES.len()], DType::F32);
+
+        let NsaForward { compressed_from, weights, compressed, coarse, selected, recent } = forward;
+        let (qkv, chosen) = (self.qkv.clone(), coarse.block_indices);
+        let keys_and_values = primitive(compressed.clone().inner());
+        let [of_coarse, d_compressed] =
+            B::nsa_compressed_attention_backward(qkv.clone(), keys_and_values, &self.call, coarse.output, coarse_do);
+        tensors.output("dcompressed", &floats::<B, 3>(d_compressed.clone()), &self.slots());
+        let d_compressed = Tensor::from_inner(wrapped(d_compressed));
+        let mut of_graph = sieve_ops::seed_gradient(compressed, d_compressed).backward();
+        let of_compression = compressed_from.grad_remove(&mut of_graph).expect("keys are compressed");
+        let leaves = weights.iter().flatten().flatten();
+        for (Weight { name, sizes, .. }, leaf) in self.weights.iter().flatten().flatten().zip(leaves) {
+            let gradient = leaf.grad_remove(&mut of_graph).expect("every weight is used");
+            tensors.floats(&format!("d{name}"), &floats::<B, 2>(primitive(gradient)), sizes, DType::F32);
+        }
+        let parts = [
+            of_coarse,
+            primitive(of_compression),
+            B::nsa_selected_attention_backward(qkv.clone(), chosen, &self.call, selected, selected_do),
+            B::attention_backward(qkv, &self.window, recent, window_do),
+        ];
+        let mut sum = vec![0.0f32; packed_of(self.case.shape).iter().product()];
+        for part in parts {
+            let values = floats::<B, 4>(part);
+            sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+        }
+        sum
+    }
+}
+
+impl<B: Computes> NsaForward<B> {
+    /// The outputs of the three branches.
+    fn outputs(&self) -> [&AttentionOutput<B>; 3] {
+        [&self.coarse.output, &self.selected.output, &self.recent]
+    }
 }

@@ -28,8 +28,8 @@ pub(super) fn check(parts: usize, shape: &AttentionShape) -> Result<()> {
     Ok(())
 }
 
-/// The tensors of the file: the whole rows, then for each rank the halo (keys and values of earlier ranks that its
-/// queries may see; `border` in the file), the output and the gradients. DMA's scores are computed from the values, as
+/// The tensors of the file: the whole rows, then for each part the halo (keys and values of earlier parts that its
+/// queries may see), the output and the gradients. DMA's scores are computed from the values, as
 /// published.
 pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let shape = case.shape;
@@ -78,11 +78,11 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         let name = |what: &str| format!("part{rank}.{what}");
         let mut tensors = Tensors::new(B::DTYPE);
         if let Some(halo) = traced.halo {
-            tensors.output(&name("border"), &floats::<B, 4>(halo.clone()), &halo.shape());
+            tensors.output(&name("halo"), &floats::<B, 4>(halo.clone()), &halo.shape());
         }
         if let Some(ranks) = traced.halo_ranks {
             let values = floats::<B, 3>(ranks.clone());
-            tensors.floats(&name("border_ranks"), &values, &ranks.shape(), DType::F32);
+            tensors.floats(&name("halo_ranks"), &values, &ranks.shape(), DType::F32);
         }
         if let Some(expire) = traced.expire {
             tensors.ints(&name("expire"), indices::<B, 3>(expire.clone()), &expire.shape());

@@ -4,8 +4,9 @@ use super::tokens::Text;
 use crate::device::{Device, download_mask};
 use crate::emulator::tests::{AMPERE, emulated};
 use safetensors::SafeTensors;
+use sieve_core::BlockSelection;
 use sieve_kernels::{AttentionShape, DType, KernelError, Qkv};
-use sieve_select::{CallShape, Selector};
+use sieve_select::{CallShape, Selector, TokenKeys};
 use std::ops::Range;
 
 static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
@@ -112,99 +113,175 @@ impl Tokens {
     }
 }
 
+/// A stored call of a selector. Its arrays are named `INPUTS/PLACE/SELECTOR/ARRAY` in the file of lists; each call has
+/// an array `ptr`.
+struct StoredCall<'a> {
+    lists: &'a SafeTensors<'a>,
+    /// The name without the array's.
+    name: &'a str,
+    /// Whose queries and keys the call reads.
+    inputs: &'a str,
+    /// A chunk of a prompt, `CONTEXT-END`, or a decoded token, `token-N`.
+    place: &'a str,
+    /// The selector with its settings, as the program takes it.
+    selector: &'a str,
+}
+
+impl<'a> StoredCall<'a> {
+    /// The call that has this array as `ptr`; `None` for the other arrays of a call.
+    fn of_array(lists: &'a SafeTensors<'a>, array: &'a str) -> Option<Self> {
+        let name = array.strip_suffix("/ptr")?;
+        let [inputs, place, selector] = name.split('/').collect::<Vec<_>>()[..] else {
+            return None;
+        };
+        Some(Self { lists, name, inputs, place, selector })
+    }
+
+    /// Whether a method selects here for queries and keys of a trained model.
+    fn is_of_trained(&self, method: &str) -> bool {
+        self.inputs.starts_with("trained") && self.selector.split(':').next() == Some(method)
+    }
+
+    fn is_decoded(&self) -> bool {
+        self.place.starts_with("token-")
+    }
+
+    /// The tokens whose keys are selected: those of a chunk, or a decoded one.
+    fn tokens(&self) -> Range<usize> {
+        let number = |text: &str| text.parse::<usize>().expect("a number");
+        match (self.place.strip_prefix("token-").map(number), self.place.split_once('-')) {
+            (Some(token), _) => token..token + 1,
+            (None, Some((context, end))) => number(context)..number(end),
+            (None, None) => panic!("{}", self.place),
+        }
+    }
+
+    /// Queries and keys.
+    fn heads(&self, captured: &SafeTensors<'_>) -> [Tokens; 2] {
+        // The inputs `trained.2.2` are the first query head of each KV head of `trained.4.2`.
+        let (stored, step) = match self.inputs {
+            "trained.2.2" => ("trained.4.2", 2),
+            inputs => (inputs, 1),
+        };
+        let q = heads(captured, &format!("{stored}/q")).every_nth_head(step);
+        [q, heads(captured, &format!("{stored}/k"))]
+    }
+
+    fn selector(&self) -> Selector {
+        let mut selector = Selector::parse(self.selector).expect("the file's selectors are valid");
+        selector.common.min_prefill_tokens = 0;
+        selector
+    }
+
+    /// How the device selects in a chunk; `None` where only the host does.
+    fn selection(&self, [q, k]: &[Tokens; 2]) -> Option<BlockSelection> {
+        let tokens = self.tokens();
+        let shape = CallShape::new([tokens.len(), tokens.end], [q.heads, k.heads], q.width);
+        let padded = CallShape { head_dim: q.width.max(NARROWEST), ..shape };
+        let mut selection = self.selector().block_selection(padded, 0, 0)?;
+        // The columns of padding are zeros, so the softmax scale is that of the width without padding.
+        selection.scores.softmax_scale = shape.softmax_scale();
+        Some(selection)
+    }
+
+    fn ints(&self, array: &str) -> Vec<i32> {
+        ints(self.lists, &format!("{}/{array}", self.name))
+    }
+
+    /// The lists of the array `idx`, which begin where `ptr` says.
+    fn stored_lists(&self, ptr: &str, idx: &str) -> Vec<Vec<i32>> {
+        let (ptr, idx) = (self.ints(ptr), self.ints(idx));
+        ptr.windows(2).map(|list| idx[list[0] as usize..list[1] as usize].to_vec()).collect()
+    }
+}
+
 /// Compares the stored calls of a method that select on the device. `wanted(inputs, place)` says which of them to run;
 /// a place is a chunk of a prompt, `CONTEXT-END`, or a decoded token, `token-N`.
 fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> bool) -> Result<Compared, KernelError> {
     let [lists, captured] = [LISTS, CAPTURED].map(|file| SafeTensors::deserialize(file).expect("a stored file"));
     let mut done = Compared::default();
-    for name in lists.names() {
-        let parts: Vec<&str> = name.split('/').collect();
-        let [inputs, place, text, "ptr"] = parts[..] else {
+    for array in lists.names() {
+        let Some(call) = StoredCall::of_array(&lists, array).filter(|call| call.is_of_trained(method)) else {
             continue;
         };
-        let is_asked = inputs.starts_with("trained") && text.split(':').next() == Some(method);
-        if !is_asked {
-            continue;
-        }
-        // These inputs are the first query head of each KV head of `trained.4.2`.
-        let (of, step) = match inputs {
-            "trained.2.2" => ("trained.4.2", 2),
-            inputs => (inputs, 1),
-        };
-        let q = heads(&captured, &format!("{of}/q")).every_nth_head(step);
-        let k = heads(&captured, &format!("{of}/k"));
-        let number = |text: &str| text.parse::<usize>().expect("a number");
-        let token = place.strip_prefix("token-").map(number);
-        let (context, end) = match (token, place.split_once('-')) {
-            (Some(token), _) => (token, token + 1),
-            (None, Some((context, end))) => (number(context), number(end)),
-            (None, None) => panic!("{place}"),
-        };
-        let shape = CallShape::new([end - context, end], [q.heads, k.heads], q.width);
-        let mut selector = Selector::parse(text).expect("the file's selectors are valid");
-        selector.common.min_prefill_tokens = 0;
-        let case = name.trim_end_matches("/ptr");
-        let ints = |array: &str| ints(&lists, &format!("{case}/{array}"));
-        let stored_rows = |ptr: &str, idx: &str| -> Vec<Vec<i32>> {
-            let (ptr, idx) = (ints(ptr), ints(idx));
-            ptr.windows(2).map(|row| idx[row[0] as usize..row[1] as usize].to_vec()).collect()
-        };
-        // The selection has the padded width; the softmax scale, set below, has the width without padding.
-        let wide = CallShape { head_dim: q.width.max(NARROWEST), ..shape };
-        if let Some(token) = token {
-            let keys = selector.token_keys(end, 0).expect("a device takes stored tokens");
+        let (inputs, is_wanted) = (call.heads(&captured), wanted(call.inputs, call.place));
+        if call.is_decoded() {
+            let keys = call.selector().token_keys(call.tokens().end, 0).expect("a device takes stored tokens");
             done.calls[0] += 1;
-            if !wanted(inputs, place) {
-                continue;
+            if is_wanted {
+                done.run += 1;
+                compare_token(device, &call, &inputs, keys, &mut done)?;
             }
+            continue;
+        }
+        let selection = call.selection(&inputs);
+        done.calls[usize::from(selection.is_none())] += 1;
+        if let Some(selection) = selection.filter(|_| is_wanted) {
             done.run += 1;
-            let heads = AttentionShape::new(1, 1, [q.heads, k.heads], [wide.head_dim; 2]);
-            let before = k.padded(0..token);
-            let text = Text::new(device, [&before, &before], heads, [token, end], keys);
-            let [q, k] = [&q, &k].map(|x| {
-                let sizes = [1, 1, x.heads, wide.head_dim];
-                device.float(&x.padded(token..end), &sizes, DType::BF16)
-            });
-            let found = text.choose(&Qkv::separate(&q, &k, &k), token, keys)?.expect("it chooses");
-            let stored = stored_rows("ptr", "idx");
-            for (row, found) in found.iter().enumerate() {
-                let found: Vec<i32> = found.iter().map(|&key| key as i32).collect();
-                done.check(&format!("{case}: row {row}"), &found, &stored[row]);
-            }
-            continue;
-        }
-        let chosen = selector.block_selection(wide, 0, 0);
-        done.calls[usize::from(chosen.is_none())] += 1;
-        let Some(mut selection) = chosen.filter(|_| wanted(inputs, place)) else {
-            continue;
-        };
-        done.run += 1;
-        selection.scores.softmax_scale = shape.softmax_scale();
-        let (q_on, k_on) = (q.upload(device, context, end), k.upload(device, 0, end));
-        let qkv = Qkv::separate(&q_on, &k_on, &k_on);
-        let made = qkv.select_blocks(&selection)?.mask;
-        let found = download_mask(device, made)?;
-        let rows = found.tiles.num_query_tiles();
-        for (row, expected) in stored_rows("ptr", "idx").iter().enumerate() {
-            done.check(&format!("{case}: row {row}"), found.row(row / rows, row % rows), expected);
-        }
-        if method == "vertical_slash" {
-            for (row, expected) in stored_rows("col_ptr", "col_idx").iter().enumerate() {
-                let columns = found.columns(row / rows, row % rows);
-                done.check(&format!("{case}: columns of row {row}"), columns, expected);
-            }
-        }
-        if method == "pbs" {
-            let stored = ints("order");
-            let heads = found.key_order().chunks_exact(end);
-            for (kv_head, (found, stored)) in heads.zip(stored.chunks_exact(end)).enumerate() {
-                let place = format!("{case}: keys of KV head {kv_head}");
-                let stored = with_ties(found, stored, || attention_by_key(&q, &k, kv_head, end));
-                done.check(&place, found, &stored);
-            }
+            compare_chunk(device, &call, &inputs, &selection, &mut done)?;
         }
     }
     Ok(done)
+}
+
+/// Compares the keys that the device chooses for a decoded token.
+fn compare_token(
+    device: &dyn Device,
+    call: &StoredCall<'_>,
+    [q, k]: &[Tokens; 2],
+    keys: TokenKeys,
+    done: &mut Compared,
+) -> Result<(), KernelError> {
+    let (tokens, width) = (call.tokens(), q.width.max(NARROWEST));
+    let shape = AttentionShape::new(1, 1, [q.heads, k.heads], [width; 2]);
+    let before = k.padded(0..tokens.start);
+    // A choice does not read values: keys fill their place.
+    let text = Text::new(device, [&before, &before], shape, [tokens.start, tokens.end], keys);
+    let [q, k] = [q, k].map(|x| device.float(&x.padded(tokens.clone()), &[1, 1, x.heads, width], DType::BF16));
+    let found = text.choose(&Qkv::separate(&q, &k, &k), tokens.start, keys)?.expect("it chooses");
+    let stored = call.stored_lists("ptr", "idx");
+    for (row, found) in found.iter().enumerate() {
+        let found: Vec<i32> = found.iter().map(|&key| key as i32).collect();
+        done.check(&format!("{}: row {row}", call.name), &found, &stored[row]);
+    }
+    Ok(())
+}
+
+/// Compares the mask that the device makes for a chunk: its tiles, and the single columns and the order of keys where
+/// the method stored them.
+fn compare_chunk(
+    device: &dyn Device,
+    call: &StoredCall<'_>,
+    inputs: &[Tokens; 2],
+    selection: &BlockSelection,
+    done: &mut Compared,
+) -> Result<(), KernelError> {
+    let ([q, k], Range { start, end }, case) = (inputs, call.tokens(), call.name);
+    // A selection does not read values: keys fill their place.
+    let (q_on, k_on) = (q.upload(device, start, end), k.upload(device, 0, end));
+    let made = Qkv::separate(&q_on, &k_on, &k_on).select_blocks(selection)?.mask;
+    let found = download_mask(device, made)?;
+    let rows = found.tiles.num_query_tiles();
+    for (row, expected) in call.stored_lists("ptr", "idx").iter().enumerate() {
+        done.check(&format!("{case}: row {row}"), found.row(row / rows, row % rows), expected);
+    }
+    let method = call.selector.split(':').next();
+    if method == Some("vertical_slash") {
+        for (row, expected) in call.stored_lists("col_ptr", "col_idx").iter().enumerate() {
+            let columns = found.columns(row / rows, row % rows);
+            done.check(&format!("{case}: columns of row {row}"), columns, expected);
+        }
+    }
+    if method == Some("pbs") {
+        let stored = call.ints("order");
+        let heads = found.key_order().chunks_exact(end);
+        for (kv_head, (found, stored)) in heads.zip(stored.chunks_exact(end)).enumerate() {
+            let place = format!("{case}: keys of KV head {kv_head}");
+            let stored = with_ties(found, stored, || attention_by_key(q, k, kv_head, end));
+            done.check(&place, found, &stored);
+        }
+    }
+    Ok(())
 }
 
 /// Two keys whose scores differ by no more than this share may be in either order: the error of f32 sums of some

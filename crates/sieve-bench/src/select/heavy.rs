@@ -7,8 +7,10 @@ use sieve_core::HeavyKeys;
 use sieve_kernels::{AttentionShape, DType, DecodeScratch, DmaSlots, KeptKeys, KvCache};
 use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
+use std::ops::Range;
 
-/// Selectors that choose keys after the prompt. SnapKV keeps these and all later keys; H2O's later tokens evict keys.
+/// Selectors that choose keys after the prompt. SnapKV keeps the chosen keys and all later ones; under H2O later tokens
+/// evict keys.
 pub(super) const HEAVY: &[&str] = &[
     "snapkv:capacity=70,window=9,kernel=7",
     "snapkv:capacity=41,window=40,kernel=1,pool=max",
@@ -62,24 +64,30 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
             }
             None => device.ints(&kept.positions)?,
         };
-        let num_slots = positions.len() / KV_HEADS;
-        for (head, expected) in session.kept().iter().enumerate() {
-            let mut found: Vec<u32> = positions[head * num_slots..(head + 1) * num_slots]
-                .iter()
-                // An empty slot has position -1.
-                .filter(|&&position| position >= 0)
-                .map(|&position| position as u32)
-                .collect();
-            if slots.is_none() {
-                found.extend(PROMPT as u32..=token as u32);
-            }
-            found.sort_unstable();
-            if found != *expected {
+        let also_read = match &slots {
+            Some(_) => 0..0,
+            None => PROMPT as u32..token as u32 + 1,
+        };
+        let read = read_positions(&positions, also_read);
+        for (head, (found, expected)) in read.iter().zip(session.kept()).enumerate() {
+            if found != expected {
                 return wrong(format!("token {token}, KV head {head}: {found:?}; the CPU reads {expected:?}"));
             }
         }
     }
     Ok(worst)
+}
+
+/// The positions that each KV head reads, ascending: those in its slots, of which empty ones have position -1, and the
+/// positions of `also_read`.
+fn read_positions(positions: &[i32], also_read: Range<u32>) -> Vec<Vec<u32>> {
+    let of_head = |slots: &[i32]| {
+        let filled = slots.iter().filter_map(|&position| u32::try_from(position).ok());
+        let mut read: Vec<u32> = filled.chain(also_read.clone()).collect();
+        read.sort_unstable();
+        read
+    };
+    positions.chunks_exact(positions.len() / KV_HEADS).map(of_head).collect()
 }
 
 /// Checks that the kept keys are rows of the prompt; returns them as slots for selectors whose later tokens evict

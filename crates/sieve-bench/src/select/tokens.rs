@@ -3,7 +3,7 @@
 use crate::device::{Device, separate};
 use crate::report::{Outcome, wrong};
 use crate::tolerance::Tolerance;
-use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
+use sieve_core::ForcedBlocks;
 use sieve_cpu::nsa::choose_blocks;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, KernelError, KvCache, Qkv, SelectorStep,
@@ -130,9 +130,8 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
                 let start: Vec<i32> = (0..num_queries).map(|query| query as i32 - own as i32).collect();
                 let start = device.int(&start, &[1, num_queries]);
                 let indices = start.empty_contiguous(&[1, num_queries, 1, num_chosen], DType::I32);
-                let choice =
-                    BlockChoice { blocks: NsaBlocks::of([1, 1, 1, num_chosen]), rule: ChoiceRule::MeanKey, forced };
-                choose_by_scores(&importance, &start, &indices, choice, 0)?;
+                let block_size = 1;
+                choose_by_scores(&importance, &start, &indices, block_size, forced, 0)?;
                 if device.ints(&indices)? != expected.repeat(num_queries) {
                     let words = format!("{num_chosen} of {num_blocks} blocks, own {own}, {forced:?}");
                     return wrong(format!("{words}, scores of kind {kind}, {num_queries} queries"));

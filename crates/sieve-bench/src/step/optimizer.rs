@@ -62,22 +62,11 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     let v: Vec<f32> = normal(&mut calls.random).iter().map(|x| x * x).collect();
     let device = calls.device;
     let upload = |values: &[f32]| device.float(values, &[size], DType::F32);
-    let scale = device.float(&[0.5], &[1], DType::F32);
+    let scale = device.float(&[GRADIENT_SCALE], &[1], DType::F32);
     let (param, exp_avg, exp_avg_sq, grad) = (upload(&p), upload(&m), upload(&v), upload(&g));
     let leaf = device.float(&vec![f32::NAN; size], &[size], DType::BF16);
     step(update, [&param, &exp_avg, &exp_avg_sq], [&grad, &scale], Some(&leaf))?;
-    let mut exact = [Vec::new(), Vec::new(), Vec::new()];
-    for at in 0..size {
-        let grad = f64::from(g[at]) * 0.5;
-        let m = f64::from(m[at]) * update.beta1 + grad * (1.0 - update.beta1);
-        let v = f64::from(v[at]) * update.beta2 + grad * grad * (1.0 - update.beta2);
-        let root = (v / update.bias_correction2).sqrt() + update.eps;
-        let kept = f64::from(p[at]) * (1.0 - update.lr * update.weight_decay);
-        let p = kept - update.lr / update.bias_correction1 * m / root;
-        for (list, value) in exact.iter_mut().zip([p, m, v]) {
-            list.push(value as f32);
-        }
-    }
+    let exact = exact_update(update, [&p, &m, &v], &g, GRADIENT_SCALE);
     for (name, got, exact) in
         [("param", &param, &exact[0]), ("exp_avg", &exp_avg, &exact[1]), ("exp_avg_sq", &exp_avg_sq, &exact[2])]
     {
@@ -111,6 +100,26 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
         calls.equal("a split master behind a gate", &joined()?, &param)?;
     }
     Ok(calls.worst)
+}
+
+/// Factor on the gradients of a checked update.
+const GRADIENT_SCALE: f32 = 0.5;
+
+/// Parameters, first moments and second moments after an AdamW step, computed in f64.
+fn exact_update(update: AdamWStep, [p, m, v]: [&[f32]; 3], g: &[f32], gradient_scale: f32) -> [Vec<f32>; 3] {
+    let mut exact = [Vec::new(), Vec::new(), Vec::new()];
+    for at in 0..p.len() {
+        let grad = f64::from(g[at]) * f64::from(gradient_scale);
+        let m = f64::from(m[at]) * update.beta1 + grad * (1.0 - update.beta1);
+        let v = f64::from(v[at]) * update.beta2 + grad * grad * (1.0 - update.beta2);
+        let root = (v / update.bias_correction2).sqrt() + update.eps;
+        let kept = f64::from(p[at]) * (1.0 - update.lr * update.weight_decay);
+        let p = kept - update.lr / update.bias_correction1 * m / root;
+        for (list, value) in exact.iter_mut().zip([p, m, v]) {
+            list.push(value as f32);
+        }
+    }
+    exact
 }
 
 /// Compares the sum, the sum of squares and the norm of a tensor with f64.

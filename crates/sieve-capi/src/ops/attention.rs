@@ -13,7 +13,7 @@ use sieve_gpu::{AttentionShape, CudaTensor, KernelError, SelectedBlocks, TileLis
 pub struct AttentionForward {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
     /// Whether `o` is the only output.
@@ -41,7 +41,7 @@ impl AttentionForward {
 pub struct AttentionBackward {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
     /// Whether sums are added in a fixed order.

@@ -1,9 +1,9 @@
 //! Kinds whose queries choose blocks of keys: the choice, and attention over it.
 use super::{Inputs, Outputs, result};
-use crate::request::{Blocks, Choice, PlanError};
+use crate::request::{Choice, PlanError};
 use serde::{Deserialize, Serialize};
 use sieve_core::{BlockChoice, ForcedBlocks};
-use sieve_gpu::{CudaTensor, KernelError, Qkv};
+use sieve_gpu::{CudaTensor, Heads, KernelError, nsa_mean_pool};
 
 /// q, k, doc_start, doc_end → block_indices
 #[derive(Debug, Clone, Deserialize, Serialize)]
@@ -33,14 +33,8 @@ impl ChosenForward {
             None => ["q", "k"],
         };
         let (chosen, [start, end]) = (t.chosen(choice, by, &documents)?, &documents);
-        let Blocks(_, _, size, count) = choice.blocks;
-        let blocks = match by {
-            // An indexer's means are of single tokens; attention reads blocks alone.
-            ["index_q", _] => Blocks(size, size, size, count),
-            _ => choice.blocks,
-        };
-        let (qkv, blocks) = (t.qkv()?, blocks.checked()?);
-        let (forward, _) = qkv.nsa_selected_attention_forward([start, end], &chosen, blocks, choice.scale)?;
+        let size = choice.blocks.checked()?.select_block_size;
+        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([start, end], &chosen, size, choice.scale)?;
         let mut outputs = result(forward, choice.only_o);
         outputs.extend((!choice.only_o).then_some(("block_indices", chosen)));
         Ok(outputs)
@@ -57,11 +51,10 @@ impl Inputs {
             let supported = "1 or more, and no more than chosen";
             return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
         }
-        let (q, k) = (self.get(by[0])?, self.get(by[1])?);
-        let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
-        let rule = choice.rule.into();
-        let by = BlockChoice { blocks, rule, forced };
-        let queries = self.queries_of_blocks(&q, &pooled, blocks)?;
-        Ok(queries.choose_key_blocks([start, end], &pooled, by, choice.scale)?)
+        let [q, k] = [Heads::all(&self.get(by[0])?), Heads::all(&self.get(by[1])?)];
+        // The kernel pools two tensors, keys and values; the choice reads the means of the first, the keys.
+        let pooled = nsa_mean_pool([&k, &k], [start, end], blocks)?;
+        let choice_of_blocks = BlockChoice { blocks, rule: choice.rule.into(), forced };
+        Ok(q.choose_key_blocks([start, end], &pooled, choice_of_blocks, choice.scale)?)
     }
 }

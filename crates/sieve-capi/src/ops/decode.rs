@@ -4,8 +4,7 @@ use super::{Inputs, Outputs, wrong};
 use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_gpu::{
-    AttentionShape, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentKeys, Qkv, WARP_KEYS,
-    mla_decode,
+    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys, WARP_KEYS, mla_decode,
 };
 
 /// q, k, v of one token a row, k_cache, v_cache (written in place), length, sinks? (bf16 `[heads]`) → o
@@ -14,7 +13,7 @@ use sieve_gpu::{
 pub struct AttentionDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
 }
@@ -42,7 +41,7 @@ impl AttentionDecode {
 pub struct CachedDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
     /// Keys of a chosen block: of the blocks in `chosen`, in ascending order and then -1, a query sees all tokens.
@@ -53,20 +52,16 @@ pub struct CachedDecode {
 impl CachedDecode {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, window, block } = self;
-        let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
-        let [batch, tokens, _, head_dim] = q.dims(t.op, "q")?;
-        let [_, kv_heads, capacity, head_dim_v] = cache.v.dims(t.op, "v_cache")?;
-        // Stand in for the new token's k and v, which no launch reads.
-        let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
-        let token = Qkv::separate(&q, &unread[0], &unread[1]);
-        let shape = token.shape(t.op)?;
+        let (q, cache, length) = (Heads::all(&t.get("q")?), t.cache()?, t.get("length")?);
+        let shape = cache.query_shape(t.op, &q)?;
+        let [_, kv_heads, capacity, _] = cache.k.dims(t.op, "k_cache")?;
         let sinks = t.maybe("sinks");
         let step = DecodeStep { window, sinks: sinks.as_ref(), ..DecodeStep::new(capacity, scale) };
         let max_keys = window.unwrap_or(capacity).min(capacity);
         let o = match (t.maybe("chosen"), block) {
             (None, None) => {
                 let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
-                cache.attention_decode_cached(&token, &length, step, &scratch)?
+                cache.attention_decode_cached(&q, &length, step, &scratch)?
             }
             (Some(chosen), Some(block)) => {
                 if block == 0 || !block.is_multiple_of(WARP_KEYS) {
@@ -83,7 +78,7 @@ impl CachedDecode {
                 let choosers = AttentionShape { num_kv_heads, ..shape };
                 let max_keys = num_chosen.saturating_mul(block).min(max_keys);
                 let scratch = DecodeScratch::new(&cache.k, choosers, max_keys)?;
-                cache.attention_decode_chosen(&token, &length, step, &scratch, &chosen, block)?
+                cache.attention_decode_chosen(&q, &length, step, &scratch, &chosen, block)?
             }
             _ => return Err(wrong(t.op, "chosen", "must be given together with block, the number of keys of a block")),
         };
@@ -123,7 +118,7 @@ impl DmaDecode {
 pub struct MlaDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// Columns of the latents that are values, the first ones.
+    /// How many columns of a latent, from the first on, are its values.
     pub rank: usize,
 }
 

@@ -3,7 +3,9 @@ use super::{Inputs, Outputs, result, wrong};
 use crate::request::{Blocks, PlanError};
 use serde::{Deserialize, Serialize};
 use sieve_core::NsaBlocks;
-use sieve_gpu::{CudaTensor, Qkv, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward};
+use sieve_gpu::{
+    CudaTensor, Heads, PackedGradient, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+};
 
 /// k, v, doc_start, doc_end → compressed
 #[derive(Debug, Clone, Deserialize, Serialize)]
@@ -18,7 +20,7 @@ impl NsaMeanPool {
         let Self { blocks } = self;
         let (k, v, [start, end]) = (t.get("k")?, t.get("v")?, t.documents()?);
         let blocks = blocks.checked()?;
-        let pooled = Qkv::separate(&k, &k, &v).nsa_mean_pool([&start, &end], blocks)?;
+        let pooled = nsa_mean_pool([&Heads::all(&k), &Heads::all(&v)], [&start, &end], blocks)?;
         let [batch, seq_len, kv_heads, head_dim] = k.dims("nsa_mean_pool", "k")?;
         let shape = [2, batch, blocks.num_slots(seq_len), kv_heads, head_dim];
         let pooled = pooled.reshaped("nsa_mean_pool", "compressed", &shape)?;
@@ -26,7 +28,8 @@ impl NsaMeanPool {
     }
 }
 
-/// k, doc_start, doc_end, d_compressed → dkv
+/// k, doc_start, doc_end, d_compressed → dqkv, packed: as many query heads as KV heads, whose gradient is zero, then
+/// the gradients of keys and of values
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct NsaMeanPoolBackward {
@@ -39,8 +42,9 @@ impl NsaMeanPoolBackward {
         let Self { blocks } = self;
         let (k, [start, end], blocks) = (t.get("k")?, t.documents()?, blocks.checked()?);
         let d_compressed = t.compressed("d_compressed", blocks)?;
-        let shape = Qkv::separate(&k, &k, &k).shape("nsa_mean_pool")?;
-        let dqkv = nsa_mean_pool_backward(&shape, [&start, &end], blocks, &d_compressed)?;
+        let [batch, seq_len, num_kv_heads, head_dim] = k.dims(t.op, "k")?;
+        let packed = PackedGradient { dims: [batch, seq_len, 3 * num_kv_heads, head_dim], num_kv_heads };
+        let dqkv = nsa_mean_pool_backward(packed, [&start, &end], blocks, &d_compressed)?;
         Ok(vec![("dqkv", dqkv)])
     }
 }
@@ -60,7 +64,7 @@ impl NsaCompressedForward {
         let Self { scale, blocks } = self;
         let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
         let compressed = t.compressed("compressed", blocks)?;
-        let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
+        let queries = Heads::all(&t.get("q")?);
         let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
         let (forward, indices) = forward?;
         Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
@@ -85,7 +89,7 @@ impl NsaCompressedBackward {
         let Self { scale, blocks, fixed_order } = self;
         let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
         let compressed = t.compressed("compressed", blocks)?;
-        let queries = t.queries_of_blocks(&t.q_in(*fixed_order)?, &compressed, blocks)?;
+        let queries = Heads::all(&t.q_in(*fixed_order)?);
         let [dqkv, d_compressed] = queries.nsa_compressed_attention_backward(
             [&start, &end],
             &compressed,
@@ -113,9 +117,9 @@ pub struct NsaSelectedForward {
 impl NsaSelectedForward {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks } = self;
-        let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
-        let blocks = blocks.checked()?;
-        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
+        let (indices, size) = t.chosen_blocks(*blocks)?;
+        let [start, end] = t.documents()?;
+        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([&start, &end], &indices, size, *scale)?;
         let only_o = false;
         Ok(result(forward, only_o))
     }
@@ -137,10 +141,10 @@ pub struct NsaSelectedBackward {
 impl NsaSelectedBackward {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks, fixed_order } = self;
-        let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
-        let blocks = blocks.checked()?;
+        let (indices, size) = t.chosen_blocks(*blocks)?;
+        let [start, end] = t.documents()?;
         t.gradients(*scale, *fixed_order, |call| {
-            call.nsa_selected_attention_backward([&start, &end], &indices, blocks, &[])?;
+            call.nsa_selected_attention_backward([&start, &end], &indices, size, &[])?;
             Ok(None)
         })
     }
@@ -189,9 +193,9 @@ impl NsaForward {
         let &Self { scale, blocks, window, only_o } = self;
         let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);
         let (documents, compressed) = ([&start, &end], t.compressed("compressed", blocks)?);
-        let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
-        let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
-        let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
+        let (coarse, indices) = qkv.q.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+        let size = blocks.select_block_size;
+        let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, size, scale)?;
         let near = qkv.attention_forward(&start, Some(window), scale, None)?;
         let [logits, bias] = t.gates()?;
         let o = nsa_gates([&coarse.o, &selected.o, &near.o], &logits, &bias)?;
@@ -211,6 +215,17 @@ impl NsaForward {
 }
 
 impl Inputs {
+    /// The blocks that queries chose, as many for each as `blocks` says, and the tokens of a block.
+    fn chosen_blocks(&self, blocks: Blocks) -> Result<(CudaTensor, usize), PlanError> {
+        let (indices, blocks) = (self.get("block_indices")?, blocks.checked()?);
+        let [.., count] = indices.dims::<4>(self.op, "block_indices")?;
+        if count != blocks.num_selected_blocks {
+            let problem = format!("has {count} blocks of a query, expected {}", blocks.num_selected_blocks);
+            return Err(wrong(self.op, "block_indices", &problem));
+        }
+        Ok((indices, blocks.select_block_size))
+    }
+
     /// Compressed keys, then values, or their gradients, `[2, rows, width]`. `[2, batch, slots, kv_heads, width]` is
     /// accepted too and flattened.
     fn compressed(&self, name: &'static str, blocks: NsaBlocks) -> Result<CudaTensor, PlanError> {

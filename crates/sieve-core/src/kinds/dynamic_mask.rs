@@ -279,6 +279,10 @@ fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<Forme
 const GATHERED_PAIRS: f64 = 0.52;
 
 impl Kind for DmaShape {
+    fn rank_slopes(&self, num_kv_heads: usize) -> Option<Vec<f64>> {
+        self.slopes(num_kv_heads)
+    }
+
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let num_kv_heads = layer.num_kv_heads;
         let w_dt = "self_attn.dt_proj.weight";

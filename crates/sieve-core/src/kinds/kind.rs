@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::op::AttentionOp;
 use super::param::ParamSpec;
-use super::sizes::{Activations, BackwardCall, Exchanged, Halo, HeadWidths, KeptCall, KeyReads};
+use super::sizes::{Activations, BackwardCall, Exchanged, Halo, HeadWidths, KeptCall, KeyReads, LatentSizes};
 use crate::model::{BranchDensity, ModelShape};
 use crate::{BlockChoice, NsaBlocks};
 
@@ -78,6 +78,18 @@ pub trait Kind: std::fmt::Debug {
     /// layers of other kinds.
     fn is_latent(&self) -> bool {
         false
+    }
+
+    /// What the kernels of latent attention depend on, in layers of this head width; `None` where keys and values are
+    /// not made from a latent.
+    fn latent(&self, _head_dim: usize) -> Option<LatentSizes> {
+        None
+    }
+
+    /// How much the rank of each KV head's keys grows per token of their position; `None` where keys have no ranks, or
+    /// ranks no recency.
+    fn rank_slopes(&self, _num_kv_heads: usize) -> Option<Vec<f64>> {
+        None
     }
 
     /// Whether this is dense causal attention with grouped queries, on which selectors act at inference.

@@ -2,7 +2,7 @@
 
 use super::dense::output_projection;
 use super::settings::{AttentionPreset, Settings, Sizes, derived, whole};
-use super::sizes::F32;
+use super::sizes::{F32, LatentSizes};
 use super::{
     Activations, AttentionOp, BackwardCall, ConfigKey, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
     ParamSpec, Part, Stock, StockClass,
@@ -158,6 +158,11 @@ impl Kind for MlaShape {
 
     fn is_latent(&self) -> bool {
         true
+    }
+
+    fn latent(&self, head_dim: usize) -> Option<LatentSizes> {
+        let has_norm = self.qk_norm_dim(head_dim) > 0;
+        Some(LatentSizes { rank: self.kv_lora_rank, rope_width: self.qk_rope_head_dim, has_norm })
     }
 
     fn rope_width(&self) -> usize {

@@ -36,6 +36,17 @@ pub enum KeyReads {
     Blocks,
 }
 
+/// What the kernels of latent attention depend on beside the width of a head.
+#[derive(Clone, Copy, Debug)]
+pub struct LatentSizes {
+    /// Columns of the latent that keys and values are made from.
+    pub rank: usize,
+    /// Columns of a key that are rotated.
+    pub rope_width: usize,
+    /// Whether queries and keys have norms.
+    pub has_norm: bool,
+}
+
 /// Widths of heads that the attention kernels take.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadWidths {

@@ -10,14 +10,14 @@ use super::keys::Keys;
 use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, segments_of, split_by_group, write_sums};
-use super::shape::{AttentionShape, Documents, Mask};
+use super::shape::{Documents, Mask, ScaledShape};
 use super::tile::{KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use crate::simd::{dot, exp, on_arch, reduce_sum};
 
 /// Tensors that the backward pass reads.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &'a [f32],
     o: &'a [f32],
     lse: &'a [f32],
@@ -58,7 +58,7 @@ struct RowStatistics {
 /// KV head; its segments (runs of tiles) are tasks, whose sums of dk and dv are added in order.
 #[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 pub(super) fn run<const W: usize>(
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -68,13 +68,13 @@ pub(super) fn run<const W: usize>(
     d_qkv: &mut [f32],
     d_delta: Option<&mut [f32]>,
 ) {
-    let keys = Keys::new(shape, documents, mask);
+    let keys = Keys::new(*shape, documents, mask);
     let inputs = Inputs { shape, qkv, o, lse, d_o, keys: &keys };
-    let mut groups = split_by_group(shape, d_qkv, d_delta);
+    let mut groups = split_by_group(*shape, d_qkv, d_delta);
     let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
     groups.par_iter_mut().enumerate().with_max_len(1).for_each(|(group, rows)| {
         let (row, kv_head) = (group / shape.num_kv_heads, group % shape.num_kv_heads);
-        let segments = segments_of(shape, &keys, row, kv_head);
+        let segments = segments_of(*shape, &keys, row, kv_head);
         let mut dq = rows.dq.as_mut_slice();
         let mut work = Vec::with_capacity(segments.len());
         for tokens in segments {
@@ -87,7 +87,7 @@ pub(super) fn run<const W: usize>(
             .with_max_len(1)
             .map(|(tokens, dq)| pool.lend(|scratch| segment(inputs, row, kv_head, tokens, dq, scratch)))
             .collect();
-        write_sums(shape, &sums, rows);
+        write_sums(*shape, &sums, rows);
     });
 }
 
@@ -182,7 +182,7 @@ fn one_tile<S: Simd, const W: usize>(
     let mut list = std::mem::take(&mut scratch.list);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, &mut list);
     for block_keys in keys.chunks(tile.row, &list) {
-        scratch.block.gather(qkv_row, shape, keys, tile, block_keys);
+        scratch.block.gather(qkv_row, *shape, keys, tile, block_keys);
         scratch.dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         scratch.dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         scratch.d_delta.fill(0.0);
@@ -251,14 +251,14 @@ fn one_panel<S: Simd, const W: usize>(
 fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, scratch: &mut Scratch<W>) {
     let Inputs { shape, qkv, o, lse, d_o, .. } = inputs;
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
-    let num_rows = tile.num_rows(shape);
+    let num_rows = tile.num_rows(*shape);
     let token_idx = |token: usize| tile.row * shape.seq_len + token;
     let q_rows = (0..num_rows).map(|query_row| {
-        let (token, head) = tile.token_and_head(shape, query_row);
+        let (token, head) = tile.token_and_head(*shape, query_row);
         &qkv[token_idx(token) * shape.token_len() + head * d..][..d]
     });
     let o_range = |query_row: usize| {
-        let (token, head) = tile.token_and_head(shape, query_row);
+        let (token, head) = tile.token_and_head(*shape, query_row);
         let at = (token_idx(token) * shape.num_heads + head) * d_v;
         at..at + d_v
     };
@@ -268,7 +268,7 @@ fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, s
     let unscaled = 1.0;
     scratch.d_o.load(d_o_rows, d_v, unscaled);
     scratch.d_o.transpose();
-    let position = |query_row: usize| tile.token_and_head(shape, query_row).0 as i32;
+    let position = |query_row: usize| tile.token_and_head(*shape, query_row).0 as i32;
     row_positions(num_rows, position, &mut scratch.positions);
     scratch.statistics.clear();
     scratch.statistics.resize(
@@ -276,7 +276,7 @@ fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, s
         RowStatistics { lse: Aligned([0.0; LANES]), o_dot_d_o: Aligned([0.0; LANES]) },
     );
     for query_row in 0..num_rows {
-        let (token, head) = tile.token_and_head(shape, query_row);
+        let (token, head) = tile.token_and_head(*shape, query_row);
         let lse = lse[(tile.row * shape.num_heads + head) * shape.seq_len + token];
         let statistics = &mut scratch.statistics[query_row / LANES];
         let lane = query_row % LANES;

@@ -15,7 +15,7 @@ pub struct DecodeShape {
     pub head_dim: usize,
     /// Slots of each head in the cache.
     pub capacity: usize,
-    /// Slots that are read: the first ones.
+    /// How many slots are read, from the first on.
     pub kv_len: usize,
     /// Factor on the dot products `q . k`.
     pub softmax_scale: f32,
@@ -132,7 +132,7 @@ pub(crate) fn weigh<'v, S: Simd>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionShape, Documents, Mask};
+    use crate::attention::{Documents, Mask, ScaledShape};
     use crate::reference::{AttentionCall, Rounding};
     use crate::simd::tests::on_every_arch;
     use sieve_testing::{Random, assert_close_relative, whole_rows};
@@ -176,8 +176,7 @@ mod tests {
                 let expire = vec![LEN as i32; KV_HEADS * LEN];
                 let (start, end) = whole_rows(1, LEN);
                 let documents = Documents::new(&start, &end);
-                let shape =
-                    AttentionShape { softmax_scale: 0.3, ..AttentionShape::new([1, LEN], [HEADS, KV_HEADS], d) };
+                let shape = ScaledShape { softmax_scale: 0.3, ..ScaledShape::new([1, LEN], [HEADS, KV_HEADS], d) };
                 let (q, k, v) = split(&qkv, d);
                 let masks = [(None, Mask::Causal), (Some(&delta), Mask::Expire { expire: &expire, delta: &delta })];
                 for (delta, mask) in masks {

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::keys::Keys;
 use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
-use super::shape::{AttentionShape, Documents, Mask};
+use super::shape::{Documents, Mask, ScaledShape};
 use super::tile::{KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use crate::simd::{exp_below, on_arch};
 
@@ -136,14 +136,14 @@ struct Task<'t> {
 
 /// Runs [`attention_forward`](super::attention_forward) with panels of W columns, one task for each tile of tokens.
 pub(crate) fn run<const W: usize>(
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    let keys = Keys::new(shape, documents, mask);
+    let keys = Keys::new(*shape, documents, mask);
     let o_len = shape.num_heads * shape.head_dim_v;
     let mut tasks = Vec::new();
     let rows = o.chunks_exact_mut(shape.seq_len * o_len).zip(lse.chunks_exact_mut(shape.num_heads * shape.seq_len));
@@ -163,7 +163,7 @@ pub(crate) fn run<const W: usize>(
 
 on_arch! {
     fn forward_tile<'t, 's; const W>(
-        shape: AttentionShape, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, state: &'s mut TileState<W>,
+        shape: ScaledShape, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, state: &'s mut TileState<W>,
         list: &'s mut Vec<u32>,
     ) -> () = forward_tile_simd;
 }
@@ -172,7 +172,7 @@ on_arch! {
 #[inline(always)]
 fn forward_tile_simd<S: Simd, const W: usize>(
     simd: S,
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &[f32],
     keys: &Keys<'_>,
     task: Task<'_>,
@@ -186,8 +186,8 @@ fn forward_tile_simd<S: Simd, const W: usize>(
     for kv_head in 0..shape.num_kv_heads {
         let tile = Tile { row, kv_head, first, end };
         attend(simd, shape, qkv_row, keys, tile, state, list);
-        for query_row in 0..tile.num_rows(shape) {
-            let (token, head) = tile.token_and_head(shape, query_row);
+        for query_row in 0..tile.num_rows(*shape) {
+            let (token, head) = tile.token_and_head(*shape, query_row);
             let at = ((token - first) * shape.num_heads + head) * shape.head_dim_v;
             lse[head][token - first] = state.finish(query_row, &mut o[at..at + shape.head_dim_v]);
         }
@@ -198,7 +198,7 @@ fn forward_tile_simd<S: Simd, const W: usize>(
 #[inline(always)]
 fn attend<S: Simd, const W: usize>(
     simd: S,
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv_row: &[f32],
     keys: &Keys<'_>,
     tile: Tile,
@@ -206,24 +206,26 @@ fn attend<S: Simd, const W: usize>(
     list: &mut Vec<u32>,
 ) {
     let d = shape.head_dim;
-    let queries = (0..tile.num_rows(shape)).map(|query_row| {
-        let (token, head) = tile.token_and_head(shape, query_row);
+    let queries = (0..tile.num_rows(*shape)).map(|query_row| {
+        let (token, head) = tile.token_and_head(*shape, query_row);
         &qkv_row[token * shape.token_len() + head * d..][..d]
     });
-    let position = |query_row: usize| tile.token_and_head(shape, query_row).0 as i32;
+    let position = |query_row: usize| tile.token_and_head(*shape, query_row).0 as i32;
     state.load(queries, position, [d, shape.head_dim_v], shape.softmax_scale);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
     let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
     for block_keys in keys.chunks(tile.row, list) {
-        state.block.gather(qkv_row, shape, keys, tile, block_keys);
+        state.block.gather(qkv_row, *shape, keys, tile, block_keys);
         let readers = |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, block_keys[0], positions);
         let bases = |positions: &[i32; LANES]| keys.bases(tile.row, tile.kv_head, positions);
         state.add_block(simd, d.div_ceil(W), readers, has_bias.then_some(bases));
     }
 }
 
-/// Turns scores into unnormalised probabilities and updates the running maxima and sums in `state`. Returns true when
-/// earlier output must be multiplied by `rescale`, which it fills.
+/// Turns the scores of a block of keys (a row of `scores` for each key, a column for each query) into unnormalised
+/// probabilities, and updates each query's running maximum and sum in `state`. First it adds the keys' biases, less
+/// what [`Pairs::base`] subtracts, and hides the pairs that the mask hides. Fills `rescale` with the factor on each
+/// query's earlier output; returns whether any factor is not 1.
 #[inline(always)]
 fn online_softmax<S: Simd>(
     simd: S,

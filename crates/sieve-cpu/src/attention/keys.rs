@@ -2,8 +2,10 @@
 
 use rayon::prelude::*;
 
+use sieve_core::AttentionShape;
+
 use super::panel::{Aligned, BLOCK_KEYS, LANES};
-use super::shape::{AttentionShape, Documents, Mask};
+use super::shape::{Documents, Mask};
 
 /// Approximate number of query rows (tokens times heads of the group) in a tile, so that its panels fit the L2 cache.
 const TILE_ROWS: usize = 192;

@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use pulp::Simd;
+use sieve_core::AttentionShape;
 
 use super::keys::Keys;
-use super::shape::AttentionShape;
 use crate::simd::on_arch;
 
 /// Minimum number of tasks to aim for: where there are fewer groups than this, each is cut into several segments. A

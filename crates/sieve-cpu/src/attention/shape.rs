@@ -1,24 +1,24 @@
 //! Sizes, documents and masks of an attention op.
 
-use std::ops::Range;
+use sieve_core::AttentionShape;
+use std::ops::{Deref, Range};
 
-/// Sizes of an attention op. A query head p reads KV head `p / (num_heads / num_kv_heads)`.
+/// Sizes of an attention op, and the factor on its logits. The sizes are read as if they were its own fields. A query
+/// head p reads KV head `p / (num_heads / num_kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
-    /// Rows of the batch.
-    pub batch: usize,
-    /// Tokens per row.
-    pub seq_len: usize,
-    /// Query heads, a multiple of `num_kv_heads`.
-    pub num_heads: usize,
-    /// Key and value heads.
-    pub num_kv_heads: usize,
-    /// Width of a query head and of a key head.
-    pub head_dim: usize,
-    /// Width of a value head, at most `head_dim`.
-    pub head_dim_v: usize,
+pub struct ScaledShape {
+    /// The sizes.
+    pub shape: AttentionShape,
     /// Factor on `q . k`, usually `1 / sqrt(head_dim)`.
     pub softmax_scale: f32,
+}
+
+impl Deref for ScaledShape {
+    type Target = AttentionShape;
+
+    fn deref(&self) -> &AttentionShape {
+        &self.shape
+    }
 }
 
 /// Which document each token belongs to: consecutive ranges of positions within the row.
@@ -74,28 +74,11 @@ impl<'a> ChosenBlocks<'a> {
     }
 }
 
-impl AttentionShape {
+impl ScaledShape {
     /// Sizes of a call whose values are as wide as its keys, with the usual softmax scale, `1 / sqrt(head_dim)`.
-    pub fn new([batch, seq_len]: [usize; 2], [num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
-        Self {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v: head_dim,
-            softmax_scale: 1.0 / (head_dim as f32).sqrt(),
-        }
-    }
-
-    /// Query heads that share a KV head.
-    pub fn group_size(&self) -> usize {
-        self.num_heads / self.num_kv_heads
-    }
-
-    /// Elements of one token in the packed tensor.
-    pub fn token_len(&self) -> usize {
-        (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.head_dim_v
+    pub fn new([batch, seq_len]: [usize; 2], heads: [usize; 2], head_dim: usize) -> Self {
+        let shape = AttentionShape::new(batch, seq_len, heads, [head_dim; 2]);
+        Self { shape, softmax_scale: 1.0 / (head_dim as f32).sqrt() }
     }
 
     /// These sizes with values of width `head_dim_v` instead of `head_dim`, which latent attention needs.
@@ -104,7 +87,7 @@ impl AttentionShape {
     /// Unless `0 < head_dim_v <= head_dim`.
     pub fn with_value_width(self, head_dim_v: usize) -> Self {
         assert!(0 < head_dim_v && head_dim_v <= self.head_dim, "attention: head_dim_v must be in 1..=head_dim");
-        Self { head_dim_v, ..self }
+        Self { shape: AttentionShape { head_dim_v, ..self.shape }, ..self }
     }
 
     /// Panics unless sizes, documents and mask fit each other.

@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use super::{AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward};
+use super::{ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward};
 use crate::expire::dma_select;
 use crate::reference::{AttentionCall, Results as Definition, Rounding};
 use crate::simd::tests::on_every_arch;
+use sieve_core::AttentionShape;
 use sieve_testing::{Random, assert_close_relative, assert_lse_close, inner, threads, whole_rows, wide};
 
 #[derive(Clone)]
 struct Case {
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: Vec<f32>,
     start: Vec<i32>,
     end: Vec<i32>,
@@ -43,13 +44,13 @@ enum Kind {
 /// and most rows have fewer than 9 blocks of 64.
 const CHOSEN: [[usize; 2]; 5] = [[4, 3], [16, 5], [112, 1], [4096, 2], [64, 9]];
 
-fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
-    AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
+fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> ScaledShape {
+    ScaledShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
 }
 
 impl Case {
     /// `packed`: rows have several documents. `keep_window_size`: keys that DMA keeps for a query.
-    fn new(shape: AttentionShape, packed: bool, keep_window_size: usize, seed: u64) -> Self {
+    fn new(shape: ScaledShape, packed: bool, keep_window_size: usize, seed: u64) -> Self {
         let mut random = Random(seed);
         let (start, end) =
             if packed { random.documents(shape.batch, shape.seq_len) } else { whole_rows(shape.batch, shape.seq_len) };
@@ -88,7 +89,7 @@ impl Case {
     }
 
     fn run(&self, kind: Kind) -> Results {
-        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = self.shape;
+        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = *self.shape;
         let mut o = vec![f32::NAN; self.d_o.len()];
         let mut lse = vec![f32::NAN; batch * num_heads * seq_len];
         let mut d_qkv = vec![f32::NAN; self.qkv.len()];
@@ -121,12 +122,7 @@ impl Case {
 }
 
 /// Some blocks of each query, its own often among them, ascending, then -1.
-fn some_blocks(
-    shape: AttentionShape,
-    documents: Documents<'_>,
-    [block_size, count]: [usize; 2],
-    seed: u64,
-) -> Vec<i32> {
+fn some_blocks(shape: ScaledShape, documents: Documents<'_>, [block_size, count]: [usize; 2], seed: u64) -> Vec<i32> {
     let mut random = Random(seed + 1000);
     let mut all = Vec::new();
     for token in 0..shape.batch * shape.seq_len {
@@ -144,7 +140,7 @@ fn some_blocks(
 }
 
 /// dq, dk and dv as the gradient of the packed tensor.
-fn packed(results: &Definition, shape: AttentionShape) -> Vec<f64> {
+fn packed(results: &Definition, shape: ScaledShape) -> Vec<f64> {
     let tokens = shape.batch * shape.seq_len;
     let parts = [&results.dq, &results.dk, &results.dv];
     let of_token = |token: usize| {
@@ -157,7 +153,7 @@ fn packed(results: &Definition, shape: AttentionShape) -> Vec<f64> {
 }
 
 /// Shapes pairwise different, never multiples of a tile; head_dim on both sides of every panel width.
-fn shapes() -> Vec<AttentionShape> {
+fn shapes() -> Vec<ScaledShape> {
     vec![
         shape(2, 63, 6, 3, 64),
         shape(1, 1, 2, 1, 16),
@@ -410,7 +406,7 @@ fn values_narrower_than_keys_give_what_values_padded_with_zeros_give() {
     on_every_arch(|| {
         for (n, heads, d, d_v) in [(70, 3, 24, 16), (130, 2, 192, 128), (33, 2, 96, 64)] {
             let mut random = Random(n as u64);
-            let shape = AttentionShape { softmax_scale: 0.2, ..AttentionShape::new([2, n], [heads; 2], d) };
+            let shape = ScaledShape { softmax_scale: 0.2, ..ScaledShape::new([2, n], [heads; 2], d) };
             let narrow_shape = shape.with_value_width(d_v);
             let (start, end) = random.documents(2, n);
             let documents = Documents::new(&start, &end);

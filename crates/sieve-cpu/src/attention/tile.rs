@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use pulp::Simd;
+use sieve_core::AttentionShape;
 
 use super::keys::Keys;
 use super::panel::{Aligned, BLOCK_KEYS, KEY_STEP, LANES};
-use super::shape::AttentionShape;
 
 /// Columns of a panel for this head_dim: 16 up to a head_dim of 16, else 64 where that needs no more padding than 32.
 pub(crate) fn panel_width(head_dim: usize) -> usize {
@@ -169,7 +169,7 @@ pub(crate) struct KeyBlock<const W: usize> {
     pub(crate) position: [i32; BLOCK_KEYS],
     pub(crate) expire: [i32; BLOCK_KEYS],
     pub(crate) delta: [f32; BLOCK_KEYS],
-    /// Number of slots that hold a key, the first ones.
+    /// How many slots hold a key, from the first on.
     pub(crate) len: usize,
 }
 

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 
 use super::NsaBlocks;
-use crate::attention::{AttentionShape, Documents};
+use crate::attention::{Documents, ScaledShape};
 use crate::reference::dot;
 
 #[cfg(test)]
@@ -77,7 +77,7 @@ pub fn choose_blocks(importance: &[f32], own: usize, forced: ForcedBlocks, chose
 /// # Panics
 /// When lengths do not fit.
 pub fn choose_key_blocks(
-    shape: AttentionShape,
+    shape: ScaledShape,
     choice: BlockChoice,
     q: &[f64],
     documents: Documents<'_>,
@@ -123,7 +123,7 @@ pub fn choose_key_blocks(
 /// heads choose together. `scores(head)` is `q . k` of a query head with each pooled key whose tokens all come before
 /// the query or end with it.
 fn importance(
-    shape: AttentionShape,
+    shape: ScaledShape,
     choice: BlockChoice,
     own: usize,
     chooser: usize,

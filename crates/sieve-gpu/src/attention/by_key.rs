@@ -12,7 +12,8 @@ const NAME: &str = "attention_backward";
 /// The queries that a pass visits for each tile of keys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum KeySteps<'a> {
-    /// Those that see a key: up to its document's end, i32 `[batch, seq_len]`, and at most `window` from it on.
+    /// The queries that see a key of the tile: from the key on, at most `window` of them, up to the end of the key's
+    /// document, i32 `[batch, seq_len]`.
     Neighbours { doc_end: &'a CudaTensor, window: usize },
     /// Steps of a list. The batch has one row, and there is no bias.
     Listed(TileLists<'a>),
@@ -134,7 +135,7 @@ impl KeyPass<'_> {
             }
         };
         // Thread blocks that share a key tile write partial dk and dv, in the element order of tensor core
-        // accumulators. `AttentionShape::key_part_bytes` counts these buffers for the memory plan.
+        // accumulators. `key_part_bytes` counts these buffers for the memory plan.
         let parts = (shares != QueryShares::ONE).then(|| {
             let rows = shares.count() * padded_len(shape.seq_len);
             let partial_sums = |width| {

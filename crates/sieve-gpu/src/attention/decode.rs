@@ -1,6 +1,6 @@
 //! Launch of `kernels/attention_decode.cu`: attention of one new token for each row of the batch over its KV cache.
 use crate::KernelError;
-use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Qkv, require_scale};
+use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Heads, Qkv, require_scale, token_params};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use crate::step::qk_norm_rope_forward::RotaryTables;
 
@@ -58,6 +58,15 @@ impl KvCache {
         Self { k: new(shape.head_dim), v: new(shape.head_dim_v) }
     }
 
+    /// Sizes of a call in which one query a row, `[batch, 1, num_heads, head_dim]`, reads this cache.
+    ///
+    /// # Errors
+    /// Sizes that do not fit or have no kernel, more than one token a row.
+    pub fn query_shape(&self, kernel: &'static str, q: &Heads) -> Result<AttentionShape, KernelError> {
+        let [_, num_kv_heads, _, head_dim_v] = self.v.dims(kernel, "v_cache")?;
+        require_one_token(kernel, q.as_queries(kernel, num_kv_heads, head_dim_v)?)
+    }
+
     /// Checks a cache against a call and returns its capacity.
     pub(crate) fn capacity(&self, kernel: &'static str, shape: &AttentionShape) -> Result<usize, KernelError> {
         let [_, _, capacity, _] = self.k.dims::<4>(kernel, "k_cache")?;
@@ -81,7 +90,7 @@ impl KvCache {
         step: DecodeStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
-        launch(token, self, length, step, scratch, Seen::Appended)
+        launch(&token.q, self, length, step, scratch, Seen::Appended(token))
     }
 
     /// [`attention_decode`](Self::attention_decode) of a token whose queries and key are not rotated yet. The cache
@@ -97,22 +106,22 @@ impl KvCache {
         step: DecodeStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
-        launch(token, self, length, step, scratch, Seen::Rotated(rotation))
+        launch(&token.q, self, length, step, scratch, Seen::Rotated(token, rotation))
     }
 
-    /// Attends one query a row over the last `window` of the first `length` keys of its cache. The cache is not
-    /// written, and `token`'s key and value are not read.
+    /// Attends one query a row, `q` of `[batch, 1, num_heads, head_dim]`, over the last `window` of the first `length`
+    /// keys of its cache, which is not written.
     ///
     /// # Errors
     /// Types or sizes that do not fit.
     pub fn attention_decode_cached(
         &self,
-        token: &Qkv,
+        q: &Heads,
         length: &CudaTensor,
         step: DecodeStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
-        launch(token, self, length, step, scratch, Seen::Cached)
+        launch(q, self, length, step, scratch, Seen::Cached)
     }
 
     /// [`attention_decode_cached`](Self::attention_decode_cached) over the keys before `length` that lie in the blocks
@@ -124,23 +133,23 @@ impl KvCache {
     /// Types or sizes that do not fit.
     pub fn attention_decode_chosen(
         &self,
-        token: &Qkv,
+        q: &Heads,
         length: &CudaTensor,
         step: DecodeStep<'_>,
         scratch: &DecodeScratch,
         chosen: &CudaTensor,
         block_size: usize,
     ) -> Result<CudaTensor, KernelError> {
-        launch(token, self, length, step, scratch, Seen::Chosen { chosen, block_size })
+        launch(q, self, length, step, scratch, Seen::Chosen { chosen, block_size })
     }
 }
 
 /// The keys that a decoded query sees.
 enum Seen<'a> {
-    /// All keys of the cache, and the token's own, which is appended to the cache.
-    Appended,
+    /// All keys of the cache, and the key of this token, which is appended to the cache.
+    Appended(&'a Qkv),
     /// As `Appended`; the token's queries and key are rotated first.
-    Rotated(TokenRotation<'a>),
+    Rotated(&'a Qkv, TokenRotation<'a>),
     /// All keys in the KV cache.
     Cached,
     /// The keys of the chosen blocks of the cache.
@@ -152,6 +161,8 @@ struct SeenOperands {
     form: DecodeForm,
     /// The kernel's tensors between the queries and the sinks.
     tensors: Vec<CudaTensor>,
+    /// Words of the token's key and value ([`Heads::words`]); 0 where the token does not join the cache.
+    kv_words: [[usize; 3]; 2],
     /// The call's sizes; for chosen blocks with a KV head for each chooser.
     heads: AttentionShape,
     /// Blocks of a chooser, and keys of a block; 0 where no blocks are chosen.
@@ -169,22 +180,36 @@ struct RotationWords {
 }
 
 impl Seen<'_> {
-    /// Checks the operands that belong to these keys. `appended` are the token's key and value, then the cache's.
-    fn operands(self, shape: &AttentionShape, appended: [&CudaTensor; 4]) -> Result<SeenOperands, KernelError> {
-        let [_, _, k_cache, v_cache] = appended;
-        let plain = |form, tensors: &[&CudaTensor]| SeenOperands {
+    /// The token whose key and value join the cache; `None` for a query that reads the cache as it is.
+    fn appended(&self) -> Option<&Qkv> {
+        match self {
+            Self::Appended(token) | Self::Rotated(token, _) => Some(token),
+            Self::Cached | Self::Chosen { .. } => None,
+        }
+    }
+
+    /// Checks the operands that belong to these keys.
+    fn operands(self, shape: &AttentionShape, cache: &KvCache) -> Result<SeenOperands, KernelError> {
+        let plain = |form, tensors: Vec<CudaTensor>, kv_words| SeenOperands {
             form,
-            tensors: tensors.iter().copied().cloned().collect(),
+            tensors: tensors.into_iter().chain([cache.k.clone(), cache.v.clone()]).collect(),
+            kv_words,
             heads: *shape,
             num_chosen: 0,
             select_size: 0,
             rotation: RotationWords::default(),
         };
+        let joining = |form, token: &Qkv| -> Result<SeenOperands, KernelError> {
+            let [k, v] = [&token.k, &token.v].map(Heads::with_kernel_strides);
+            let words = [k.require_words(NAME, "k")?, v.require_words(NAME, "v")?];
+            Ok(plain(form, vec![k.tensor().clone(), v.tensor().clone()], words))
+        };
+        let reading = |form| plain(form, Vec::new(), Default::default());
         Ok(match self {
-            Self::Appended => plain(DecodeForm::Appended, &appended),
-            Self::Cached => plain(DecodeForm::Cached, &[k_cache, v_cache]),
-            Self::Rotated(rotation) => {
-                let mut operands = plain(DecodeForm::rotated(rotation.norm.is_some()), &appended);
+            Self::Appended(token) => joining(DecodeForm::Appended, token)?,
+            Self::Cached => reading(DecodeForm::Cached),
+            Self::Rotated(token, rotation) => {
+                let mut operands = joining(DecodeForm::rotated(rotation.norm.is_some()), token)?;
                 if let Some(([q_weight, k_weight], epsilon)) = rotation.norm {
                     operands!(NAME,
                         q_weight: BF16[shape.head_dim] aligned,
@@ -203,12 +228,11 @@ impl Seen<'_> {
                 let [_, choosers, num_chosen] = chosen.dims(NAME, "chosen")?;
                 operands!(only NAME, chosen: I32[shape.batch, choosers, num_chosen] contiguous);
                 require_non_empty(NAME, "chosen", num_chosen)?;
-                SeenOperands {
-                    heads: AttentionShape { num_kv_heads: choosers, ..*shape },
-                    num_chosen,
-                    select_size: block_size,
-                    ..plain(DecodeForm::Chosen, &[k_cache, v_cache, chosen])
-                }
+                let mut operands = reading(DecodeForm::Chosen);
+                operands.tensors.push(chosen.clone());
+                operands.heads.num_kv_heads = choosers;
+                (operands.num_chosen, operands.select_size) = (num_chosen, block_size);
+                operands
             }
         })
     }
@@ -216,26 +240,30 @@ impl Seen<'_> {
 
 /// Checks a decoding call and launches the kernel for the keys that its queries see.
 fn launch(
-    token: &Qkv,
+    q: &Heads,
     cache: &KvCache,
     length: &CudaTensor,
     step: DecodeStep<'_>,
     scratch: &DecodeScratch,
     seen: Seen<'_>,
 ) -> Result<CudaTensor, KernelError> {
-    let shape = &one_token(NAME, token)?;
-    let token = token.with_kernel_strides();
+    let appended = seen.appended();
+    let shape = &match appended {
+        Some(token) => one_token(NAME, token)?,
+        None => cache.query_shape(NAME, q)?,
+    };
     let capacity = cache.capacity(NAME, shape)?;
-    let (is_appended, length_now) = (matches!(seen, Seen::Appended | Seen::Rotated(_)), step.max_length);
-    require!(!is_appended || length_now < capacity, NAME, "length": length_now,
+    require!(appended.is_none() || step.max_length < capacity, NAME, "length": step.max_length,
         "below the cache's capacity of {capacity}");
+    let q = q.with_kernel_strides();
+    let q_words = q.require_words(NAME, "q")?;
     require_scale(NAME, step.softmax_scale)?;
     operands!(only NAME, length: I32[shape.batch] strided);
     // Without a window a query sees every cached key and the new one.
     let window = step.window.unwrap_or(capacity + 1);
     require_non_empty(NAME, "window", window)?;
     let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
-    let seen = seen.operands(shape, [token.k.tensor(), token.v.tensor(), &cache.k, &cache.v])?;
+    let seen = seen.operands(shape, cache)?;
     scratch.require(NAME, &seen.heads)?;
     let sinks = step.sinks.map(|sinks| {
         require!(!matches!(seen.form, DecodeForm::Chosen), NAME, "sinks": "there", "none over chosen blocks");
@@ -243,11 +271,12 @@ fn launch(
         Ok(sinks)
     });
     let sinks = sinks.transpose()?;
-    let mut tensors = vec![token.q.tensor()];
+    let mut tensors = vec![q.tensor()];
     tensors.extend(seen.tensors.iter().chain(&sinks));
     tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
+    let [k_words, v_words] = seen.kv_words;
     let params = params!(AttentionDecodeParams {
-        base: token.token_params(NAME, &seen.heads, step.softmax_scale)?,
+        base: token_params(&seen.heads, step.softmax_scale, [q_words, k_words, v_words]),
         capacity,
         window_size: window,
         num_splits: scratch.num_splits,
@@ -305,7 +334,49 @@ fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bo
 
 /// The sizes of a decoding call; refuses more than one token a row.
 pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionShape, KernelError> {
-    let shape = token.shape(kernel)?;
+    require_one_token(kernel, token.shape(kernel)?)
+}
+
+fn require_one_token(kernel: &'static str, shape: AttentionShape) -> Result<AttentionShape, KernelError> {
     require!(shape.seq_len == 1, kernel, "tokens a row": shape.seq_len, "1");
     Ok(shape)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder, Step};
+
+    #[test]
+    fn a_query_of_a_cache_needs_no_token_and_one_of_other_heads_is_refused() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let bf16 = |shape: &[usize]| gpu.tensor(shape, DType::BF16);
+        let cache = KvCache { k: bf16(&[3, 2, 40, 64]), v: bf16(&[3, 2, 40, 48]) };
+        let queries = |batch, tokens, heads| Heads::all(&bf16(&[batch, tokens, heads, 64]));
+        let q = queries(3, 1, 4);
+        let shape = cache.query_shape("test", &q).expect("a query for each row");
+        assert_eq!(shape, AttentionShape::new(3, 1, [4, 2], [64, 48]));
+        let scratch = DecodeScratch::new(&cache.k, shape, 40).expect("a batch");
+        gpu.take_steps();
+        let length = gpu.tensor(&[3], DType::I32);
+        let decode = |q: &Heads| cache.attention_decode_cached(q, &length, DecodeStep::new(30, 0.125), &scratch);
+        assert_eq!(decode(&q).expect("sizes fit").shape(), [3, 1, 4, 48]);
+        let steps = gpu.take_steps();
+        let [Step::Launch(launch)] = &steps[..] else {
+            panic!("{steps:?}");
+        };
+        // Queries, the two caches, the lengths, o and the scratch buffers.
+        assert_eq!(launch.tensors.len(), 7);
+        // The offsets of k and v, and their batch strides, behind those of q.
+        assert_eq!([4, 5, 7, 8].map(|word| launch.words[word]), [0; 4]);
+        assert_eq!(launch.words[6], 4 * 64);
+        for (q, sentence) in [
+            (queries(3, 1, 3), "number of KV heads 2"),
+            (queries(3, 2, 4), "tokens a row 2"),
+            (queries(2, 1, 4), "k_cache has shape [3, 2, 40, 64], expected [2, 2, 40, 64]"),
+        ] {
+            let error = decode(&q).expect_err("another size").to_string();
+            assert!(error.contains(sentence), "{error}");
+        }
+    }
 }

@@ -4,6 +4,18 @@ use crate::runtime::{
     AttentionParams, CudaTensor, DType, KernelPolicy, SumOrder, TokenParams, operands, params, require,
     require_non_empty, row_layout,
 };
+use sieve_core::AttentionShape;
+
+/// Widths of heads that the attention kernels take: multiples of this, up to [`MAX_HEAD_DIM`].
+pub const HEAD_DIM_STEP: usize = 16;
+
+/// The widest heads that the attention kernels take.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// Whether the attention kernels take heads of this width.
+pub fn supports_head_dim(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(HEAD_DIM_STEP) && (HEAD_DIM_STEP..=MAX_HEAD_DIM).contains(&head_dim)
+}
 
 /// Heads and tokens must begin at multiples of this many elements: attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
@@ -31,69 +43,9 @@ pub struct Qkv {
     pub v: Heads,
 }
 
-/// Sizes of the tensors of an attention call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttentionShape {
-    /// Sequences in the batch.
-    pub batch: usize,
-    /// Tokens of each sequence.
-    pub seq_len: usize,
-    /// Number of query heads.
-    pub num_heads: usize,
-    /// Number of key and value heads; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Columns of a query head and of a key head.
-    pub head_dim: usize,
-    /// Columns of a value head and of an output head.
-    pub head_dim_v: usize,
-}
-
 /// Padded number of tokens of the f32 buffers per query.
 pub(crate) fn padded_len(seq_len: usize) -> usize {
     seq_len.next_multiple_of(ROW_ALIGNMENT)
-}
-
-impl AttentionShape {
-    /// Widths of heads that the attention kernels take: multiples of this, up to [`AttentionShape::MAX_HEAD_DIM`].
-    pub const HEAD_DIM_STEP: usize = 16;
-
-    /// The widest heads that the attention kernels take.
-    pub const MAX_HEAD_DIM: usize = 256;
-
-    /// Sizes from `[query heads, KV heads]` and `[width of keys, width of values]`.
-    pub fn new(
-        batch: usize,
-        seq_len: usize,
-        [num_heads, num_kv_heads]: [usize; 2],
-        [head_dim, head_dim_v]: [usize; 2],
-    ) -> Self {
-        Self { batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v }
-    }
-
-    /// Whether the attention kernels take heads of this width.
-    pub fn supports_head_dim(head_dim: usize) -> bool {
-        head_dim.is_multiple_of(Self::HEAD_DIM_STEP) && (Self::HEAD_DIM_STEP..=Self::MAX_HEAD_DIM).contains(&head_dim)
-    }
-
-    /// Query heads that share a KV head.
-    pub fn group_size(&self) -> usize {
-        self.num_heads / self.num_kv_heads
-    }
-
-    /// Shape of the output and its gradient.
-    pub fn output(&self) -> [usize; 4] {
-        [self.batch, self.seq_len, self.num_heads, self.head_dim_v]
-    }
-
-    /// Shape of the log-sum-exp, `[batch, num_heads, seq_len]`.
-    pub fn lse(&self) -> [usize; 3] {
-        [self.batch, self.num_heads, self.seq_len]
-    }
-
-    /// Shape of a tensor with one number for each key: `[batch, num_kv_heads, seq_len]`.
-    pub fn per_key(&self) -> [usize; 3] {
-        [self.batch, self.num_kv_heads, self.seq_len]
-    }
 }
 
 impl Heads {
@@ -127,11 +79,30 @@ impl Heads {
         self.tensor.require_dtype(kernel, name, DType::BF16)?;
         let (first, end) = (self.first_head, self.first_head + self.num_heads);
         require!(first < end && end <= total, kernel, "heads": format!("{first}..{end}"), "some of {total}");
-        let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-        let fits = AttentionShape::supports_head_dim(width);
+        let (step, most) = (HEAD_DIM_STEP, MAX_HEAD_DIM);
+        let fits = supports_head_dim(width);
         require!(fits, kernel, "width of heads": width, "multiples of {step} from {step} to {most}");
         require_tokens(kernel, [batch, seq_len])?;
         Ok([batch, seq_len, self.num_heads, width])
+    }
+
+    /// Sizes of an attention call whose queries these are, where its `num_kv_heads` heads of keys, and of values of
+    /// `head_dim_v` columns, are no heads of tokens: they lie in a cache or at the ends of compressed blocks.
+    ///
+    /// # Errors
+    /// The errors of [`sizes`](Self::sizes); KV heads that do not divide the query heads; a width of values that does
+    /// not fit.
+    pub(crate) fn as_queries(
+        &self,
+        kernel: &'static str,
+        num_kv_heads: usize,
+        head_dim_v: usize,
+    ) -> Result<AttentionShape, KernelError> {
+        let [batch, seq_len, num_heads, head_dim] = self.sizes(kernel, "q")?;
+        let fits = num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads);
+        require!(fits, kernel, "number of KV heads": num_kv_heads, "divisors of the {num_heads} query heads");
+        require_value_width(kernel, head_dim_v, head_dim)?;
+        Ok(AttentionShape::new(batch, seq_len, [num_heads, num_kv_heads], [head_dim, head_dim_v]))
     }
 
     /// The same heads with strides that the kernels take: a tensor with other strides is copied.
@@ -216,11 +187,10 @@ impl Qkv {
         require!(fits && num_heads.is_multiple_of(num_kv_heads), kernel,
             "number of q/k/v heads": format!("{num_heads}/{num_kv_heads}/{num_v_heads} of {q_total}"),
             "as many k as v heads, dividing the q heads");
-        let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-        let fits = AttentionShape::supports_head_dim(head_dim);
+        let (step, most) = (HEAD_DIM_STEP, MAX_HEAD_DIM);
+        let fits = supports_head_dim(head_dim);
         require!(fits, kernel, "head_dim": head_dim, "multiples of {step} from {step} to {most}");
-        let fits = head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
-        require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
+        require_value_width(kernel, head_dim_v, head_dim)?;
         require_tokens(kernel, [batch, seq_len])?;
         let heads = [num_heads, num_kv_heads];
         Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
@@ -256,17 +226,7 @@ impl Qkv {
         shape: &AttentionShape,
         softmax_scale: f32,
     ) -> Result<TokenParams, KernelError> {
-        let [q, k, v] = self.head_words(kernel)?;
-        Ok(params!(TokenParams {
-            { num_heads, num_kv_heads }: shape,
-            softmax_scale,
-            q_offset: q[0],
-            k_offset: k[0],
-            v_offset: v[0],
-            q_batch_stride: q[2],
-            k_batch_stride: k[2],
-            v_batch_stride: v[2],
-        }))
+        Ok(token_params(shape, softmax_scale, self.head_words(kernel)?))
     }
 
     /// `{offset, token stride, batch stride}` of q, k and v.
@@ -277,6 +237,30 @@ impl Qkv {
         let Self { q, k, v } = self;
         Ok([q.require_words(kernel, "q")?, k.require_words(kernel, "k")?, v.require_words(kernel, "v")?])
     }
+}
+
+/// The first fields of every decoding kernel's params struct. `words` are those of the token's q, k and v; those of a k
+/// and v that the kernel does not read are 0.
+pub(crate) fn token_params(shape: &AttentionShape, softmax_scale: f32, words: [[usize; 3]; 3]) -> TokenParams {
+    let [q, k, v] = words;
+    params!(TokenParams {
+        { num_heads, num_kv_heads }: shape,
+        softmax_scale,
+        q_offset: q[0],
+        k_offset: k[0],
+        v_offset: v[0],
+        q_batch_stride: q[2],
+        k_batch_stride: k[2],
+        v_batch_stride: v[2],
+    })
+}
+
+/// Refuses values of a width that no kernel takes beside queries and keys of `head_dim` columns.
+fn require_value_width(kernel: &'static str, head_dim_v: usize, head_dim: usize) -> Result<(), KernelError> {
+    let step = HEAD_DIM_STEP;
+    let fits = head_dim_v > 0 && head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
+    require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
+    Ok(())
 }
 
 /// Refuses calls without tokens, and rows whose positions kernels cannot number.

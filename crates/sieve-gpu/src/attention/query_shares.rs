@@ -157,17 +157,15 @@ impl QueryShares {
     }
 }
 
-impl AttentionShape {
-    /// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` consecutive
-    /// keys a query on a Hopper GPU.
-    pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
-        let tiles = KeyTiles { block_kv: BLOCK_KV, at_once: num_multiprocessors };
-        match QueryShares::of_neighbours(self, window.min(self.seq_len), tiles) {
-            QueryShares::ONE => 0,
-            shares => {
-                let rows = self.batch * self.num_kv_heads * shares.count() * padded_len(self.seq_len);
-                rows * (self.head_dim + self.head_dim_v) * DType::F32.size()
-            }
+/// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` consecutive keys a
+/// query on a Hopper GPU.
+pub fn key_part_bytes(shape: &AttentionShape, window: usize, num_multiprocessors: usize) -> usize {
+    let tiles = KeyTiles { block_kv: BLOCK_KV, at_once: num_multiprocessors };
+    match QueryShares::of_neighbours(shape, window.min(shape.seq_len), tiles) {
+        QueryShares::ONE => 0,
+        shares => {
+            let rows = shape.batch * shape.num_kv_heads * shares.count() * padded_len(shape.seq_len);
+            rows * (shape.head_dim + shape.head_dim_v) * DType::F32.size()
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::attention::{
     list_entries_in_flight, require_scale,
 };
 use crate::runtime::params::SparseAttentionForwardParams;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use crate::runtime::{CudaTensor, DType, SourceKernel, TileMap, operands, params, require};
 use sieve_core::{KeyMask, MaskPlaces, Tiles};
 use std::ops::Range;
 
@@ -92,9 +92,11 @@ impl Qkv {
         })
     }
 
-    /// Writes the results of [`sparse_attention_forward`](Self::sparse_attention_forward) into `result`. With `blocks`
-    /// the mask is one of probe rows (every gamma-th query, which sees all keys up to its own), only some heads are
-    /// computed, and log-sum-exps of blocks are stored too.
+    /// Writes the results of [`sparse_attention_forward`](Self::sparse_attention_forward) into `result`: one launch
+    /// computes the queries that the mask has lists of keys for, and another one each range of its `dense_rows`.
+    ///
+    /// With `blocks` the mask is one of probe rows (every gamma-th query, which sees all keys up to its own), only some
+    /// heads are computed, and log-sum-exps of blocks are stored too.
     pub(crate) fn sparse_attention_into(
         &self,
         mask: &KeyMask<CudaTensor>,
@@ -107,70 +109,30 @@ impl Qkv {
         require_scale(NAME, softmax_scale)?;
         let num_words = mask.places.num_words();
         operands!(only NAME, mask: I32[num_words] contiguous = &mask.words);
-        let num_heads = shape.num_heads;
-        let expected = AttentionShape::new(
-            1,
-            mask.shape.num_keys,
-            [mask.shape.num_heads, mask.shape.num_kv_heads],
-            [shape.head_dim; 2],
-        );
+        let of_mask = [mask.shape.num_heads, mask.shape.num_kv_heads];
+        let expected = AttentionShape::new(1, mask.shape.num_keys, of_mask, [shape.head_dim; 2]);
         require!(shape == expected, NAME, "shape": format!("{shape:?}"), "the mask's {expected:?}");
-        let q = qkv.q.tensor();
-        let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &mask.words, &result.o, &result.lse];
-        let (mut heads, mut launch_kv_heads) = (0..num_heads, shape.num_kv_heads);
-        let [num_blocks, num_probes, gamma] = match blocks {
-            None => [0; 3],
-            Some(blocks) => {
-                heads = blocks.heads.clone();
-                // Heads that are not whole groups are scheduled as if one KV head had them all.
-                let group = shape.group_size();
-                launch_kv_heads = if heads.len().is_multiple_of(group) { heads.len() / group } else { 1 };
-                let num_blocks = shape.seq_len.div_ceil(blocks.block);
-                let num_probes = mask.tiles.num_queries;
-                operands!(only NAME, lse: F32[heads.len(), num_blocks, num_probes] contiguous = blocks.values);
-                tensors.push(blocks.values);
-                [num_blocks, num_probes, blocks.gamma]
-            }
-        };
-        let block = blocks.map_or(0, |blocks| blocks.block);
-        let family = KernelFamily::of(&shape, KeySource::Dense, q);
-        let reads = SparseKeyReads::of(mask);
+        let pass = SparsePass { qkv: &qkv, shape, reads: SparseKeyReads::of(mask), blocks };
+        let num_probes = mask.tiles.num_queries;
+        if let Some(blocks) = blocks {
+            let lse = [blocks.heads.len(), pass.num_blocks(), num_probes];
+            operands!(only NAME, lse: F32 lse contiguous = blocks.values);
+        }
+        let mut tensors = vec![qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor()];
+        tensors.extend([&mask.words, &result.o, &result.lse]);
+        tensors.extend(blocks.map(|blocks| blocks.values));
+        let heads = pass.heads();
         let launch = |rows: &LaunchRows<'_>| -> Result<(), KernelError> {
-            let Tiles { query_tile, key_tile, .. } = rows.tiles;
-            let num_tiles = rows.tiles.num_query_tiles();
             let params = SparseAttentionForwardParams {
                 first_head: heads.start.into(),
                 launch_heads: heads.len().into(),
-                launch_kv_heads: launch_kv_heads.into(),
-                num_blocks: num_blocks.into(),
-                num_probes: num_probes.into(),
-                gamma: gamma.into(),
+                launch_kv_heads: pass.scheduled_kv_heads().into(),
+                num_blocks: pass.num_blocks().into(),
+                num_probes: blocks.map_or(0, |_| num_probes).into(),
+                gamma: blocks.map_or(0, |blocks| blocks.gamma).into(),
                 ..launch_rows_params(&qkv, mask, rows, softmax_scale)?
             };
-            let (kernel, grid, maps) = match family {
-                KernelFamily::Hopper => {
-                    let tiles = [query_tile, key_tile];
-                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, tiles, block);
-                    let maps = match reads {
-                        SparseKeyReads::Keys => Vec::new(),
-                        SparseKeyReads::Tiles => {
-                            let [_, k, v] = qkv.head_words(NAME)?;
-                            let width = shape.num_kv_heads * shape.head_dim;
-                            let (_, keys) = pairs_and_box(tiles);
-                            let map = |heads, words| head_map(heads, words, width, &shape, keys);
-                            vec![map(&qkv.k, k), map(&qkv.v, v)]
-                        }
-                    };
-                    (kernel, [q.hardware().num_multiprocessors, 1, 1], maps)
-                }
-                KernelFamily::Portable => {
-                    let limit = q.hardware().max_shared_bytes;
-                    let tiling = sparse_attention_tiling(&shape, limit)?;
-                    let parts = query_tile.div_ceil(tiling.block_rows());
-                    let kernel = sparse_attention_forward_kernel(&shape, &tiling, block);
-                    (kernel, [num_tiles * parts, heads.len(), 1], Vec::new())
-                }
-            };
+            let (kernel, grid, maps) = pass.kernel(rows)?;
             // SAFETY: sizes, strides and types checked above; every index was checked when the mask was built; the
             // mask's query tiles cover every query, so all of o and lse is written (with `blocks` the probe rows of its
             // heads); the maps read k and v, which are among the tensors.
@@ -187,6 +149,70 @@ impl Qkv {
             })?;
         }
         Ok(())
+    }
+}
+
+/// What decides the kernel of a pass under a mask, and the heads that it computes.
+struct SparsePass<'a> {
+    /// Heads with strides that the kernels take, and their sizes.
+    qkv: &'a Qkv,
+    shape: AttentionShape,
+    reads: SparseKeyReads,
+    /// The log-sum-exps of blocks that a pass over probe rows stores.
+    blocks: Option<&'a BlockLse<'a>>,
+}
+
+impl<'a> SparsePass<'a> {
+    /// The query heads that a launch computes.
+    fn heads(&self) -> Range<usize> {
+        self.blocks.map_or(0..self.shape.num_heads, |blocks| blocks.heads.clone())
+    }
+
+    /// The KV heads among which a launch's query heads are divided to schedule thread blocks. Query heads that are not
+    /// whole groups count as if one KV head had them all.
+    fn scheduled_kv_heads(&self) -> usize {
+        let (num_heads, group) = (self.heads().len(), self.shape.group_size());
+        if num_heads.is_multiple_of(group) { num_heads / group } else { 1 }
+    }
+
+    /// Blocks of keys whose log-sum-exps are stored; 0: none.
+    fn num_blocks(&self) -> usize {
+        self.blocks.map_or(0, |blocks| self.shape.seq_len.div_ceil(blocks.block))
+    }
+
+    /// Kernel, grid and maps of a launch.
+    ///
+    /// # Errors
+    /// [`KernelError::Refused`] when no tiling fits the device.
+    fn kernel(&self, rows: &LaunchRows<'_>) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
+        let Tiles { query_tile, key_tile, .. } = rows.tiles;
+        let hardware = self.qkv.q.tensor().hardware();
+        let block = self.blocks.map_or(0, |blocks| blocks.block);
+        match KernelFamily::of(&self.shape, KeySource::Dense, self.qkv.q.tensor()) {
+            KernelFamily::Hopper => {
+                let tiles = [query_tile, key_tile];
+                let kernel = hopper_sparse_attention_forward_kernel(&self.shape, self.reads, tiles, block);
+                Ok((kernel, [hardware.num_multiprocessors, 1, 1], self.maps(tiles)?))
+            }
+            KernelFamily::Portable => {
+                let tiling = sparse_attention_tiling(&self.shape, hardware.max_shared_bytes)?;
+                let parts = query_tile.div_ceil(tiling.block_rows());
+                let grid = [rows.tiles.num_query_tiles() * parts, self.heads().len(), 1];
+                Ok((sparse_attention_forward_kernel(&self.shape, &tiling, block), grid, Vec::new()))
+            }
+        }
+    }
+
+    /// The Hopper kernel's maps of keys and of values; none where it reads key by key.
+    fn maps(&self, tiles: [usize; 2]) -> Result<Vec<TileMap<'a>>, KernelError> {
+        if self.reads == SparseKeyReads::Keys {
+            return Ok(Vec::new());
+        }
+        let [_, k, v] = self.qkv.head_words(NAME)?;
+        let width = self.shape.num_kv_heads * self.shape.head_dim;
+        let (_, keys) = pairs_and_box(tiles);
+        let map = |heads, words| head_map(heads, words, width, &self.shape, keys);
+        Ok(vec![map(&self.qkv.k, k), map(&self.qkv.v, v)])
     }
 }
 

@@ -30,7 +30,7 @@ pub struct ScoresBackward<'a> {
 
 impl ScoresBackward<'_> {
     /// Gradients of [`dma_scores`](crate::Heads::dma_scores): adds the gradient of the values to the heads `dv` in
-    /// place, and returns the f32 gradients of W_dt and A. Every clone of their tensor shares the change.
+    /// place, which every clone of the tensor of `dv` shares, and returns the f32 gradients of W_dt and A.
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a `dv` of other sizes or with rows off 16-byte boundaries.

@@ -1,9 +1,9 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
 use super::{Bounds, hopper, rule_number};
 use crate::KernelError;
-use crate::attention::Qkv;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require};
-use sieve_core::{BlockChoice, ChoiceRule};
+use crate::attention::{AttentionShape, Heads};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require, require_non_empty};
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use std::ops::{Range, RangeInclusive};
 
 const NAME: &str = "nsa_choose";
@@ -26,28 +26,28 @@ const BLOCK_THREADS: usize = 1024;
 const LONG_ROW: RangeInclusive<usize> = 1025..=1 << 22;
 
 /// The blocks that each query chooses, i32 `[batch, seq_len, choosers, num_selected_blocks]`, by its logits with pooled
-/// keys, the first half of `compressed`. A chooser is a group of query heads with a choice of its own. `lse` is
-/// the log-sum-exp of these logits; rules that compare scores instead of probabilities do not read it.
+/// keys, the first half of `pooled`. A chooser is a group of query heads with a choice of its own. `lse` is the
+/// log-sum-exp of these logits; rules that compare scores instead of probabilities do not read it. `shape` are the
+/// sizes of attention of these queries over the pooled keys.
 pub(super) fn nsa_choose(
-    qkv: &Qkv,
-    compressed: &CudaTensor,
-    lse: &CudaTensor,
+    queries: &Heads,
+    shape: &AttentionShape,
+    [pooled, lse]: [&CudaTensor; 2],
     [start, end]: Bounds,
     choice: BlockChoice,
     softmax_scale: f32,
 ) -> Result<CudaTensor, KernelError> {
-    let shape = qkv.shape(NAME)?;
-    let qkv = qkv.with_kernel_strides();
-    let BlockChoice { blocks, rule, .. } = choice;
+    let q = queries.with_kernel_strides();
+    let BlockChoice { blocks, rule, forced } = choice;
     let (batch, seq_len) = (shape.batch, shape.seq_len);
     let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
     let num_blocks = seq_len.div_ceil(blocks.select_block_size);
     let (group, k) = (shape.num_heads / choosers, blocks.num_selected_blocks);
     let indices = lse.empty_contiguous(&[batch, seq_len, choosers, k], DType::I32);
     let most = IMPORTANCE_BYTES / (batch * choosers * num_blocks * DType::F32.size());
-    let [q, _, _] = qkv.head_words(NAME)?;
+    let q_words = q.require_words(NAME, "q")?;
     let queries_per_launch = most.clamp(1, seq_len);
-    let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
+    let hopper_tile = match hopper::is_hopper(shape, q.tensor()) {
         true => hopper::importance_tile(choice, group),
         false => None,
     };
@@ -57,7 +57,7 @@ pub(super) fn nsa_choose(
             seq_len,
             num_heads: shape.num_heads,
             choosers,
-            [q_offset, q_token_stride, q_batch_stride]: q,
+            [q_offset, q_token_stride, q_batch_stride]: q_words,
             softmax_scale,
             compress_size: blocks.compress_block_size,
             stride: blocks.compress_stride,
@@ -68,7 +68,7 @@ pub(super) fn nsa_choose(
             num_blocks,
             key_group: choosers / shape.num_kv_heads,
         });
-        let tensors = [qkv.q.tensor(), compressed, lse, start, end, &importance];
+        let tensors = [q.tensor(), pooled, lse, start, end, &importance];
         let (kernel, tile) = match hopper_tile {
             Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
             None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
@@ -76,14 +76,15 @@ pub(super) fn nsa_choose(
         let grid = [queries.len().div_ceil(tile), choosers, batch];
         // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for these queries.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
-        take_important(&importance, start, &indices, choice, queries)?;
+        take_largest(&importance, start, &indices, blocks.select_block_size, forced, queries)?;
     }
     Ok(indices)
 }
 
-/// Chooses blocks for the queries of one row from `first` on by `importance`, f32 `[1, 1, count, num_blocks]`, and
-/// writes them into `indices`, i32 `[1, seq_len, 1, num_selected_blocks]`. `start`, i32 `[1, seq_len]`, is the first
-/// token of each token's document.
+/// Chooses blocks of `block_size` tokens for the queries of one row from query `first` on: the blocks that are `forced`
+/// and those of the largest `importance`, f32 `[1, 1, count, num_blocks]`. Writes them into `indices`, i32
+/// `[1, seq_len, 1, number of blocks to choose]`. `start`, i32 `[1, seq_len]`, is the first token of each token's
+/// document.
 ///
 /// # Errors
 /// Another type, or sizes that do not fit.
@@ -91,42 +92,33 @@ pub fn choose_by_scores(
     importance: &CudaTensor,
     start: &CudaTensor,
     indices: &CudaTensor,
-    choice: BlockChoice,
+    block_size: usize,
+    forced: ForcedBlocks,
     first: usize,
 ) -> Result<(), KernelError> {
     let [_, seq_len, _, num_selected] = indices.dims(NAME, "block_indices")?;
+    require_non_empty(NAME, "block_size", block_size)?;
     let [_, _, count, num_blocks] = importance.dims(NAME, "importance")?;
     operands!(NAME,
         importance: F32[1, 1, count, num_blocks] = importance,
         start: I32[1, seq_len] = start,
     );
-    let fits = first + count <= seq_len && num_blocks >= seq_len.div_ceil(choice.blocks.select_block_size);
+    operands!(only NAME, block_indices: I32[1, seq_len, 1, num_selected] contiguous = indices);
+    let fits = first + count <= seq_len && num_blocks >= seq_len.div_ceil(block_size);
     let got = || format!("{count} queries from {first} on and {num_blocks} blocks");
-    require!(fits && num_selected == choice.blocks.num_selected_blocks, NAME, "importance:": got(), "those of the row");
-    take_important(&importance, &start, indices, choice, first..first + count)
+    require!(fits, NAME, "importance:": got(), "queries of the row and as many blocks as it has");
+    take_largest(&importance, &start, indices, block_size, forced, first..first + count)
 }
 
-/// Writes the choice of `queries` into `indices`, i32 `[batch, seq_len, choosers, num_selected]`, from the importances
-/// of their blocks, f32 `[batch, choosers, at least as many queries, num_blocks]`.
-pub(super) fn take_important(
-    importance: &CudaTensor,
-    start: &CudaTensor,
-    indices: &CudaTensor,
-    choice: BlockChoice,
-    queries: Range<usize>,
-) -> Result<(), KernelError> {
-    let BlockChoice { blocks, forced, .. } = choice;
-    let sizes = [blocks.select_block_size, usize::from(forced.first), forced.local];
-    take_largest(importance, start, indices, sizes, queries)
-}
-
-/// Writes the choice of `queries` among blocks of `size` keys; the tensors are those of [`take_important`]. The first
-/// `num_first` blocks, and the last `num_local` blocks up to the query's own, are always chosen.
+/// Writes the choice of `queries` among blocks of `block_size` keys into `indices`, i32
+/// `[batch, seq_len, choosers, number of blocks to choose]`: the `forced` blocks, then those of the largest importance,
+/// f32 `[batch, choosers, at least as many queries, num_blocks]`.
 pub(crate) fn take_largest(
     importance: &CudaTensor,
     start: &CudaTensor,
     indices: &CudaTensor,
-    [size, num_first, num_local]: [usize; 3],
+    block_size: usize,
+    forced: ForcedBlocks,
     queries: Range<usize>,
 ) -> Result<(), KernelError> {
     let [batch, seq_len, choosers, num_selected] = indices.dims(NAME, "block_indices")?;
@@ -134,13 +126,13 @@ pub(crate) fn take_largest(
     let params = params!(NsaChooseParams {
         seq_len,
         choosers,
-        select_size: size,
+        select_size: block_size,
         num_selected,
         first_query: queries.start,
         num_queries: queries.len(),
         num_blocks,
-        num_first,
-        num_local,
+        num_first: forced.first,
+        num_local: forced.local,
     });
     let has_block = queries.len() == 1 && LONG_ROW.contains(&num_blocks);
     let grid = [queries.len().div_ceil(CHOOSE_QUERIES), choosers, batch];
@@ -171,7 +163,6 @@ fn nsa_choose_kernel(has_block: bool) -> SourceKernel {
 mod tests {
     use super::*;
     use crate::{Hardware, NeededKernels, Recorder, Step};
-    use sieve_core::NsaBlocks;
 
     #[test]
     fn one_query_of_a_long_row_has_a_thread_block() {
@@ -184,8 +175,7 @@ mod tests {
             ]
             .map(|(sizes, dtype)| gpu.tensor(&sizes, dtype));
             gpu.take_steps();
-            let choice = BlockChoice::nsa(NsaBlocks::of([16, 16, 16, 4]));
-            choose_by_scores(&importance, &start, &indices, choice, 0).expect("sizes fit");
+            choose_by_scores(&importance, &start, &indices, 16, ForcedBlocks::NSA, 0).expect("sizes fit");
             let steps = gpu.take_steps();
             let [Step::Launch(launch)] = &steps[..] else {
                 panic!("{steps:?}");

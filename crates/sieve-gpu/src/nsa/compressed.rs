@@ -1,12 +1,12 @@
 //! The compressed branch: `kernels/nsa_place.cu` and `kernels/nsa_compressed_lists.cu` prepare compressed keys and
 //! their lists for DMA's attention kernels.
 use super::choose::nsa_choose;
-use super::{Bounds, no_gap, require_bounds, require_row, require_sizes};
+use super::{Bounds, no_gap, require_bounds, require_row};
 use crate::KernelError;
 use crate::attention::{AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{KeyLists, LIST_ALIGNMENT, SumRows, listed_attention_forward, listed_key_sums};
-use crate::runtime::{CudaTensor, DType, NsaPlaceParams, SourceKernel, operands, params};
+use crate::runtime::{CudaTensor, DType, NsaPlaceParams, SourceKernel, operands, params, require};
 use sieve_core::{BlockChoice, NsaBlocks};
 
 const NAME: &str = "nsa_compressed_attention";
@@ -21,7 +21,7 @@ struct Placed {
 impl Placed {
     /// Places keys and makes their lists. `sums`: f32 sums of dk and dv in a backward pass; listed rows are cleared.
     fn new(
-        qkv: &Qkv,
+        queries: &Heads,
         shape: &AttentionShape,
         documents: &[CudaTensor; 2],
         compressed: &CudaTensor,
@@ -39,11 +39,11 @@ impl Placed {
         let (take, scale) = (false, 1.0);
         let kernel = nsa_place_kernel(take, sums.is_some());
         let params = place_params(shape, blocks, scale);
-        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name. No other rows
+        // SAFETY: the caller checked the sizes; writes the rows of k, v and the sums that the lists name. No other rows
         // are read later.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
-            qkv: Qkv { q: qkv.q.clone(), k: Heads::all(&k), v: Heads::all(&v) },
+            qkv: Qkv { q: queries.clone(), k: Heads::all(&k), v: Heads::all(&v) },
             lists: compressed_lists(shape, documents, blocks)?,
         })
     }
@@ -88,23 +88,42 @@ fn compressed_lists(
     Ok(KeyLists { list, list_len, tile_window, tile_queries: KeyLists::TILE_QUERIES })
 }
 
-/// Checks the operands of the compressed branch; returns their sizes, and the documents' bounds made contiguous.
-fn require(
-    qkv: &Qkv,
+/// Checks queries, documents and pooled keys and values; returns their sizes, and the documents' bounds made
+/// contiguous. There is a row of pooled keys for each slot and KV head, so that their number says how many KV heads
+/// there are.
+fn require_pooled(
+    kernel: &'static str,
+    queries: &Heads,
+    documents: Bounds,
+    pooled: &CudaTensor,
+    blocks: NsaBlocks,
+) -> Result<(AttentionShape, [CudaTensor; 2]), KernelError> {
+    blocks.check();
+    let [batch, seq_len, _, head_dim] = queries.sizes(kernel, "q")?;
+    let [_, rows, _] = pooled.dims(kernel, "pooled keys and values")?;
+    let slots = batch * blocks.num_slots(seq_len);
+    require!(rows.is_multiple_of(slots), kernel, "number of pooled keys": rows, "multiples of the {slots} slots");
+    let shape = queries.as_queries(kernel, rows / slots, head_dim)?;
+    operands!(only kernel, pooled: BF16[2, rows, head_dim] strided);
+    require_row(kernel, &shape, &[queries])?;
+    let documents = require_bounds(kernel, documents, [batch, seq_len])?;
+    Ok((shape, documents))
+}
+
+/// [`require_pooled`] for the compressed branch, which not all sizes of blocks have kernels for.
+fn require_compressed(
+    queries: &Heads,
     documents: Bounds,
     compressed: &CudaTensor,
     blocks: NsaBlocks,
 ) -> Result<(AttentionShape, [CudaTensor; 2]), KernelError> {
-    let shape = qkv.shape(NAME)?;
-    require_sizes(NAME, blocks, &shape, qkv)?;
-    let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
-    operands!(only NAME, compressed: BF16[2, rows, shape.head_dim] strided);
-    let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+    let (shape, documents) = require_pooled(NAME, queries, documents, compressed, blocks)?;
+    no_gap(NAME, blocks.cuda_gap(shape.head_dim, shape.group_size()))?;
     Ok((shape, documents))
 }
 
-impl Qkv {
-    /// Attention of the queries of `self` over the compressed keys and values, `compressed` bf16
+impl Heads {
+    /// Attention of these queries over the compressed keys and values, `compressed` bf16
     /// `[2, batch * num_slots * num_kv_heads, head_dim]`. A query that sees no compressed block gets `o = 0`,
     /// `lse = -inf`.
     ///
@@ -121,17 +140,17 @@ impl Qkv {
         blocks: NsaBlocks,
         softmax_scale: f32,
     ) -> Result<(AttentionResult, CudaTensor), KernelError> {
-        let (shape, documents) = require(self, documents, compressed, blocks)?;
+        let (shape, documents) = require_compressed(self, documents, compressed, blocks)?;
         let compressed = compressed.contiguous();
         let (sums, delta) = (None, None);
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
         let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
         let (bounds, choice) = (documents.each_ref(), BlockChoice::nsa(blocks));
-        let indices = nsa_choose(self, &compressed, &result.lse, bounds, choice, softmax_scale)?;
+        let indices = nsa_choose(self, &shape, [&compressed, &result.lse], bounds, choice, softmax_scale)?;
         Ok((result, indices))
     }
 
-    /// The blocks that each query chooses by pooled keys, which are the first half of `pooled`, bf16
+    /// The blocks that each of these queries chooses by pooled keys, which are the first half of `pooled`, bf16
     /// `[2, batch * num_slots * num_kv_heads, head_dim]`. Returns i32
     /// `[batch, seq_len, choosers, num_selected_blocks]`: indices of blocks from the document's first token on,
     /// ascending, then -1. See [`BlockChoice`].
@@ -146,13 +165,10 @@ impl Qkv {
         softmax_scale: f32,
     ) -> Result<CudaTensor, KernelError> {
         const NAME: &str = "choose_key_blocks";
-        let (shape, blocks) = (self.shape(NAME)?, choice.blocks);
-        blocks.check();
-        require_row(NAME, &shape, self)?;
+        let blocks = choice.blocks;
+        let (shape, documents) = require_pooled(NAME, self, documents, pooled, blocks)?;
         no_gap(NAME, choice.cuda_gap(shape.head_dim, shape.group_size()))?;
-        let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
-        operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
-        let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+        let pooled = pooled.contiguous();
         let lse = match choice.rule.takes_scores() {
             // Rules that compare scores read no log-sum-exp: this tensor stands in for it.
             true => pooled.empty_contiguous(&[1], DType::F32),
@@ -162,11 +178,12 @@ impl Qkv {
                 listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
             }
         };
-        nsa_choose(self, &pooled, &lse, documents.each_ref(), choice, softmax_scale)
+        nsa_choose(self, &shape, [&pooled, &lse], documents.each_ref(), choice, softmax_scale)
     }
 
     /// Gradients `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice of
-    /// blocks has no gradient. dqkv is packed and zero for keys and values.
+    /// blocks has no gradient. dqkv is packed, `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, and zero for
+    /// keys and values.
     ///
     /// # Errors
     /// The errors of the forward pass.
@@ -179,7 +196,7 @@ impl Qkv {
         result: &AttentionResult,
         d_o: &CudaTensor,
     ) -> Result<[CudaTensor; 2], KernelError> {
-        let (shape, documents) = require(self, documents, compressed, blocks)?;
+        let (shape, documents) = require_compressed(self, documents, compressed, blocks)?;
         let compressed = compressed.contiguous();
         let (batch, seq_len, d) = (shape.batch, shape.seq_len, shape.head_dim);
         let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
@@ -213,3 +230,29 @@ fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
 
 /// The kernel that builds the compressed branch's key lists.
 const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder};
+
+    #[test]
+    fn the_number_of_pooled_keys_says_how_many_kv_heads_there_are() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let queries = Heads::all(&gpu.tensor(&[1, 160, 8, 64], DType::BF16));
+        let bound = gpu.tensor(&[1, 160], DType::I32);
+        // A row of 160 tokens has 10 slots of 16 tokens.
+        let choose = |rows: usize, width: usize| {
+            let pooled = gpu.tensor(&[2, rows, width], DType::BF16);
+            queries.nsa_compressed_attention_forward([&bound; 2], &pooled, NsaBlocks::PUBLISHED, 0.125)
+        };
+        let (_, chosen) = choose(20, 64).expect("two KV heads");
+        assert_eq!(chosen.shape(), [1, 160, 2, 16]);
+        for (rows, width, sentence) in
+            [(25, 64, "number of pooled keys 25"), (30, 64, "number of KV heads 3"), (20, 128, "expected [2, 20, 64]")]
+        {
+            let error = choose(rows, width).map(drop).expect_err("another size").to_string();
+            assert!(error.contains(sentence), "{error}");
+        }
+    }
+}

@@ -1,9 +1,9 @@
 //! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: decoding over
 //! the blocks that the queries of the new token choose by pooled keys, an indexer's keys or NSA's compressed keys.
-use super::choose::take_important;
+use super::choose::take_largest;
 use super::{no_gap, rule_number};
 use crate::KernelError;
-use crate::attention::{DecodeScratch, DecodeStep, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
+use crate::attention::{DecodeScratch, DecodeStep, Heads, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use crate::step::require_words;
 use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
@@ -71,7 +71,7 @@ impl NsaToken<'_> {
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
         let count = self.compress(length, step.max_length)?;
         let in_compressed = DecodeStep { max_length: compressed.capacity(COMPRESS, &shape)?, ..step };
-        let by_blocks = compressed.attention_decode_cached(coarse, &count, in_compressed, scratch[0])?;
+        let by_blocks = compressed.attention_decode_cached(&coarse.q, &count, in_compressed, scratch[0])?;
         // One launch appends the selected branch's key and value, and scores compressed keys by the compressed queries.
         let joined = Qkv { q: coarse.q.clone(), k: fine.k.clone(), v: fine.v.clone() };
         let pooled = Pooled {
@@ -84,7 +84,7 @@ impl NsaToken<'_> {
         let capacity = selected.capacity(NAME, &shape)?;
         let chosen = choose(&scores, shape.num_kv_heads, [length, self.start], choice, capacity)?;
         let size = self.blocks.select_block_size;
-        let by_choice = selected.attention_decode_chosen(fine, length, step, scratch[1], &chosen, size)?;
+        let by_choice = selected.attention_decode_chosen(&fine.q, length, step, scratch[1], &chosen, size)?;
         let by_window = recent.attention_decode(near, length, window, scratch[2])?;
         Ok([by_blocks, by_choice, by_window])
     }
@@ -253,7 +253,7 @@ fn choose(
     // SAFETY: reads the scores that were written, writes the importance of the blocks up to each token's own.
     unsafe { block_scores_kernel(choice.rule).launch([choosers, batch, 1], &tensors, &params) }?;
     let chosen = scores.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
-    take_important(&importance, start, &chosen, choice, 0..1)?;
+    take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
     chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])
 }
 
@@ -264,15 +264,15 @@ impl KvCache {
     /// one KV head for each chooser, a group of query heads with a choice of its own. Returns `[batch, 1, num_heads,
     /// head_dim]`.
     ///
-    /// With an indexer (arXiv:2606.13392) blocks are chosen by the queries and keys of `index` instead of the token's.
-    /// Its key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`; its values are not read.
+    /// With an indexer (arXiv:2606.13392) blocks are chosen by the token's queries and key of the indexer, `index`,
+    /// instead of its own. The indexer's key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
     pub fn chosen_decode(
         &self,
         token: &Qkv,
-        index: Option<&Qkv>,
+        index: Option<[&Heads; 2]>,
         length: &CudaTensor,
         step: DecodeStep<'_>,
         pooled: PooledStep<'_>,
@@ -299,17 +299,17 @@ impl KvCache {
             None => keys.scores(token, self, length, scored)?,
             // A first launch only appends the token. A second launch appends the indexer's key to `pooled` and scores
             // it; the kernel also appends a value, so key and cache stand in for it.
-            Some(indexer) => {
+            Some([q, k]) => {
                 let append_only = Pooled { keys: &self.k, size: NO_POOLED, stride: NO_POOLED, is_written: false };
                 append_only.scores(token, self, length, step)?;
-                let indexer = Qkv { v: indexer.k.clone(), ..indexer.clone() };
+                let indexer = Qkv { q: q.clone(), k: k.clone(), v: k.clone() };
                 let index = KvCache { k: pooled.pooled.clone(), v: pooled.pooled.clone() };
                 keys.scores(&indexer, &index, length, scored)?
             }
         };
         let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
         let chosen = choose(&scores, choosers, [length, pooled.start], choice, self.capacity(NAME, &shape)?)?;
-        self.attention_decode_chosen(token, length, step, scratch, &chosen, blocks.select_block_size)
+        self.attention_decode_chosen(&token.q, length, step, scratch, &chosen, blocks.select_block_size)
     }
 }
 

@@ -1,7 +1,6 @@
 //! Launches of `kernels/nsa_list_counts.cu` and `kernels/nsa_lists.cu`: the queries that chose each block.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
-use sieve_core::NsaBlocks;
 use std::ops::Range;
 
 /// Queries that one thread block reads.
@@ -22,19 +21,20 @@ pub struct ChoiceLists {
 }
 
 impl ChoiceLists {
-    /// Lists of the choices of `queries`, in items of at most `item_queries` queries.
+    /// Lists of the choices of `queries` among blocks of `block_size` tokens, in items of at most `item_queries`
+    /// queries.
     pub(super) fn new(
         indices: &CudaTensor,
         doc_start: &CudaTensor,
-        blocks: NsaBlocks,
+        block_size: usize,
         queries: &Range<usize>,
         item_queries: usize,
     ) -> Result<Self, KernelError> {
         let [batch, seq_len, heads, num_selected] = indices.dims("nsa_lists", "block_indices")?;
         let shared_bytes = indices.hardware().max_shared_bytes;
-        require_cells("nsa_lists", seq_len, blocks.select_block_size, shared_bytes)?;
-        // A cell is a run of `select_block_size` positions of the row. A block counts in the cell where it begins.
-        let cells = seq_len.div_ceil(blocks.select_block_size);
+        require_cells("nsa_lists", seq_len, block_size, shared_bytes)?;
+        // A cell is a run of `block_size` positions of the row. A block counts in the cell where it begins.
+        let cells = seq_len.div_ceil(block_size);
         let parts = queries.len().div_ceil(PART_QUERIES);
         let choices = queries.len() * num_selected;
         // Full items, and for each block's list a last one that is not full.
@@ -50,7 +50,7 @@ impl ChoiceLists {
             seq_len,
             num_kv_heads: heads,
             num_selected,
-            select_size: blocks.select_block_size,
+            select_size: block_size,
             num_cells: cells,
             first_query: queries.start,
             num_queries: queries.len(),
@@ -68,10 +68,10 @@ impl ChoiceLists {
         Ok(lists)
     }
 
-    /// The longest row, in tokens, for which one list counter for each block of `select_block_size` tokens fits into
+    /// The longest row, in tokens, for which one list counter for each block of `block_size` tokens fits into
     /// `shared_bytes` of shared memory.
-    pub fn most_tokens(select_block_size: usize, shared_bytes: usize) -> usize {
-        most_cells(shared_bytes) * select_block_size
+    pub fn most_tokens(block_size: usize, shared_bytes: usize) -> usize {
+        most_cells(shared_bytes) * block_size
     }
 
     /// Capacity of the lists of a KV head: number of (query, block) choices, and number of work items.
@@ -131,9 +131,9 @@ mod tests {
     fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {
         let gpu = Recorder::new(hardware);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
-        let indices = tensor(&[1, seq_len, 1, NsaBlocks::PUBLISHED.num_selected_blocks]);
+        let (block_size, num_selected) = (64, 16);
         let last = seq_len - 1..seq_len;
-        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), NsaBlocks::PUBLISHED, &last, 64)
+        ChoiceLists::new(&tensor(&[1, seq_len, 1, num_selected]), &tensor(&[1, seq_len]), block_size, &last, 64)
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
 use super::lists::ChoiceLists;
-use super::{BLOCK_KEYS, Bounds, hopper, require_bounds, require_sizes};
+use super::{BLOCK_KEYS, Bounds, hopper, no_gap, require_bounds, require_row};
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,
@@ -9,9 +9,10 @@ use crate::attention::{
 use crate::dma::convert_rows;
 use crate::runtime::{
     CudaTensor, DType, NsaSelectedAttentionForwardParams, Params, SourceKernel, SumOrder, operands, params, ranges,
+    require, require_non_empty,
 };
 use crate::step::empty_zero;
-use sieve_core::NsaBlocks;
+use sieve_core::selected_gap;
 use std::ops::Range;
 
 const NAME: &str = "nsa_selected_attention";
@@ -35,9 +36,12 @@ pub(super) struct Work {
     pub(super) qkv: Qkv,
     /// The first token of each token's document, and its end.
     pub(super) documents: [CudaTensor; 2],
-    /// The blocks that each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
+    /// The blocks that each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected]`.
     pub(super) indices: CudaTensor,
-    pub(super) blocks: NsaBlocks,
+    /// Tokens of a block.
+    pub(super) block_size: usize,
+    /// Blocks of a query.
+    pub(super) num_selected: usize,
     pub(super) softmax_scale: f32,
 }
 
@@ -47,20 +51,38 @@ impl Work {
         qkv: &Qkv,
         documents: Bounds,
         indices: &CudaTensor,
-        blocks: NsaBlocks,
+        block_size: usize,
         softmax_scale: f32,
     ) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
-        require_sizes(NAME, blocks, &shape, qkv)?;
+        require!(shape.head_dim == shape.head_dim_v, NAME, "call:": "values of another width", "one width");
+        Self::of(shape, qkv, documents, indices, block_size, softmax_scale)
+    }
+
+    /// [`new`](Self::new) for heads whose sizes, those of q and k, were checked: they are `shape`.
+    pub(super) fn of(
+        shape: AttentionShape,
+        qkv: &Qkv,
+        documents: Bounds,
+        indices: &CudaTensor,
+        block_size: usize,
+        softmax_scale: f32,
+    ) -> Result<Self, KernelError> {
+        require_row(NAME, &shape, &[&qkv.q, &qkv.k, &qkv.v])?;
+        require_non_empty(NAME, "block size", block_size)?;
+        no_gap(NAME, selected_gap(block_size, shape.head_dim, shape.group_size()))?;
         require_scale(NAME, softmax_scale)?;
-        let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
-        operands!(NAME, block_indices: I32[batch, seq_len, shape.num_kv_heads, k] = indices);
+        let (batch, seq_len) = (shape.batch, shape.seq_len);
+        let [.., num_selected] = indices.dims::<4>(NAME, "block_indices")?;
+        require_non_empty(NAME, "number of chosen blocks", num_selected)?;
+        operands!(NAME, block_indices: I32[batch, seq_len, shape.num_kv_heads, num_selected] = indices);
         Ok(Self {
             qkv: qkv.with_kernel_strides(),
             documents: require_bounds(NAME, documents, [batch, seq_len])?,
             indices: block_indices,
             shape,
-            blocks,
+            block_size,
+            num_selected,
             softmax_scale,
         })
     }
@@ -69,7 +91,7 @@ impl Work {
     pub(super) fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
         let AttentionShape { batch, seq_len, num_heads, head_dim, .. } = self.shape;
         // A query has a bf16 partial result for each head and choice.
-        let query_bytes = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
+        let query_bytes = batch * num_heads * self.num_selected * head_dim * 2;
         ranges(seq_len, ChoiceLists::PART_BYTES / query_bytes)
     }
 
@@ -81,7 +103,7 @@ impl Work {
     /// The lists of a range of queries: for each block the queries that chose it, in items of `item_queries` queries.
     fn lists(&self, range: &Range<usize>, item_queries: usize) -> Result<ChoiceLists, KernelError> {
         let [start, _] = &self.documents;
-        ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
+        ChoiceLists::new(&self.indices, start, self.block_size, range, item_queries)
     }
 
     /// Queries of a work item.
@@ -107,7 +129,7 @@ impl Work {
             [k_offset, k_token_stride, k_batch_stride]: k,
             [v_offset, v_token_stride, v_batch_stride]: v,
             softmax_scale: self.softmax_scale,
-            select_size: self.blocks.select_block_size,
+            select_size: self.block_size,
             choices,
             max_items,
         }))
@@ -151,7 +173,7 @@ impl Work {
         let shape = &self.shape;
         let params = params!(NsaSelectedCombineParams {
             { seq_len, num_heads, num_kv_heads }: shape,
-            num_selected: self.blocks.num_selected_blocks,
+            num_selected: self.num_selected,
             first_query: queries.start,
             num_queries: queries.len(),
             [offset, token_stride, batch_stride]: layout,
@@ -180,10 +202,10 @@ pub(super) enum Joined {
 }
 
 impl Qkv {
-    /// Causal attention of each query over the tokens of its chosen blocks, `block_indices` i32 `[batch, seq_len,
-    /// num_kv_heads, num_selected_blocks]`: indices of blocks from the document's first token on, each at most once and
-    /// none after the query's own block, then -1. A block that no query chose is not read. Also returns the lists of
-    /// each range of queries for the backward pass.
+    /// Causal attention of each query over the tokens of its chosen blocks of `block_size` tokens, `block_indices` i32
+    /// `[batch, seq_len, num_kv_heads, number of blocks]`: indices of blocks from the document's first token on, each
+    /// at most once and none after the query's own block, then -1. A block that no query chose is not read. Also
+    /// returns the lists of each range of queries for the backward pass.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -191,10 +213,10 @@ impl Qkv {
         &self,
         documents: Bounds,
         block_indices: &CudaTensor,
-        blocks: NsaBlocks,
+        block_size: usize,
         softmax_scale: f32,
     ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
-        let work = Work::new(self, documents, block_indices, blocks, softmax_scale)?;
+        let work = Work::new(self, documents, block_indices, block_size, softmax_scale)?;
         work.forward(|_| Ok(()))
     }
 }
@@ -256,10 +278,10 @@ impl AttentionGradients<'_> {
         self,
         documents: Bounds,
         block_indices: &CudaTensor,
-        blocks: NsaBlocks,
+        block_size: usize,
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
-        let work = Work::new(self.qkv, documents, block_indices, blocks, self.softmax_scale)?;
+        let work = Work::new(self.qkv, documents, block_indices, block_size, self.softmax_scale)?;
         let shape = &work.shape;
         require_gradients(NAME, &self, shape)?;
         let d_o = self.d_o.contiguous();

@@ -6,7 +6,7 @@ use super::selected::{JoinedRange, Work};
 use crate::KernelError;
 use crate::attention::{AttentionResult, AttentionShape, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
-use sieve_core::{NsaBlocks, SELECTED_SIZES, selected_pieces};
+use sieve_core::{SELECTED_SIZES, selected_pieces};
 
 const NAME: &str = "selected_blocks";
 
@@ -19,19 +19,19 @@ const WARPS: usize = 8;
 pub struct SelectedBlocks<'a> {
     /// Indices of blocks from the document's first token on, i32 `[batch, seq_len, num_kv_heads, num_indices]`.
     pub indices: &'a CudaTensor,
-    /// How many of its indices each query has, the first ones, i32 `[batch, seq_len, num_kv_heads]`; `None`: all.
+    /// How many of a query's indices count, from the first on, i32 `[batch, seq_len, num_kv_heads]`; `None`: all.
     pub counts: Option<&'a CudaTensor>,
     /// Tokens of a block, one of [`SELECTED_SIZES`].
     pub block: usize,
 }
 
 impl SelectedBlocks<'_> {
-    /// The blocks as attention reads them, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`: ascending, each
-    /// once, then -1; and their sizes. A block of 128 tokens is two blocks there.
+    /// The blocks as attention reads them, i32 `[batch, seq_len, num_kv_heads, number of blocks]`: ascending, each
+    /// once, then -1; and their size in tokens. A block of 128 tokens is two blocks there.
     ///
     /// # Errors
     /// Another type than i32, another size of blocks, shapes that do not fit, more tokens than lists take.
-    pub fn attended(&self, doc_start: &CudaTensor) -> Result<(CudaTensor, NsaBlocks), KernelError> {
+    pub fn attended(&self, doc_start: &CudaTensor) -> Result<(CudaTensor, usize), KernelError> {
         let Self { indices, counts, block } = *self;
         let [batch, seq_len, num_choosers, num_indices] = indices.dims(NAME, "indices")?;
         let [a, b, c, d] = SELECTED_SIZES;
@@ -71,7 +71,7 @@ impl SelectedBlocks<'_> {
         // SAFETY: reads the operands, whose shapes were checked; a query's own block has a bit in `num_words` words;
         // writes every element of `attended`.
         unsafe { kernel.launch([lists.div_ceil(WARPS), 1, 1], &tensors, &params) }?;
-        Ok((attended, NsaBlocks { num_selected_blocks: num_indices * pieces, ..NsaBlocks::of([size; 4]) }))
+        Ok((attended, size))
     }
 
     /// Writes the sums of a range of queries, whose blocks attention read as `attended`.
@@ -111,8 +111,8 @@ pub struct SelectedAttention {
     pub result: AttentionResult,
     /// The blocks as [`AttentionGradients::nsa_selected_attention_backward`](crate::AttentionGradients) takes them.
     pub block_indices: CudaTensor,
-    /// Size and number of these blocks.
-    pub blocks: NsaBlocks,
+    /// Tokens of one of these blocks.
+    pub block_size: usize,
     /// The attention on the block of each index, summed over the heads of the group, f32 of the indices' shape: 0 where
     /// an index counts as none, and at each place of a block that is given twice. An indexer's loss reads it.
     pub block_sums: Option<CudaTensor>,
@@ -134,14 +134,14 @@ impl Qkv {
         let shape = self.shape(NAME)?;
         let (indices, [.., num_indices]) = (selected.indices, selected.indices.dims::<4>(NAME, "indices")?);
         operands!(only NAME, indices: I32[shape.batch, shape.seq_len, shape.num_kv_heads, num_indices] strided);
-        let (block_indices, blocks) = selected.attended(start)?;
-        let work = Work::new(self, [start, end], &block_indices, blocks, softmax_scale)?;
+        let (block_indices, block_size) = selected.attended(start)?;
+        let work = Work::new(self, [start, end], &block_indices, block_size, softmax_scale)?;
         let block_sums = wants_sums.then(|| indices.empty_contiguous(indices.shape(), DType::F32));
         let (result, _) = work.forward(|range| match &block_sums {
             Some(sums) => selected.sum(&shape, &block_indices, range, sums),
             None => Ok(()),
         })?;
-        Ok(SelectedAttention { result, block_indices, blocks, block_sums })
+        Ok(SelectedAttention { result, block_indices, block_size, block_sums })
     }
 }
 
@@ -169,7 +169,7 @@ mod tests {
     use crate::{Hardware, Recorder};
 
     /// The blocks as attention reads them, of 5 indices for each query and KV head; the counts have the shape `counts`.
-    fn attended(block: usize, seq_len: usize, counts: &[usize]) -> Result<(CudaTensor, NsaBlocks), KernelError> {
+    fn attended(block: usize, seq_len: usize, counts: &[usize]) -> Result<(CudaTensor, usize), KernelError> {
         let gpu = Recorder::new(Hardware::HOPPER);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
         let (indices, counts) = (tensor(&[2, seq_len, 3, 5]), tensor(counts));
@@ -179,10 +179,9 @@ mod tests {
     #[test]
     fn blocks_of_128_are_two_and_other_sizes_are_refused_by_name() {
         for (block, size, pieces) in [(16, 16, 1), (32, 32, 1), (64, 64, 1), (128, 64, 2)] {
-            let (indices, blocks) = attended(block, 1000, &[2, 1000, 3]).expect("a size with kernels");
+            let (indices, block_size) = attended(block, 1000, &[2, 1000, 3]).expect("a size with kernels");
             assert_eq!(indices.shape(), [2, 1000, 3, 5 * pieces]);
-            assert_eq!((blocks.select_block_size, blocks.num_selected_blocks), (size, 5 * pieces));
-            blocks.check();
+            assert_eq!(block_size, size);
         }
         for (block, seq_len, counts, sentence) in [
             (48, 1000, [2, 1000, 3], "block 48 is not supported (supported: 16, 32, 64 and 128)"),

@@ -72,7 +72,7 @@ pub enum Amount<'a> {
 }
 
 impl<'a> LongChoice<'a> {
-    /// A choice of this amount in the rows of `heads`: the first one and their number.
+    /// A choice of this amount in the rows of some heads, given by the first head and the number of heads.
     pub fn new(
         [scores, kept, nan_rows]: [&'a CudaTensor; 3],
         heads: [usize; 2],

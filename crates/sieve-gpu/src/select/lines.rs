@@ -182,26 +182,7 @@ impl Call<'_> {
         let rows = s.scores.block.min(s.shape.num_queries);
         let [_, columns] = s.blocks();
         let sums = self.all_probe_sums(rows, nan_rows, 1.0 / rows as f32)?;
-        // Estimates the block attention of the last queries by the means of queries and keys.
-        let probe = Pooled {
-            heads: &self.qkv.q,
-            at: self.q,
-            num_heads: s.shape.num_heads,
-            first_token: s.shape.num_keys - rows,
-            num_tokens: rows,
-            block: s.scores.block,
-            offset: 0,
-            order: None,
-        };
-        let (has_variance, order) = (false, None);
-        let [probe, _] = self.pool(&probe, has_variance)?;
-        let [k, _] = self.pool(&self.pooled_keys(order), has_variance)?;
-        let estimate = self.new_f32(&[s.shape.num_heads, 1, columns]);
-        let last = Cut { num_queries: rows, block: s.scores.block, query_block: s.scores.block, offset: 0 };
-        let means = [probe, k];
-        let scale = s.scores.softmax_scale;
-        let adds = false;
-        self.dot_products(&means, &estimate, last, 0..s.shape.num_heads, scale, adds)?;
+        let estimate = self.estimated_blocks(rows)?;
         // Chooses the tokens whose columns or diagonals hold a share of `gamma` of the attention.
         let passes = |sums: &CudaTensor| {
             // A gamma of 1 keeps all: a rounded sum may exceed 1 before the last entry.
@@ -234,6 +215,30 @@ impl Call<'_> {
         let map = self.map_bits(&wanted, nan_rows, gamma)?;
         let by_token = false;
         self.mark_blocks(&lines, Some(&map), by_token, kept)
+    }
+
+    /// The logits of the mean of the last `rows` queries, at most a block of them, with the means of all blocks of
+    /// keys: an estimate of the attention on each block, f32 `[num_heads, 1, blocks of keys]`.
+    fn estimated_blocks(&self, rows: usize) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let [_, columns] = s.blocks();
+        let last_queries = Pooled {
+            heads: &self.qkv.q,
+            at: self.q,
+            num_heads: s.shape.num_heads,
+            first_token: s.shape.num_keys - rows,
+            num_tokens: rows,
+            block: s.scores.block,
+            offset: 0,
+            order: None,
+        };
+        let (has_variance, order, adds) = (false, None, false);
+        let [q, _] = self.pool(&last_queries, has_variance)?;
+        let [k, _] = self.pool(&self.pooled_keys(order), has_variance)?;
+        let estimate = self.new_f32(&[s.shape.num_heads, 1, columns]);
+        let cut = Cut { num_queries: rows, block: s.scores.block, query_block: s.scores.block, offset: 0 };
+        self.dot_products(&[q, k], &estimate, cut, 0..s.shape.num_heads, s.scores.softmax_scale, adds)?;
+        Ok(estimate)
     }
 
     /// Bits of the largest entries of the block map, for the heads in `wanted` whose pattern is the block map.

@@ -5,7 +5,6 @@ use crate::KernelError;
 use crate::attention::Heads;
 use crate::runtime::{CudaTensor, SourceKernel, params};
 use sieve_core::{KeyMask, KeyScores};
-use std::ops::Range;
 
 /// The permutations of a selection, views of the mask's buffer: the token of each slot; `None` where slots hold the
 /// tokens in order.
@@ -35,54 +34,52 @@ struct Sorted<'a> {
 impl Call<'_> {
     /// Writes the permutations of the tokens that move into the mask.
     pub(super) fn orders(&self, mask: &KeyMask<CudaTensor>, nan_rows: &CudaTensor) -> Result<Orders, KernelError> {
-        let s = self.selection;
-        let Some(order) = s.order else {
+        let Some(order) = self.selection.order else {
             return Ok(Orders::default());
         };
-        let part = |place: &Range<usize>, sets: usize, count: usize| {
-            mask.words.view_at(NAME, "order", place.start, &[sets, count], &[count, 1])
+        let keys = order.keys.map(|by| self.key_order(mask, by, order.segment, nan_rows));
+        let queries = order.moves_queries.then(|| self.query_order(mask, order.segment, nan_rows));
+        Ok(Orders { keys: keys.transpose()?, queries: queries.transpose()? })
+    }
+
+    /// Sorts the keys of each whole segment, for each KV head, by the attention that they received or by length.
+    fn key_order(
+        &self,
+        mask: &KeyMask<CudaTensor>,
+        by: KeyScores,
+        segment: usize,
+        nan_rows: &CudaTensor,
+    ) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let (sets, num_tokens) = (s.shape.num_kv_heads, s.shape.num_keys);
+        let order =
+            mask.words.view_at(NAME, "order", mask.places.key_order.start, &[sets, num_tokens], &[num_tokens, 1])?;
+        let (score, heads_per_set) = match by {
+            KeyScores::Attention(rows) => {
+                (self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?, s.shape.group_size())
+            }
+            KeyScores::Length => (self.negated_norms(&self.qkv.k, self.k, sets, [0, num_tokens])?, 0),
         };
-        let mut orders = Orders::default();
-        if let Some(by) = order.keys {
-            let keys = part(&mask.places.key_order, s.shape.num_kv_heads, s.shape.num_keys)?;
-            let (score, heads_per_set) = match by {
-                KeyScores::Attention(rows) => {
-                    (self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?, s.shape.group_size())
-                }
-                KeyScores::Length => {
-                    let tokens = [0, s.shape.num_keys];
-                    (self.negated_norms(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
-                }
-            };
-            let sorted = Sorted {
-                score,
-                nan_rows,
-                sets: s.shape.num_kv_heads,
-                first: 0,
-                num_tokens: s.shape.num_keys,
-                whole_only: true,
-                heads_per_set,
-            };
-            self.sort(&sorted, order.segment, &keys)?;
-            orders.keys = Some(keys);
-        }
-        if !order.moves_queries {
-            return Ok(orders);
-        }
-        let queries = part(&mask.places.query_order, s.shape.num_heads, s.shape.num_queries)?;
-        let tokens = [s.shape.context(), s.shape.num_queries];
-        let sorted = Sorted {
-            score: self.negated_norms(&self.qkv.q, self.q, s.shape.num_heads, tokens)?,
-            nan_rows,
-            sets: s.shape.num_heads,
-            first: s.shape.context(),
-            num_tokens: s.shape.num_queries,
-            whole_only: false,
-            heads_per_set: 0,
-        };
-        self.sort(&sorted, order.segment, &queries)?;
-        orders.queries = Some(queries);
-        Ok(orders)
+        let sorted = Sorted { score, nan_rows, sets, first: 0, num_tokens, whole_only: true, heads_per_set };
+        self.sort(&sorted, segment, &order)?;
+        Ok(order)
+    }
+
+    /// Sorts the queries of each segment, for each head, by length.
+    fn query_order(
+        &self,
+        mask: &KeyMask<CudaTensor>,
+        segment: usize,
+        nan_rows: &CudaTensor,
+    ) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let (sets, num_tokens, first) = (s.shape.num_heads, s.shape.num_queries, s.shape.context());
+        let place = mask.places.query_order.start;
+        let order = mask.words.view_at(NAME, "order", place, &[sets, num_tokens], &[num_tokens, 1])?;
+        let score = self.negated_norms(&self.qkv.q, self.q, sets, [first, num_tokens])?;
+        let sorted = Sorted { score, nan_rows, sets, first, num_tokens, whole_only: false, heads_per_set: 0 };
+        self.sort(&sorted, segment, &order)?;
+        Ok(order)
     }
 
     /// The attention that each key received from the last `rows` queries, f32 `[num_kv_heads, num_keys]`.

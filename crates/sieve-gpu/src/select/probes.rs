@@ -15,10 +15,8 @@ impl Call<'_> {
     /// Marks the blocks that the probes of each tile chose. Returns the probes' dense attention.
     pub(super) fn probes(&self, bits: KeptBits<'_>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let BlockScores::Probes { gamma, chosen: [k, num_exact] } = s.scores.by else {
-            unreachable!("the caller matched this variant")
-        };
-        let [rows, num_blocks] = s.blocks();
+        let BlockScores::Probes { gamma, .. } = s.scores.by else { unreachable!("the caller matched this variant") };
+        let [_, num_blocks] = s.blocks();
         let num_probes = s.shape.num_queries.div_ceil(gamma);
         let words = num_blocks.div_ceil(u32::BITS as usize);
         let [kept, nan_rows] = bits;
@@ -30,34 +28,8 @@ impl Call<'_> {
             let blocks = BlockLse { values: &lse, heads: heads.clone(), block: s.scores.block, gamma };
             let scale = s.scores.softmax_scale;
             self.qkv.sparse_attention_into(&mask, scale, &dense, Some(&blocks))?;
-            let params = params!(SelectGateParams {
-                num_probes,
-                num_blocks,
-                block: s.scores.block,
-                context: s.shape.context(),
-                gamma,
-                query_block: s.scores.query_block,
-                first_head: heads.start,
-                first_tiles: s.keep.first_tiles,
-                k,
-                num_exact,
-            });
-            let grid = [num_probes.div_ceil(64), heads.len(), 1];
-            let tensors = [&lse, &chosen, nan_rows];
-            // For each of the 64 threads the scores and the numbers of its best blocks.
-            let kernel = SELECT_GATE.shared_bytes(num_exact.min(k) * 64 * 2 * DType::F32.size());
-            // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
-            unsafe { kernel.launch(grid, &tensors, &params) }?;
-            let scores = self.new_f32(&[heads.len(), rows, num_blocks]);
-            let params = params!(SelectVotesParams {
-                num_probes,
-                num_blocks,
-                per_tile: s.scores.query_block / gamma,
-                first_head: heads.start,
-            });
-            let grid = [num_blocks.div_ceil(128), rows, heads.len()];
-            // SAFETY: reads scores of chosen blocks; writes every score.
-            unsafe { SELECT_VOTES.launch(grid, &[&lse, &chosen, &scores], &params) }?;
+            self.gate(&lse, heads.clone(), &chosen, nan_rows)?;
+            let scores = self.votes(&lse, heads.clone(), &chosen)?;
             self.choose(&Choice {
                 scores: &scores,
                 bits,
@@ -69,6 +41,60 @@ impl Call<'_> {
             })?;
         }
         Ok(dense.o)
+    }
+}
+
+impl Call<'_> {
+    /// Marks in `chosen` the blocks that each probe of some heads chooses, by the log-sum-exps `lse` of its logits in
+    /// each block, f32 `[heads, blocks, probes]`.
+    fn gate(
+        &self,
+        lse: &CudaTensor,
+        heads: Range<usize>,
+        chosen: &CudaTensor,
+        nan_rows: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let s = self.selection;
+        let BlockScores::Probes { gamma, chosen: [k, num_exact] } = s.scores.by else { unreachable!("probes choose") };
+        let [_, num_blocks] = s.blocks();
+        let num_probes = s.shape.num_queries.div_ceil(gamma);
+        let params = params!(SelectGateParams {
+            num_probes,
+            num_blocks,
+            block: s.scores.block,
+            context: s.shape.context(),
+            gamma,
+            query_block: s.scores.query_block,
+            first_head: heads.start,
+            first_tiles: s.keep.first_tiles,
+            k,
+            num_exact,
+        });
+        let grid = [num_probes.div_ceil(64), heads.len(), 1];
+        // For each of the 64 threads the scores and the numbers of its best blocks.
+        let kernel = SELECT_GATE.shared_bytes(num_exact.min(k) * 64 * 2 * DType::F32.size());
+        // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
+        unsafe { kernel.launch(grid, &[lse, chosen, nan_rows], &params) }
+    }
+
+    /// The scores of the blocks for each query tile of some heads, f32 `[heads, tiles, blocks]`, from the scores `lse`
+    /// that the tile's probes gave the blocks that they chose.
+    fn votes(&self, lse: &CudaTensor, heads: Range<usize>, chosen: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let [rows, num_blocks] = s.blocks();
+        let BlockScores::Probes { gamma, .. } = s.scores.by else { unreachable!("probes vote") };
+        let num_probes = s.shape.num_queries.div_ceil(gamma);
+        let scores = self.new_f32(&[heads.len(), rows, num_blocks]);
+        let params = params!(SelectVotesParams {
+            num_probes,
+            num_blocks,
+            per_tile: s.scores.query_block / gamma,
+            first_head: heads.start,
+        });
+        let grid = [num_blocks.div_ceil(128), rows, heads.len()];
+        // SAFETY: reads scores of chosen blocks; writes every score.
+        unsafe { SELECT_VOTES.launch(grid, &[lse, chosen, &scores], &params) }?;
+        Ok(scores)
     }
 }
 

@@ -5,7 +5,7 @@ use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv, one_token};
 use crate::nsa::{key_logits, take_largest};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
-use sieve_core::TokenKeys;
+use sieve_core::{ForcedBlocks, TokenKeys};
 
 const NAME: &str = "select_pages";
 
@@ -63,7 +63,7 @@ impl KvCache {
             TokenKeys::Pages { page, .. } => (self.selected_blocks(token, step, choice)?, page),
             TokenKeys::Largest(_) => (self.selected_blocks(token, step, choice)?, 1),
         };
-        self.attention_decode_chosen(token, choice.length, step, scratch, &chosen, size)
+        self.attention_decode_chosen(&token.q, choice.length, step, scratch, &chosen, size)
     }
 
     /// Appends the token as [`selector_decode`](Self::selector_decode) does, and returns the blocks that it chooses:
@@ -77,12 +77,14 @@ impl KvCache {
         step: DecodeStep<'_>,
         choice: SelectorStep<'_>,
     ) -> Result<CudaTensor, KernelError> {
-        let (scores, [size, num_local], count) = match (choice.keys, choice.bounds) {
+        // A token always reads its own page, which no scores compare with the others.
+        let forced = |local| ForcedBlocks { first: false, local };
+        let (scores, size, forced, count) = match (choice.keys, choice.bounds) {
             (TokenKeys::Pages { page, count }, Some(bounds)) => {
                 let scores = self.page_scores(token, step, choice.length, bounds, page)?;
-                (scores, [page, 1], count)
+                (scores, page, forced(1), count)
             }
-            (TokenKeys::Largest(count), _) => (key_logits(self, token, choice.length, step)?, [1, 0], count),
+            (TokenKeys::Largest(count), _) => (key_logits(self, token, choice.length, step)?, 1, forced(0), count),
             (keys, bounds) => {
                 let got = format!("{keys:?}, bounds: {}", bounds.is_some());
                 let supported = "the largest keys, or pages with bounds";
@@ -94,8 +96,7 @@ impl KvCache {
         let count = count.min(num_blocks);
         let importance = scores.reshaped(NAME, "scores", &[batch, heads, 1, num_blocks])?;
         let chosen = scores.empty_contiguous(&[batch, 1, heads, count], DType::I32);
-        let num_first = 0;
-        take_largest(&importance, choice.start, &chosen, [size, num_first, num_local], 0..1)?;
+        take_largest(&importance, choice.start, &chosen, size, forced, 0..1)?;
         chosen.reshaped(NAME, "chosen", &[batch, heads, count])
     }
 

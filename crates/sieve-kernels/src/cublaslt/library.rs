@@ -32,7 +32,7 @@ struct Library {
     /// Address of the workspace of [`WORKSPACE_BYTES`] of each CUDA stream. CubeCL has a fixed number of them; stream
     /// ids differ by thread.
     workspaces: HashMap<CUstream, u64>,
-    /// By problem and by the alignments of x, w, C and D in bytes.
+    /// The plan of each problem and of the alignments of x, w, C and D in bytes.
     plans: HashMap<(Problem, [u32; 4]), Plan>,
 }
 
@@ -86,7 +86,8 @@ impl Library {
         })
     }
 
-    /// Queues a GEMM on `stream`; the first on a stream allocates its workspace, the first of a problem finds its plan.
+    /// Queues a GEMM on `stream`. The first GEMM on a stream allocates the stream's workspace, and the first GEMM of a
+    /// problem finds the problem's plan.
     fn queue(&mut self, call: &Call, stream: CUstream, pointers: &[u64]) -> Result<(), Refusal> {
         let workspace = match self.workspaces.get(&stream) {
             Some(workspace) => *workspace,

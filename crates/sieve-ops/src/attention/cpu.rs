@@ -4,7 +4,7 @@ use crate::DocumentBounds;
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
-use sieve_cpu::{AttentionShape, Mask};
+use sieve_cpu::{Mask, ScaledShape};
 
 pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> AttentionOutput<Flex> {
     unless_f32!(&qkv, call.spec.num_heads, "attention": reference::attention::<Flex>(qkv, call));
@@ -45,15 +45,15 @@ pub(crate) fn sinks_backward(output: &AttentionOutput<Flex>, sinks: FlexTensor, 
 }
 
 /// Sizes of an attention call, from a packed tensor of q, k and v heads.
-pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> AttentionShape {
+pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> ScaledShape {
     shape_of(qkv.shape().dims(), spec)
 }
 
 /// Like [`attention_shape`], from the packed tensor's dimensions.
-pub(crate) fn shape_of([batch, seq_len, _, head_dim]: [usize; 4], spec: AttentionSpec) -> AttentionShape {
-    AttentionShape {
+pub(crate) fn shape_of([batch, seq_len, _, head_dim]: [usize; 4], spec: AttentionSpec) -> ScaledShape {
+    ScaledShape {
         softmax_scale: spec.softmax_scale as f32,
-        ..AttentionShape::new([batch, seq_len], [spec.num_heads, spec.num_kv_heads], head_dim)
+        ..ScaledShape::new([batch, seq_len], [spec.num_heads, spec.num_kv_heads], head_dim)
     }
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn documents([start, end]: &[FlexTensor; 2]) -> sieve_cpu::Documents<
 /// Forward attention of a contiguous packed tensor.
 pub(crate) fn forward(
     qkv: &FlexTensor,
-    shape: AttentionShape,
+    shape: ScaledShape,
     mask: Mask<'_>,
     bounds: &DocumentBounds<Flex>,
 ) -> AttentionOutput<Flex> {
@@ -87,7 +87,7 @@ pub(crate) fn forward(
 /// `dqkv` of [`forward`]. For a mask with a bias per key, writes the biases' gradient to `d_delta`.
 pub(crate) fn backward(
     qkv: &FlexTensor,
-    shape: AttentionShape,
+    shape: ScaledShape,
     mask: Mask<'_>,
     bounds: &DocumentBounds<Flex>,
     o_lse_and_d_o: [FlexTensor; 3],

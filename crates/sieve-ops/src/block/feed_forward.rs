@@ -26,7 +26,8 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// Data type in which both GEMMs multiply: bf16 or fp8.
     pub precision: GemmPrecision,
-    /// Whether activations are kept that the backward pass could recompute; its other setting is attention's.
+    /// Whether activations are kept that the backward pass could recompute. The other setting of [`Keeping`] concerns
+    /// attention.
     pub keeping: Keeping,
     /// Whether the output is read.
     pub pass: PassFor,

@@ -15,7 +15,7 @@ pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cud
         return choose_scored(qkv, pooled, call);
     }
     let [start, end] = bounds(&call.documents);
-    let attempt = packed(&qkv, call.spec).choose_key_blocks(
+    let attempt = packed(&qkv, call.spec).q.choose_key_blocks(
         [&start, &end],
         &kernel_tensor(pooled.clone()),
         call.choice,
@@ -42,7 +42,8 @@ fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Fl
         let start = kernel_tensor(start.into_primitive());
         block_scores(&index, &keys, &slots, row, |first, scores| {
             let scores = kernel_tensor(primitive(scores.unsqueeze_dims::<4>(&[0, 0])));
-            let written = choose_by_scores(&scores, &start, &chosen, choice, first);
+            let (size, forced) = (choice.blocks.select_block_size, choice.forced);
+            let written = choose_by_scores(&scores, &start, &chosen, size, forced, first);
             written.unwrap_or_else(|error| panic!("nsa_choose: {error}"));
         });
         indices
@@ -74,11 +75,17 @@ pub(crate) fn index_gradient(
     let [start, end] = bounds(&call.call.documents);
     let [index, lse, chosen] = [index, attention.output.lse.clone(), chosen].map(kernel_tensor);
     let lists: Vec<_> = attention.lists.iter().cloned().map(lists_of).collect();
-    let gradient =
-        IndexGradient { index: &index, lse: &lse, block_indices: &chosen, lists: &lists, weight: call.weight as f32 };
-    let attempt =
-        packed(&qkv, spec).index_gradient([&start, &end], gradient, call.call.blocks, spec.softmax_scale as f32);
-    match attempt {
+    let heads = packed(&qkv, spec);
+    let gradient = IndexGradient {
+        queries_and_keys: [&heads.q, &heads.k],
+        index: &index,
+        lse: &lse,
+        block_indices: &chosen,
+        lists: &lists,
+        weight: call.weight as f32,
+    };
+    let size = call.call.blocks.select_block_size;
+    match gradient.index_gradient([&start, &end], size, spec.softmax_scale as f32) {
         Ok(None) => None,
         attempt => kernel_or("index_gradient", attempt, || None).map(ToBurn::burn),
     }

@@ -215,7 +215,52 @@ pub(super) fn attention<B: SieveBackend>(
     }))
 }
 
-/// The gradients of the indexer's packed tensor and of the blocks' keys; `lse` is the attention's.
+/// The attention whose probabilities the indexer learns to predict.
+struct Teacher<D: DeviceBackend> {
+    /// Queries and keys, `[batch, seq_len, heads, head_dim]`.
+    q: Tensor<D, 4>,
+    k: Tensor<D, 4>,
+    /// Log-sum-exp of each query, `[batch, num_heads, seq_len]`.
+    lse: Tensor<D, 3>,
+    spec: AttentionSpec,
+}
+
+impl<D: DeviceBackend> Teacher<D> {
+    fn new(qkv: Float<D>, lse: Float<D>, spec: AttentionSpec) -> Self {
+        let [q, k, _] = split_heads(tensor::<D, 4>(qkv), spec.num_kv_heads);
+        Self { q, k, lse: tensor(lse), spec }
+    }
+
+    /// The keys of some tokens of a row, `[tokens, head_dim]` for each KV head.
+    fn keys(&self, row: usize, tokens: &Tensor<D, 1, Int>) -> Vec<Tensor<D, 2>> {
+        let [_, n, _, d] = self.k.dims();
+        let of_head = |kv_head: usize| {
+            let k = self.k.clone().narrow(0, row, 1).narrow(2, kv_head, 1);
+            k.reshape([n, d]).select(0, tokens.clone())
+        };
+        (0..self.spec.num_kv_heads).map(of_head).collect()
+    }
+
+    /// The probabilities that the queries of a range give the first `count` tokens of `keys`, summed over all heads,
+    /// `[queries, tokens]`.
+    fn summed(&self, row: usize, [first, end]: [usize; 2], keys: &[Tensor<D, 2>], count: usize) -> Tensor<D, 2> {
+        let (group, queries, dtype) = (self.spec.group_size(), end - first, compute_dtype(self.q.dtype()));
+        let of_head = |(kv_head, k): (usize, &Tensor<D, 2>)| {
+            let first_head = kv_head * group;
+            let q = self.q.clone().narrow(0, row, 1).narrow(1, first, queries).narrow(2, first_head, group);
+            let k = k.clone().narrow(0, 0, count);
+            let logits = scores_of(q.squeeze_dim::<3>(0), k) * self.spec.softmax_scale;
+            let lse = self.lse.clone().narrow(0, row, 1).narrow(1, first_head, group).narrow(2, first, queries);
+            let lse = lse.squeeze_dim::<2>(0).transpose().unsqueeze_dim::<3>(2);
+            (logits - lse.cast(dtype)).exp().sum_dim(1).reshape([queries, count])
+        };
+        let zeros = Tensor::zeros([queries, count], (&self.q.device(), dtype));
+        keys.iter().enumerate().map(of_head).fold(zeros, |sum, p| sum + p)
+    }
+}
+
+/// The gradients of the indexer's packed tensor and of the blocks' keys; zero where the loss has no weight. `lse` is
+/// the attention's. Scores of all queries would not fit into memory, so a range of queries is computed at a time.
 fn gradients<D: DeviceBackend>(
     reads: &Reads<D>,
     qkv: Float<D>,
@@ -231,37 +276,20 @@ fn gradients<D: DeviceBackend>(
     let slots = Slots::new(&reads.documents, choice.blocks);
     let chosen = reads.chosen.clone().map(Tensor::<D, 4, Int>::from_primitive);
     let ([batch, n, packed_heads, d], num_slots) = (index.dims(), block_keys.dims()[1]);
-    let (heads, group, device, dtype) = (packed_heads - 2, spec.group_size(), index.device(), index.dtype());
-    let [q, k, _] = split_heads(tensor::<D, 4>(qkv), spec.num_kv_heads);
-    let lse = tensor::<D, 3>(lse);
+    let (heads, device, dtype) = (packed_heads - 2, index.device(), index.dtype());
+    let teacher = Teacher::new(qkv, lse, spec);
     let (mut d_queries, mut d_keys) = (Vec::new(), Vec::new());
     for row in 0..batch {
         let (q_index, keys) = (queries_of_row(&index, row), row_of(&block_keys, row));
-        let tokens = slots.tokens(row, num_slots);
-        let of_head = |kv_head: usize| {
-            let k = k.clone().narrow(0, row, 1).narrow(2, kv_head, 1);
-            k.reshape([n, d]).select(0, tokens.clone())
-        };
-        let k_slots: Vec<_> = (0..spec.num_kv_heads).map(of_head).collect();
+        let keys_of_slots = teacher.keys(row, &slots.tokens(row, num_slots));
         let mut d_row_keys = Tensor::<D, 2>::zeros([num_slots, d], (&device, compute_dtype(dtype)));
-        for range in query_ranges(n, group * num_slots * slots.size) {
+        for range in query_ranges(n, spec.group_size() * num_slots * slots.size) {
             let [first, end] = range;
             let (count, queries) = (end - first, indices::<D>(range, &device));
             // Blocks in later slots end after the last of these queries.
             let seen = end.div_ceil(slots.size);
             let read = slots.read(row, &queries, seen, chosen.as_ref());
-            // Sums the attention's probabilities of the blocks' tokens over all heads.
-            let mut summed = Tensor::<D, 2>::zeros([count, seen * slots.size], (&device, compute_dtype(dtype)));
-            for (kv_head, k) in k_slots.iter().enumerate() {
-                let first_head = kv_head * group;
-                let q = q.clone().narrow(0, row, 1).narrow(1, first, count).narrow(2, first_head, group);
-                let k = k.clone().narrow(0, 0, seen * slots.size);
-                let logits = scores_of(q.squeeze_dim::<3>(0), k) * spec.softmax_scale;
-                let lse = lse.clone().narrow(0, row, 1).narrow(1, first_head, group).narrow(2, first, count);
-                let lse = lse.squeeze_dim::<2>(0).transpose().unsqueeze_dim::<3>(2);
-                let p = (logits - lse.cast(compute_dtype(dtype))).exp().sum_dim(1);
-                summed = summed + p.reshape([count, seen * slots.size]);
-            }
+            let summed = teacher.summed(row, range, &keys_of_slots, seen * slots.size);
             let (q_index, keys) = (q_index.clone().narrow(0, first, count), keys.clone().narrow(0, 0, seen));
             let scores = scores_of(q_index.clone(), keys.clone());
             let sums = scores.clone().clamp_min(0.0).sum_dim(1).reshape([count, seen]) * spec.softmax_scale;

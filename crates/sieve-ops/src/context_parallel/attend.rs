@@ -13,7 +13,7 @@ use sieve_core::KeepOLow;
 /// DMA's inputs besides the packed tensor: its layer, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (DmaLayer<B>, Ints<B>);
 
-/// The rows of which this rank has a part, and attention inside the part.
+/// The rows of which this process has a part, and attention inside the part.
 pub(crate) type PartPlace<'a, B> = (&'a ContextParallel, &'a AttentionCall<B>);
 
 /// What attention of a part keeps for its backward pass.
@@ -27,9 +27,9 @@ pub(crate) struct Parted<B: Backend> {
 /// Which of the two ways of attending ran; see [`context_parallel`](super).
 #[derive(Clone, Debug)]
 enum Way<B: Backend> {
-    /// Tokens were exchanged for heads: this rank attended over whole rows, with some of the heads.
+    /// Tokens were exchanged for heads: this process attended over whole rows, with some of the heads.
     Heads(AttentionOutput<B>),
-    /// This rank attended with all heads, over its part and the earlier keys that the part can see (the halo).
+    /// This process attended with all heads, over its part and the earlier keys that the part can see (the halo).
     Halo(Box<WithHalo<B>>),
 }
 
@@ -37,7 +37,7 @@ enum Way<B: Backend> {
 struct WithHalo<B: Backend> {
     halo: Halo<B>,
     output: AttentionOutput<B>,
-    /// DMA's selection, and the ranks of keys that it was made from; `None` for other kinds.
+    /// DMA's selection, and the keys' ranks that it was made from; `None` for other kinds.
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 
@@ -95,7 +95,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     Parted { o: primitive(o), way: Way::Halo(Box::new(with_halo)) }
 }
 
-/// `dqkv` of this part, and the gradients of w_dt and a; `None` without DMA.
+/// `dqkv` of this part, and the gradients of w_dt and a; these are `None` without DMA.
 pub(crate) fn backward<B: DeviceBackend>(
     parted: Parted<B>,
     qkv: Float<B>,
@@ -146,17 +146,17 @@ pub(crate) fn backward<B: DeviceBackend>(
     (d_qkv, Some([d_w_dt, d_a]))
 }
 
-/// The heads of a packed tensor, queries, keys and values, which are all divided among the ranks.
+/// The heads of a packed tensor, queries, keys and values, which are all divided among the processes.
 fn kinds(spec: AttentionSpec) -> [Heads; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split)
 }
 
-/// Whole rows of this rank's heads, from the part of the rows with all heads.
+/// Whole rows of this process's heads, from the part of the rows with all heads.
 fn to_own_heads<B: DeviceBackend>(parts: &ContextParallel, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
-/// The call of attention over whole rows with the heads in `own`, this rank's.
+/// The call of attention over whole rows with the heads in `own`, this process's share.
 fn call_of_whole_rows<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];

@@ -1,4 +1,4 @@
-//! Context parallelism on the CPU: reference operations on the halo (`border_keys`), and exchanges through host memory.
+//! Context parallelism on the CPU: reference operations on the halo (`halo_keys`), and exchanges through host memory.
 use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, DocumentBounds};
@@ -17,22 +17,22 @@ pub(crate) fn dma_last_kept(
     reference::dma_last_kept::<Flex>(selection.expire, slots)
 }
 
-pub(crate) fn dma_border_keys(
+pub(crate) fn dma_halo_keys(
     packed: FlexTensor,
     rank: FlexTensor,
     kept: FlexTensor,
     spec: AttentionSpec,
 ) -> [FlexTensor; 2] {
-    reference::dma_border_keys::<Flex>(packed, rank, kept, spec)
+    reference::dma_halo_keys::<Flex>(packed, rank, kept, spec)
 }
 
-pub(crate) fn dma_border_keys_backward(
+pub(crate) fn dma_halo_keys_backward(
     totals: [FlexTensor; 2],
     kept: FlexTensor,
     halo_gradients: [FlexTensor; 2],
     spec: AttentionSpec,
 ) -> [FlexTensor; 2] {
-    reference::dma_border_keys_backward::<Flex>(totals, kept, halo_gradients, spec)
+    reference::dma_halo_keys_backward::<Flex>(totals, kept, halo_gradients, spec)
 }
 
 pub(crate) fn all_to_all(links: &dyn RankGroup, x: FlexTensor) -> FlexTensor {

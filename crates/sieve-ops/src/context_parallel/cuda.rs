@@ -1,4 +1,4 @@
-//! Context parallelism on CUDA: kernels choose and gather the halo keys (`border_keys`), NCCL carries them. Calls that
+//! Context parallelism on CUDA: kernels choose and gather the halo keys (`halo_keys`), NCCL carries them. Calls that
 //! a kernel refuses run the reference.
 use super::cpu::{self, slices_over_hosts};
 use super::{RankGroup, SendRecv, reference};
@@ -16,15 +16,15 @@ pub(crate) fn dma_last_kept(rank: Float, documents: &DocumentBounds<Cuda>, windo
     })
 }
 
-pub(crate) fn dma_border_keys(packed: Float, rank: Float, kept: Float, spec: AttentionSpec) -> [Float; 2] {
+pub(crate) fn dma_halo_keys(packed: Float, rank: Float, kept: Float, spec: AttentionSpec) -> [Float; 2] {
     let [packed_view, rank_view, kept_view] = tensors([&packed, &rank, &kept]);
-    let attempt = sieve_kernels::dma_border_keys_forward(&packed_view, &rank_view, &kept_view);
+    let attempt = sieve_kernels::dma_halo_keys_forward(&packed_view, &rank_view, &kept_view);
     let attempt = attempt.map(|results| results.map(ToBurn::burn));
-    kernel_or("dma_border_keys", attempt, || reference::dma_border_keys::<Cuda>(packed, rank, kept, spec))
+    kernel_or("dma_halo_keys", attempt, || reference::dma_halo_keys::<Cuda>(packed, rank, kept, spec))
 }
 
 /// The kernel adds the gradients of the halo's keys to `totals` in place, at the keys in `kept`.
-pub(crate) fn dma_border_keys_backward(
+pub(crate) fn dma_halo_keys_backward(
     totals: [Float; 2],
     kept: Float,
     halo_gradients: [Float; 2],
@@ -32,9 +32,9 @@ pub(crate) fn dma_border_keys_backward(
 ) -> [Float; 2] {
     let totals = totals.map(writable);
     let [d_keys, d_ranks, kept_view] = tensors([&halo_gradients[0], &halo_gradients[1], &kept]);
-    let outcome = sieve_kernels::dma_border_keys_backward(totals.each_ref(), &kept_view, [&d_keys, &d_ranks]);
-    kernel_on("dma_border_keys_backward", totals.map(ToBurn::burn), outcome, |totals| {
-        reference::dma_border_keys_backward::<Cuda>(totals, kept, halo_gradients, spec)
+    let outcome = sieve_kernels::dma_halo_keys_backward(totals.each_ref(), &kept_view, [&d_keys, &d_ranks]);
+    kernel_on("dma_halo_keys_backward", totals.map(ToBurn::burn), outcome, |totals| {
+        reference::dma_halo_keys_backward::<Cuda>(totals, kept, halo_gradients, spec)
     })
 }
 
@@ -47,7 +47,7 @@ pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Cuda>) -> Vec<Flo
     let found = nccl.exchange(given.collect(), parcel.from, &parcel.shape, &kernel_tensor(parcel.like));
     match found {
         Ok(found) => found.into_iter().map(ToBurn::burn).collect(),
-        // The other ranks wait in NCCL, so that this one cannot change to an exchange through the host.
+        // The other processes wait in NCCL, so that this one cannot change to an exchange through the host.
         Err(error) => panic!("{error}"),
     }
 }

@@ -39,7 +39,7 @@ impl Reach {
 #[derive(Clone, Debug)]
 pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
-    /// Tokens of this rank's part of a row.
+    /// Tokens of this process's part of a row.
     len: usize,
     /// Slots of the halo in each row, one key each.
     pub(super) slots: usize,
@@ -51,9 +51,9 @@ pub(super) struct Halo<B: Backend> {
     documents: Option<DocumentBounds<B>>,
     /// Keys per row and head that each part sends to later parts.
     share: usize,
-    /// Parts from which this rank receives halo keys.
+    /// Parts from which this process receives halo keys.
     from: Range<usize>,
-    /// Parts to which this rank sends its keys.
+    /// Parts to which this process sends its keys.
     to: Range<usize>,
     /// Positions in this part of the keys that were sent, `[batch, num_kv_heads, share]`, ascending; -1 in the first
     /// places of a head that keeps fewer. `None`: the last `share` keys were sent (no DMA), or none were (last part).
@@ -100,36 +100,40 @@ impl<B: DeviceBackend> Halo<B> {
         if halo.from.is_empty() {
             return halo;
         }
-        // The received keys of all parts are candidates for the slots.
-        let keys = keys.into_iter().map(tensor::<B, 4>).collect();
-        let mut keys = primitive(Tensor::cat(keys, 1));
-        let mut ranks = ranks.map(|ranks| {
-            let ranks = ranks.into_iter().map(tensor::<B, 3>).collect();
-            primitive(Tensor::cat(ranks, 2))
-        });
-        let all = halo.from.len() * share;
-        // How many of each row's candidates, the last ones, belong to the document that continues into this part.
+        let keys = primitive(Tensor::cat(keys.into_iter().map(tensor::<B, 4>).collect(), 1));
+        let ranks = ranks.map(|ranks| primitive(Tensor::cat(ranks.into_iter().map(tensor::<B, 3>).collect(), 2)));
+        // How many of each row's received keys, the last ones, belong to the document that continues into this part.
         let valid = parts.keys_of_open_documents(halo.from.clone(), share);
-        halo.slots = all.min(reach.keys());
-        let device = B::float_device(qkv);
-        if let (Reach::Kept(window), Some(candidates)) = (reach, &ranks)
-            && all > halo.slots
-        {
-            let bounds = candidate_bounds::<B>(&valid, all, &device);
-            let chosen = B::dma_last_kept(candidates.clone(), &bounds, window, halo.slots);
-            let [best, best_ranks] = B::dma_border_keys(keys, candidates.clone(), chosen.clone(), spec);
-            (keys, ranks, halo.chosen) = (best, Some(best_ranks), Some(chosen));
-        } else if all > halo.slots {
-            let last = tensor::<B, 4>(keys).narrow(1, all - halo.slots, halo.slots);
-            keys = primitive(last);
-        }
+        halo.fill_slots(reach, keys, ranks, &valid);
         let pads = valid.iter().map(|&keys| halo.slots - keys.min(halo.slots));
         let bounds = parts.bounds_behind(halo.slots, &pads.collect::<Vec<_>>());
-        let shape = [batch, halo.slots + len];
+        let (shape, device) = ([batch, halo.slots + len], B::float_device(qkv));
         halo.documents = Some(bounds.map(|bounds| ints::<B, 2>(bounds, shape, &device).into_primitive()));
-        halo.keys = Some(keys);
-        halo.ranks = ranks;
         halo
+    }
+
+    /// Fills the slots from the received keys of all parts, the candidates, and their DMA ranks. Where there are more
+    /// candidates than slots, DMA takes the keys that it keeps, and a window its last keys. Of each row's candidates
+    /// the last `valid` ones belong to the document that continues into this part.
+    fn fill_slots(&mut self, reach: Reach, keys: Float<B>, ranks: Option<Float<B>>, valid: &[usize]) {
+        let all = self.from.len() * self.share;
+        self.slots = all.min(reach.keys());
+        if all == self.slots {
+            (self.keys, self.ranks) = (Some(keys), ranks);
+            return;
+        }
+        match (reach, ranks) {
+            (Reach::Kept(window), Some(ranks)) => {
+                let bounds = candidate_bounds::<B>(valid, all, &B::float_device(&keys));
+                let chosen = B::dma_last_kept(ranks.clone(), &bounds, window, self.slots);
+                let [keys, ranks] = B::dma_halo_keys(keys, ranks, chosen.clone(), self.spec);
+                (self.keys, self.ranks, self.chosen) = (Some(keys), Some(ranks), Some(chosen));
+            }
+            (_, ranks) => {
+                let last = tensor::<B, 4>(keys).narrow(1, all - self.slots, self.slots);
+                (self.keys, self.ranks) = (Some(primitive(last)), ranks);
+            }
+        }
     }
 
     /// The keys that later parts may see, `[batch, share, 2 * num_kv_heads, head_dim]`, and their DMA ranks.
@@ -143,7 +147,7 @@ impl<B: DeviceBackend> Halo<B> {
         if let (Reach::Kept(window), Some(rank)) = (reach, rank) {
             let kept = B::dma_last_kept(rank.clone(), &call.documents, window, self.share);
             self.sent = Some(kept.clone());
-            let [keys, ranks] = B::dma_border_keys(qkv.clone(), rank.clone(), kept, self.spec);
+            let [keys, ranks] = B::dma_halo_keys(qkv.clone(), rank.clone(), kept, self.spec);
             return (keys, Some(ranks));
         }
         let last = tensor::<B, 4>(qkv.clone()).narrow(1, self.len - self.share, self.share);
@@ -221,7 +225,7 @@ impl<B: DeviceBackend> Halo<B> {
         };
         if let (Some(sent), Some(d_ranks), Some(own_delta)) = (&self.sent, d_ranks, &own_delta) {
             let (totals, halo) = ([own, own_delta.clone()], [primitive(d_keys), primitive(d_ranks)]);
-            let [own, own_delta] = B::dma_border_keys_backward(totals, sent.clone(), halo, spec);
+            let [own, own_delta] = B::dma_halo_keys_backward(totals, sent.clone(), halo, spec);
             return (own, Some(own_delta));
         }
         let sent = s![.., len - self.share..len, heads - 2 * spec.num_kv_heads..heads, ..];
@@ -254,7 +258,7 @@ impl<B: DeviceBackend> Halo<B> {
             (Some(chosen), Some(d_ranks)) => {
                 let shape = [batch, spec.num_kv_heads, all];
                 let ranks = Tensor::<B, 3>::zeros(shape, (&d_ranks.device(), d_ranks.dtype()));
-                let [keys, ranks] = B::dma_border_keys_backward(
+                let [keys, ranks] = B::dma_halo_keys_backward(
                     [primitive(zeros(all)), primitive(ranks)],
                     chosen.clone(),
                     [primitive(d_keys), primitive(d_ranks)],

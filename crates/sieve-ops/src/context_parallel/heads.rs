@@ -1,7 +1,7 @@
 //! All-to-all between tokens and heads: from a part of the row with all heads to whole rows of some heads, and back
 //! (Ulysses, arXiv:2309.14509).
 //!
-//! Before the exchange a copy makes each rank's slice contiguous. After it, a batch of one row needs no copy.
+//! Before the exchange a copy makes each process's slice contiguous. After it, a batch of one row needs no copy.
 use super::{ContextParallel, RankGroup};
 use crate::backend::value;
 use crate::tensors::{primitive, tensor};
@@ -12,21 +12,21 @@ use std::ops::Range;
 /// Heads of one kind in a tensor that is exchanged: queries, keys, values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Heads {
-    /// Divided: each rank gets an equal share of this many heads.
+    /// Divided: each process gets an equal share of this many heads.
     Split(usize),
-    /// Each rank gets all of this many heads, as of a latent that all heads share.
+    /// Each process gets all of this many heads, as of a latent that all heads share.
     Shared(usize),
 }
 
 impl Heads {
-    /// Number of heads of all ranks together.
+    /// Number of heads of all processes together.
     fn all(self) -> usize {
         match self {
             Self::Split(heads) | Self::Shared(heads) => heads,
         }
     }
 
-    /// Number of heads that one of `parts` ranks computes.
+    /// Number of heads that one of `parts` processes computes.
     fn own(self, parts: usize) -> usize {
         match self {
             Self::Split(heads) => heads / parts,
@@ -36,8 +36,8 @@ impl Heads {
 }
 
 impl ContextParallel {
-    /// Exchanges tokens for heads: from this rank's part of each row to whole rows of its heads. All ranks of a row
-    /// call it in the same order.
+    /// Exchanges tokens for heads: from this process's part of each row to whole rows of its heads. All processes of
+    /// a row call it in the same order.
     ///
     /// # Shapes
     /// - x: `[batch, len, heads, width]`, the heads of `kinds` one after another
@@ -63,12 +63,12 @@ impl ContextParallel {
         tensor(B::node([&x], part, move |d_part| [primitive(to_heads(&*links, tensor::<B::Inner, 4>(d_part), &kinds))]))
     }
 
-    /// This rank's share of `count` heads.
+    /// This process's share of `count` heads.
     ///
     /// Panics when they cannot be shared out equally.
     pub fn own_heads(&self, count: usize) -> Range<usize> {
         let (part, parts) = (self.links.part(), self.links.num_parts());
-        assert_eq!(count % parts, 0, "{count} heads among {parts} ranks");
+        assert_eq!(count % parts, 0, "{count} heads among {parts} processes");
         let own = count / parts;
         part * own..(part + 1) * own
     }
@@ -97,7 +97,7 @@ pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>,
     rows.reshape([batch, parts * len, own, width])
 }
 
-/// The inverse of [`to_heads`] for split heads, and its gradient for all: shared heads are summed over the ranks.
+/// The inverse of [`to_heads`] for split heads, and its gradient for all: shared heads are summed over the processes.
 pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, seq_len, own, width]) = (links.num_parts(), x.dims());
     let len = seq_len / parts;
@@ -113,7 +113,7 @@ pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>
         let heads = match (share.is_shared, share.part) {
             (false, part) => found.narrow(0, part, 1),
             (true, 0) => sum_of_parts(found),
-            // The ranks' copies of shared heads were summed with the first rank's.
+            // The processes' copies of shared heads were summed with the first one's.
             (true, _) => continue,
         };
         rows = rows.slice_assign(s![.., .., share.among_all, ..], heads.squeeze_dim::<4>(0));
@@ -129,12 +129,12 @@ fn sum_of_parts<B: DeviceBackend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
     }
 }
 
-/// The heads of one kind that the rank of one part holds after the exchange.
+/// The heads of one kind that the process of one part holds after the exchange.
 struct Share {
     part: usize,
-    /// Range of these heads among the heads of all ranks.
+    /// Range of these heads among the heads of all processes.
     among_all: Range<usize>,
-    /// Range of these heads among the heads of this rank.
+    /// Range of these heads among the heads of this process.
     among_own: Range<usize>,
     is_shared: bool,
 }

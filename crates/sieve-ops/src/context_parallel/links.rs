@@ -1,4 +1,4 @@
-//! How ranks that share rows exchange tensors.
+//! How processes that share rows exchange tensors.
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 #[cfg(feature = "cuda")]
@@ -6,19 +6,19 @@ use sieve_kernels::NcclGroup;
 use std::fmt;
 use std::ops::Range;
 
-/// The ranks that hold the parts of one row.
+/// The processes that hold the parts of one row.
 pub trait RankGroup: Send + Sync + fmt::Debug {
-    /// Which part of every row is this rank's.
+    /// Which part of every row this process holds.
     fn part(&self) -> usize;
     /// Parts of a row.
     fn num_parts(&self) -> usize;
-    /// Sends each part's rank its values, and returns the values received, `counts` of them part by part. All ranks
-    /// call it in the same order.
+    /// Sends each part's process its values, and returns the values received, `counts` of them part by part. All
+    /// processes call it in the same order.
     ///
-    /// A lost rank is not reported here: zeros replace its values, and the next collective fails.
+    /// A lost process is not reported here: zeros replace its values, and the next collective fails.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
-    /// The NCCL group of these ranks, in the order of the parts, if their GPUs have one: tensors then move between GPUs
-    /// without passing through host memory.
+    /// The NCCL group of these processes, in the order of the parts, if their GPUs have one: tensors then move between
+    /// GPUs without passing through host memory.
     #[cfg(feature = "cuda")]
     fn nccl(&self) -> Option<&NcclGroup> {
         None
@@ -45,14 +45,14 @@ impl RankGroup for NcclGroup {
     }
 }
 
-/// What this rank sends to other parts' ranks, and what it receives from them: tensors of one shape.
+/// What this process sends to other parts' processes, and what it receives from them: tensors of one shape.
 pub struct SendRecv<B: Backend> {
     /// Parts to send to, and what each gets.
     pub given: Vec<(usize, Float<B>)>,
-    /// Parts that send a tensor to this rank.
+    /// Parts that send a tensor to this process.
     pub from: Range<usize>,
     /// Shape of every tensor.
     pub shape: Vec<usize>,
-    /// A tensor on this rank's device with the dtype of all.
+    /// A tensor on this process's device with the dtype of all.
     pub like: Float<B>,
 }

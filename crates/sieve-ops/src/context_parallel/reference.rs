@@ -16,8 +16,8 @@ pub(super) fn dma_last_kept<B: Backend>(expire: Ints<B>, slots: usize) -> Ints<B
     sorted.narrow(2, seq_len - slots, slots).into_primitive()
 }
 
-/// Reference of [`DeviceBackend::dma_border_keys`](crate::DeviceBackend::dma_border_keys).
-pub(super) fn dma_border_keys<B: Backend>(
+/// Reference of [`DeviceBackend::dma_halo_keys`](crate::DeviceBackend::dma_halo_keys).
+pub(super) fn dma_halo_keys<B: Backend>(
     packed: Float<B>,
     rank: Float<B>,
     kept: Ints<B>,
@@ -33,8 +33,8 @@ pub(super) fn dma_border_keys<B: Backend>(
     [keys, primitive(ranks.mask_fill(places.no_ranks, 0.0))]
 }
 
-/// Reference of [`DeviceBackend::dma_border_keys_backward`](crate::DeviceBackend::dma_border_keys_backward).
-pub(super) fn dma_border_keys_backward<B: Backend>(
+/// Reference of [`DeviceBackend::dma_halo_keys_backward`](crate::DeviceBackend::dma_halo_keys_backward).
+pub(super) fn dma_halo_keys_backward<B: Backend>(
     [d_packed, d_rank]: [Float<B>; 2],
     kept: Ints<B>,
     [d_keys, d_ranks]: [Float<B>; 2],

@@ -3,7 +3,7 @@ use super::RankGroup;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 
-/// A rank that is a thread of this process.
+/// A thread that holds a part as a process does.
 #[derive(Debug)]
 pub struct ThreadGroup {
     part: usize,
@@ -38,15 +38,15 @@ impl RankGroup for ThreadGroup {
         self.to.len()
     }
 
-    /// Panics when another rank's thread has ended.
+    /// Panics when another part's thread has ended.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>> {
         for (to, values) in self.to.iter().zip(values) {
-            to.send(values).expect("the other rank's thread listens");
+            to.send(values).expect("the other part's thread listens");
         }
         let from = self.from.iter().zip(counts);
         from.map(|(from, &count)| {
             let from = from.lock().unwrap_or_else(PoisonError::into_inner);
-            let values = from.recv().expect("the other rank's thread sends");
+            let values = from.recv().expect("the other part's thread sends");
             assert_eq!(values.len(), count);
             values
         })

@@ -1,4 +1,4 @@
-//! One rank's attention of its part with all that it read and returned, for files that tests in Python check.
+//! One process's attention of its part with all that it read and returned, for files that tests in Python check.
 use super::{ContextParallel, backward, forward};
 use crate::tensors::{Float, Ints};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
@@ -26,8 +26,8 @@ pub struct TracedPart<B: Backend> {
 }
 
 impl<B: DeviceBackend> TracedPart<B> {
-    /// Attention of this rank's `qkv` `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`, and its gradient for
-    /// `d_o`. All ranks of `parts` call it at once. `dma` is `None` for window attention with the spec's window.
+    /// Attention of this process's `qkv` `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`, and its gradient for
+    /// `d_o`. All processes of `parts` call it at once. `dma` is `None` for window attention with the spec's window.
     pub fn new(
         parts: &ContextParallel,
         [qkv, d_o]: [Float<B>; 2],

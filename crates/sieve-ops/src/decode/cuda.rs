@@ -8,7 +8,7 @@ use crate::{AttentionSpec, Cuda};
 use burn::tensor::{Int, Tensor};
 use sieve_core::{DmaBias, HeavyKeys, TokenKeys};
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, DecodeStep, DmaSlots, KernelError, KvCache, LatentKeys, Qkv, ScoreBias,
+    CudaPrimitive as Float, CudaTensor, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys, Qkv, ScoreBias,
     SelectorStep, ToBurn, device_of, kernel_tensor,
 };
 
@@ -109,17 +109,13 @@ fn attend(
         return Err(KernelError::unsupported("attention_decode", what, "one", supported));
     }
     let query = one_token(q)?;
-    // The kernel takes a new token with key and value but does not read these, as all keys are in the cache already;
-    // the cache's first token stands in for them.
-    let first = |x: &Tensor<Cuda, 4>| kernel_of(&x.clone().narrow(2, 0, 1).swap_dims(1, 2)).contiguous();
-    let [unread_key, unread_value] = [&keys.k, &keys.v].map(|x| first(x.buffer()));
-    let token = Qkv::separate(&query, &unread_key, &unread_value);
-    let shape = token.shape(NAME)?;
+    let heads = Heads::all(&query);
     let [k, v] = [&keys.k, &keys.v].map(|x| kernel_of(x.buffer()).contiguous());
     let cache = KvCache { k, v };
+    let shape = cache.query_shape(NAME, &heads)?;
     let step = DecodeStep::new(keys.len(), softmax_scale as f32);
     let (length, buffers) = scratch.for_call(&query, shape, keys.len(), keys.len())?;
-    let o = cache.attention_decode_cached(&token, length, step, buffers)?;
+    let o = cache.attention_decode_cached(&heads, length, step, buffers)?;
     without_token_dimension(o)
 }
 

@@ -17,7 +17,7 @@ use sieve_kernels::step::{
     swiglu_forward,
 };
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, KernelError, KvCache,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, Heads, KernelError, KvCache,
     LatentToken, MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Qkv, Recency, SelectorStep,
     StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul, nsa_gates,
     require_chosen_decode,
@@ -348,7 +348,8 @@ impl Layer<'_> {
             TokenCache::Chosen { keys, pooled, choice } => {
                 let index = self.index_heads(normed, shape.head_dim)?;
                 let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
-                self.attend_chosen_blocks(&token, index.as_ref(), keys, pooled, &length, scratch)?
+                let index = index.as_ref().map(|Qkv { q, k, .. }| [q, k]);
+                self.attend_chosen_blocks(&token, index, keys, pooled, &length, scratch)?
             }
             TokenCache::Branches { .. } => self.attend_branches(&token, qkv, normed, cache, &length, scratch)?,
             TokenCache::Latents(..) | TokenCache::Recent(_) => unreachable!("taken above"),
@@ -387,7 +388,8 @@ impl Layer<'_> {
         let TokenExtra::Indexer { proj, norm } = &self.attention.extra else {
             return Ok(None);
         };
-        // The indexer has no values, but a packed tensor ends with a value head: the key fills it, too.
+        // The indexer has no values, but the rotation takes packed heads that end with a value head: the key fills it,
+        // too.
         let [rows, _] = proj.dims();
         let key = proj.clone().narrow(0, rows - head_dim, head_dim);
         let proj = Tensor::cat(vec![proj.clone(), key], 0);
@@ -397,11 +399,12 @@ impl Layer<'_> {
         Ok(Some(Qkv::packed(&index, self.attention.spec.num_kv_heads, num_key_heads)))
     }
 
-    /// Attention of `token` over the blocks that it chooses, or that the indexer's heads `index` choose.
+    /// Attention of `token` over the blocks that it chooses, or that its queries and key of the indexer, `index`,
+    /// choose.
     fn attend_chosen_blocks(
         &self,
         token: &Qkv,
-        index: Option<&Qkv>,
+        index: Option<[&Heads; 2]>,
         keys: &mut KeyCache<Cuda>,
         pooled: PooledStep<'_>,
         length: &CudaTensor,

@@ -18,7 +18,7 @@ pub(crate) fn dma_scores(call: &DmaScoresCall<Flex>) -> FlexTensor {
     let [qkv, w, a] = operands(call);
     let shape = attention_shape(&qkv, call.spec);
     let mut z = vec![0.0; shape.batch * shape.num_kv_heads * shape.seq_len];
-    sieve_cpu::dma_scores_forward(shape, floats(&qkv), floats(&w), floats(&a), &mut z);
+    sieve_cpu::dma_scores_forward(*shape, floats(&qkv), floats(&w), floats(&a), &mut z);
     from_vec(z, [shape.batch, shape.num_kv_heads, shape.seq_len])
 }
 
@@ -32,7 +32,7 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dq
     let [dz, mut dqkv] = [dz, dqkv].map(contiguous);
     let (mut dw, mut da) = (zeros_like(&w), zeros_like(&a));
     sieve_cpu::dma_scores_backward(
-        attention_shape(&qkv, call.spec),
+        *attention_shape(&qkv, call.spec),
         floats(&qkv),
         floats(&w),
         floats(&a),

@@ -6,12 +6,12 @@ use crate::attention::cpu::{backward, forward, shape_of};
 use crate::device::{contiguous, unless_f32};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
-use sieve_cpu::{AttentionShape, Mask};
+use sieve_cpu::{Mask, ScaledShape};
 
 pub(crate) use super::reference::{mla_pack, mla_pack_backward};
 
 /// Sizes of the packed tensor, in terms of attention whose values are narrower than its keys.
-fn packed_shape(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
+fn packed_shape(packed: &FlexTensor, spec: MlaSpec) -> ScaledShape {
     let dims = packed.shape();
     let attention = spec.attention();
     let dims = [dims[0], dims[1], attention.packed_heads(), spec.key_dim()];

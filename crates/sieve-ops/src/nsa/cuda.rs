@@ -4,20 +4,21 @@ use crate::attention::cuda::{bounds, output, packed, result, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
 use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
-use sieve_kernels::{AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, ToBurn, kernel_tensor};
+use sieve_kernels::{ChoiceLists, CudaPrimitive as Float, KernelError, PackedGradient, ToBurn, kernel_tensor};
 
 pub(crate) fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Cuda>) -> Float {
     let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
     let [start, end] = bounds(&call.documents);
     let input = packed(&qkv, call.spec);
-    let attempt = input.nsa_blocks([&k, &v], [&start, &end], call.blocks).map(ToBurn::burn);
+    let attempt = sieve_kernels::nsa_blocks([&input.k, &input.v], [&k, &v], [&start, &end], call.blocks);
+    let attempt = attempt.map(ToBurn::burn);
     kernel_or("nsa_blocks", attempt, || reference::nsa_blocks(qkv, positions, call))
 }
 
 pub(crate) fn nsa_mean_pool(qkv: Float, call: &NsaCall<Cuda>) -> Float {
     let [start, end] = bounds(&call.documents);
     let input = packed(&qkv, call.spec);
-    let attempt = input.nsa_mean_pool([&start, &end], call.blocks);
+    let attempt = sieve_kernels::nsa_mean_pool([&input.k, &input.v], [&start, &end], call.blocks);
     kernel_or("nsa_mean_pool", attempt.map(ToBurn::burn), || reference::nsa_mean_pool(qkv, call))
 }
 
@@ -34,7 +35,7 @@ pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &Ns
     let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
         [&start, &end],
         &kernel_tensor(block_indices.clone()),
-        call.blocks,
+        call.blocks.select_block_size,
         call.spec.softmax_scale as f32,
     );
     let score_matrix = scores(&qkv, call.spec.num_heads);
@@ -56,18 +57,18 @@ pub(crate) fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Flo
 
 pub(crate) fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> [Float; 3] {
     let [start, end] = bounds(&call.documents);
-    let shape = shape(dims, call);
+    let packed = PackedGradient { dims, num_kv_heads: call.spec.num_kv_heads };
     let gradient = kernel_tensor(dy.clone());
-    let attempt = sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
+    let attempt = sieve_kernels::nsa_blocks_backward(packed, [&start, &end], call.blocks, &gradient);
     let attempt = attempt.map(|gradients| gradients.map(ToBurn::burn));
     kernel_or("nsa_blocks_backward", attempt, || reference::nsa_blocks_backward(dims, call, dy))
 }
 
 pub(crate) fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> Float {
     let [start, end] = bounds(&call.documents);
-    let shape = shape(dims, call);
+    let packed = PackedGradient { dims, num_kv_heads: call.spec.num_kv_heads };
     let gradient = kernel_tensor(dy.clone());
-    let attempt = sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
+    let attempt = sieve_kernels::nsa_mean_pool_backward(packed, [&start, &end], call.blocks, &gradient);
     kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || reference::nsa_mean_pool_backward(dims, call, dy))
 }
 
@@ -96,7 +97,7 @@ pub(crate) fn nsa_selected_attention_backward(
     let chosen = kernel_tensor(block_indices.clone());
     let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
     let attempt = with_gradients(&qkv, call.spec, &selected.output, &d_o, |gradients| {
-        gradients.nsa_selected_attention_backward([&start, &end], &chosen, call.blocks, &lists)
+        gradients.nsa_selected_attention_backward([&start, &end], &chosen, call.blocks.select_block_size, &lists)
     });
     // The launch returns nothing beside dqkv.
     let attempt = attempt.map(|(dqkv, ())| dqkv);
@@ -128,12 +129,6 @@ pub(crate) fn lists_of(lists: [Float; 3]) -> ChoiceLists {
     ChoiceLists { entries, items, num_items }
 }
 
-/// Sizes of attention on a packed tensor of these dimensions.
-fn shape([batch, seq_len, heads, head_dim]: [usize; 4], call: &NsaCall<Cuda>) -> AttentionShape {
-    let num_kv_heads = call.spec.num_kv_heads;
-    AttentionShape::new(batch, seq_len, [heads - 2 * num_kv_heads, num_kv_heads], [head_dim, head_dim])
-}
-
 /// Attention of the compressed branch, and the blocks that it chooses.
 fn compressed_forward(
     qkv: &Float,
@@ -141,7 +136,7 @@ fn compressed_forward(
     call: &NsaCall<Cuda>,
 ) -> Result<NsaCompressed<Cuda>, KernelError> {
     let [start, end] = bounds(&call.documents);
-    let (result, indices) = packed(qkv, call.spec).nsa_compressed_attention_forward(
+    let (result, indices) = packed(qkv, call.spec).q.nsa_compressed_attention_forward(
         [&start, &end],
         &kernel_tensor(compressed.clone()),
         call.blocks,
@@ -159,7 +154,7 @@ fn compressed_backward(
     d_o: &Float,
 ) -> Result<[Float; 2], KernelError> {
     let [start, end] = bounds(&call.documents);
-    let gradients = packed(qkv, call.spec).nsa_compressed_attention_backward(
+    let gradients = packed(qkv, call.spec).q.nsa_compressed_attention_backward(
         [&start, &end],
         &kernel_tensor(compressed.clone()),
         call.blocks,

@@ -6,11 +6,11 @@ use crate::{Cuda, DmaCache, SelectorCache};
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, ChosenKeys, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
-use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor, supports_head_dim};
 use std::ops::Range;
 
 pub(crate) fn has_sparse_attention(qkv: &Float) -> bool {
-    qkv.dtype == DType::BF16 && AttentionShape::supports_head_dim(qkv.meta.shape()[3])
+    qkv.dtype == DType::BF16 && supports_head_dim(qkv.meta.shape()[3])
 }
 
 pub(crate) fn sparse_attention(

@@ -8,7 +8,7 @@ use sieve_core::model::ModelShape;
 use sieve_core::recipe::TrainingSection;
 use sieve_core::{KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource};
+use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource, key_part_bytes};
 
 /// Bytes of an f32, and of an i32.
 pub(super) const F32: u64 = 4;
@@ -113,7 +113,7 @@ impl KernelSizes for Target {
         let (heads, widths) = ([layer.num_heads, layer.num_kv_heads], [layer.head_dim + rope_width, layer.head_dim]);
         let call = AttentionShape::new(num_rows, seq_len, heads, widths);
         // The GPU is assumed to be an H100 or H200.
-        call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
+        key_part_bytes(&call, window, Hardware::HOPPER.num_multiprocessors) as u64
     }
 
     fn dq_sum_queries(&self, seq_len: usize) -> u64 {

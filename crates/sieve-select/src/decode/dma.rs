@@ -173,7 +173,7 @@ impl Dma {
         if self.weights.a.iter().all(|&a| a == 0.0) {
             return z;
         }
-        let shape = AttentionShape::new([1, 1], [heads; 2], head_dim);
+        let shape = AttentionShape::new(1, 1, [heads; 2], [head_dim; 2]);
         // The function takes a packed [q, k, v] and reads only the values.
         let mut qkv = vec![0.0; 2 * v.len()];
         qkv.extend_from_slice(v);

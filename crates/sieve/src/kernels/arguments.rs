@@ -270,7 +270,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse_one)]
     pub(super) selector: Option<Selector>,
     /// Parts that the rows of dma and swa are cut into, one for each rank of context parallelism (threads here): the
-    /// file has each rank's border, output and gradients
+    /// file has each part's halo, output and gradients
     #[arg(long, value_name = "COUNT", default_value_t = 1)]
     pub(super) parts: usize,
     /// Blocks of nsa, in tokens: compressed block, stride, selected block, then the number that a query selects;

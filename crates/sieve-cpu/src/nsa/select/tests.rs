@@ -8,7 +8,7 @@ use sieve_testing::{Random, threads, whole_rows, wide};
 /// A packed tensor in f64 with its sizes.
 #[derive(Clone, Copy)]
 struct Packed<'a> {
-    shape: AttentionShape,
+    shape: ScaledShape,
     qkv: &'a [f64],
 }
 
@@ -87,7 +87,7 @@ fn importance(packed: Packed<'_>, choice: BlockChoice, documents: Documents<'_>)
 }
 
 struct Case {
-    shape: AttentionShape,
+    shape: ScaledShape,
     choice: BlockChoice,
     qkv: Vec<f32>,
     start: Vec<i32>,
@@ -98,7 +98,7 @@ impl Case {
     /// Sizes in the order batch, seq_len, num_heads, num_kv_heads, head_dim.
     fn new([batch, seq_len, num_heads, num_kv_heads, head_dim]: [usize; 5], choice: BlockChoice, seed: u64) -> Self {
         let mut random = Random(seed);
-        let shape = AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim);
+        let shape = ScaledShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim);
         let (start, end) = match seed % 2 {
             0 => random.documents(batch, seq_len),
             _ => whole_rows(batch, seq_len),

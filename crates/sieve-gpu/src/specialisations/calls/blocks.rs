@@ -1,11 +1,11 @@
 //! Attention over chosen blocks of keys: NSA's branches, the rules that choose blocks, blocks that a caller chose, an
 //! indexer's gradient, and decoding.
 use super::{Calls, ROW, SCALE};
-use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv};
+use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache};
 use crate::runtime::SumOrder;
 use crate::{
-    ChoiceLists, IndexGradient, NsaToken, PooledStep, SelectedBlocks, choose_by_scores, nsa_blocks_backward, nsa_gates,
-    nsa_gates_backward, nsa_mean_pool_backward,
+    IndexGradient, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks, choose_by_scores, nsa_blocks,
+    nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
 
@@ -50,16 +50,19 @@ fn call_compressed(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
     let bounds = row.documents.each_ref();
     let positions = calls.bf16(&[BLOCKS.compress_block_size, shape.head_dim]);
-    if let Some(y) = calls.note(row.qkv.nsa_blocks([&positions; 2], bounds, BLOCKS)) {
-        calls.note(nsa_blocks_backward(&row.shape, bounds, BLOCKS, &y));
+    let Qkv { q, k, v } = &row.qkv;
+    let heads = shape.num_heads + 2 * shape.num_kv_heads;
+    let packed = PackedGradient { dims: [1, ROW, heads, shape.head_dim], num_kv_heads: shape.num_kv_heads };
+    if let Some(y) = calls.note(nsa_blocks([k, v], [&positions; 2], bounds, BLOCKS)) {
+        calls.note(nsa_blocks_backward(packed, bounds, BLOCKS, &y));
     }
-    let Some(pooled) = calls.note(row.qkv.nsa_mean_pool(bounds, BLOCKS)) else {
+    let Some(pooled) = calls.note(nsa_mean_pool([k, v], bounds, BLOCKS)) else {
         return;
     };
-    calls.note(nsa_mean_pool_backward(&row.shape, bounds, BLOCKS, &pooled));
-    let forward = row.qkv.nsa_compressed_attention_forward(bounds, &pooled, BLOCKS, SCALE);
+    calls.note(nsa_mean_pool_backward(packed, bounds, BLOCKS, &pooled));
+    let forward = q.nsa_compressed_attention_forward(bounds, &pooled, BLOCKS, SCALE);
     if let Some((result, _)) = calls.note(forward) {
-        let backward = row.qkv.nsa_compressed_attention_backward(bounds, &pooled, BLOCKS, SCALE, &result, &row.d_o);
+        let backward = q.nsa_compressed_attention_backward(bounds, &pooled, BLOCKS, SCALE, &result, &row.d_o);
         calls.note(backward);
     }
 }
@@ -68,15 +71,15 @@ fn call_compressed(calls: &mut Calls, shape: &AttentionShape) {
 fn call_selected(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
     let bounds = row.documents.each_ref();
-    let per_query = [1, ROW, shape.num_kv_heads];
+    let (per_query, size) = ([1, ROW, shape.num_kv_heads], BLOCKS.select_block_size);
     let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
-    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, BLOCKS, SCALE);
+    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, size, SCALE);
     if let Some((result, lists)) = calls.note(forward) {
-        calls.note(row.gradients(&result).nsa_selected_attention_backward(bounds, &indices, BLOCKS, &lists));
+        calls.note(row.gradients(&result).nsa_selected_attention_backward(bounds, &indices, size, &lists));
     }
     let counts = calls.i32(&per_query);
     for counts in [None, Some(&counts)] {
-        let given = SelectedBlocks { indices: &indices, counts, block: BLOCKS.select_block_size };
+        let given = SelectedBlocks { indices: &indices, counts, block: size };
         for wants_sums in [false, true] {
             calls.note(row.qkv.selected_attention_forward(bounds, given, SCALE, wants_sums));
         }
@@ -86,16 +89,22 @@ fn call_selected(calls: &mut Calls, shape: &AttentionShape) {
 /// The gradient of an indexer's loss, which Hopper devices have a kernel for.
 fn call_index_gradient(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
-    let bounds = row.documents.each_ref();
+    let (bounds, size) = (row.documents.each_ref(), BLOCKS.select_block_size);
     let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
-    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, BLOCKS, SCALE);
+    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, size, SCALE);
     let Some((result, lists)) = calls.note(forward) else {
         return;
     };
     let index = calls.bf16(&[1, ROW, shape.num_kv_heads + 2, shape.head_dim]);
-    let lists: &[ChoiceLists] = &lists;
-    let call = IndexGradient { index: &index, lse: &result.lse, block_indices: &indices, lists, weight: 1.0 };
-    calls.note(row.qkv.index_gradient(bounds, call, BLOCKS, SCALE));
+    let call = IndexGradient {
+        queries_and_keys: [&row.qkv.q, &row.qkv.k],
+        index: &index,
+        lse: &result.lse,
+        block_indices: &indices,
+        lists: &lists,
+        weight: 1.0,
+    };
+    calls.note(call.index_gradient(bounds, size, SCALE));
 }
 
 /// The choice of blocks by each rule that has kernels of its own, and by scores that a GEMM computed.
@@ -104,12 +113,11 @@ fn call_choices(calls: &mut Calls, shape: &AttentionShape) {
         let row = calls.row(&choosing_heads(shape, choice), ROW);
         let rows = choice.blocks.num_slots(ROW) * row.shape.num_kv_heads;
         let pooled = calls.bf16(&[2, rows, shape.head_dim]);
-        calls.note(row.qkv.choose_key_blocks(row.documents.each_ref(), &pooled, choice, SCALE));
+        calls.note(row.qkv.q.choose_key_blocks(row.documents.each_ref(), &pooled, choice, SCALE));
     }
-    let by_gemms = choice(ChoiceRule::SumOfHeads);
     let importance = calls.f32(&[1, 1, ROW, ROW.div_ceil(BLOCKS.select_block_size)]);
     let (start, indices) = (calls.i32(&[1, ROW]), calls.i32(&[1, ROW, 1, BLOCKS.num_selected_blocks]));
-    calls.note(choose_by_scores(&importance, &start, &indices, by_gemms, 0));
+    calls.note(choose_by_scores(&importance, &start, &indices, BLOCKS.select_block_size, ForcedBlocks::NSA, 0));
 }
 
 /// NSA's gates of the three branches, and their gradients.
@@ -161,7 +169,6 @@ fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoi
         return;
     };
     let index = calls.row(&choosing_heads(shape, choice), 1);
-    let index_heads = Qkv::separate(index.qkv.q.tensor(), index.qkv.k.tensor(), index.qkv.k.tensor());
     let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
     let attended = AttentionShape { num_kv_heads: choosers, ..token.shape };
     let Some(scratch) = calls.note(DecodeScratch::new(token.qkv.q.tensor(), attended, capacity)) else {
@@ -170,7 +177,7 @@ fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoi
     let pooled = calls.bf16(&[1, index.shape.num_kv_heads, choice.blocks.num_slots(capacity), shape.head_dim]);
     let start = calls.i32(&[1, 1]);
     let step = PooledStep { pooled: &pooled, start: &start, choice };
-    let index = choice.has_indexer().then_some(&index_heads);
+    let index = choice.has_indexer().then_some([&index.qkv.q, &index.qkv.k]);
     let decode = DecodeStep::new(capacity / 2, SCALE);
     calls.note(token.cache.chosen_decode(&token.qkv, index, &token.length, decode, step, &scratch));
 }

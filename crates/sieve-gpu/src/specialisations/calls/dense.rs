@@ -59,7 +59,7 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
     let sinks = calls.bf16(&[shape.num_heads]);
     let step = DecodeStep { sinks: has_sinks.then_some(&sinks), ..DecodeStep::new(ROW / 2, SCALE) };
     calls.note(cache.attention_decode(qkv, length, step, scratch));
-    calls.note(cache.attention_decode_cached(qkv, length, step, scratch));
+    calls.note(cache.attention_decode_cached(&qkv.q, length, step, scratch));
     // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
     if shape.head_dim == shape.head_dim_v {
         let table = calls.f32(&[ROW, shape.head_dim / 2]);
@@ -72,6 +72,6 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
     // Chosen blocks take no sinks.
     if !has_sinks {
         let chosen = calls.i32(&[1, shape.num_kv_heads, 4]);
-        calls.note(cache.attention_decode_chosen(qkv, length, step, scratch, &chosen, 64));
+        calls.note(cache.attention_decode_chosen(&qkv.q, length, step, scratch, &chosen, 64));
     }
 }

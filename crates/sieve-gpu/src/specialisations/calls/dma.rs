@@ -3,8 +3,8 @@ use super::{Calls, ROW, SCALE};
 use crate::attention::AttentionShape;
 use crate::runtime::SumOrder;
 use crate::{
-    DmaSlots, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, Selection, dma_border_keys_backward,
-    dma_border_keys_forward, dma_last_kept, dma_select,
+    DmaSlots, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, Selection, dma_halo_keys_backward,
+    dma_halo_keys_forward, dma_last_kept, dma_select,
 };
 use sieve_core::{DmaWindow, KeepOLow};
 
@@ -56,8 +56,8 @@ pub(in crate::specialisations) fn choice(calls: &mut Calls, shape: &AttentionSha
         };
         let heads = row.shape.num_heads + 2 * row.shape.num_kv_heads;
         let packed = calls.bf16(&[1, seq_len, heads, row.shape.head_dim]);
-        if let Some([keys, ranks]) = calls.note(dma_border_keys_forward(&packed, &rank, &kept)) {
-            calls.note(dma_border_keys_backward([&packed, &rank], &kept, [&keys, &ranks]));
+        if let Some([keys, ranks]) = calls.note(dma_halo_keys_forward(&packed, &rank, &kept)) {
+            calls.note(dma_halo_keys_backward([&packed, &rank], &kept, [&keys, &ranks]));
         }
     }
 }

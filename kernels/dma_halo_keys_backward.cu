@@ -1,8 +1,8 @@
-// dma_border_keys_backward: adds the gradients of chosen keys, values and ranks to the gradients of the tensors they
+// dma_halo_keys_backward: adds the gradients of chosen keys, values and ranks to the gradients of the tensors they
 // were gathered from.
 // Math       dk[b,j,g] += d_keys[b,s,g], dv[b,j,g] += d_keys[b,s,G+g], d_rank[b,g,j] += d_ranks[b,g,s] with j =
 //            kept[b,g,s] and G = num_kv_heads, where j is not negative
-// Layout     as dma_border_keys_forward, with gradients in the place of values
+// Layout     as dma_halo_keys_forward, with gradients in the place of values
 // Buffers    d_packed, d_rank (both read and written), kept, d_keys, d_ranks
 // Defines    IS_BF16 (1), VECTOR (8)
 // Tiling     grid (slots, batch); 256 threads; 8 consecutive columns each
@@ -11,11 +11,11 @@
 // Edges      head_dim is a multiple of 8; kept is below seq_len
 #include "common/row_vector.cuh"
 
-struct DmaBorderKeysBackwardParams { u64 seq_len, num_heads, num_kv_heads, head_dim, slots; };
+struct DmaHaloKeysBackwardParams { u64 seq_len, num_heads, num_kv_heads, head_dim, slots; };
 
 extern "C" __global__ void __launch_bounds__(256)
-dma_border_keys_backward(element* d_packed, float* d_rank, const i32* kept, const element* d_keys, const float* d_ranks,
-                         const __grid_constant__ DmaBorderKeysBackwardParams params) {
+dma_halo_keys_backward(element* d_packed, float* d_rank, const i32* kept, const element* d_keys, const float* d_ranks,
+                         const __grid_constant__ DmaHaloKeysBackwardParams params) {
   const u64 slot = blockIdx.x, row = blockIdx.y, kv_heads = params.num_kv_heads, width = params.head_dim;
   const i32* row_kept = kept + row * kv_heads * params.slots + slot;
   const u32 words = (u32)(width / VECTOR), all_words = (u32)(2 * kv_heads) * words;

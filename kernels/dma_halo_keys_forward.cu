@@ -1,4 +1,4 @@
-// dma_border_keys_forward: chosen keys of each KV head, with their values and ranks, out of a packed tensor.
+// dma_halo_keys_forward: chosen keys of each KV head, with their values and ranks, out of a packed tensor.
 // Math       keys[b,s,g] = k[b,j,g], keys[b,s,G+g] = v[b,j,g], ranks[b,g,s] = rank[b,g,j] with j = kept[b,g,s] and G =
 //            num_kv_heads; zeros where j is negative
 // Layout     packed bf16 [batch, seq_len, num_heads, head_dim], k and v its last 2 G heads; rank f32
@@ -11,11 +11,11 @@
 // Edges      head_dim is a multiple of 8; kept is below seq_len
 #include "common/row_vector.cuh"
 
-struct DmaBorderKeysForwardParams { u64 seq_len, num_heads, num_kv_heads, head_dim, slots; };
+struct DmaHaloKeysForwardParams { u64 seq_len, num_heads, num_kv_heads, head_dim, slots; };
 
 extern "C" __global__ void __launch_bounds__(256)
-dma_border_keys_forward(const element* packed, const float* rank, const i32* kept, element* keys, float* ranks,
-                        const __grid_constant__ DmaBorderKeysForwardParams params) {
+dma_halo_keys_forward(const element* packed, const float* rank, const i32* kept, element* keys, float* ranks,
+                        const __grid_constant__ DmaHaloKeysForwardParams params) {
   const u64 slot = blockIdx.x, row = blockIdx.y, kv_heads = params.num_kv_heads, width = params.head_dim;
   const i32* row_kept = kept + row * kv_heads * params.slots + slot;
   const u32 words = (u32)(width / VECTOR), all_words = (u32)(2 * kv_heads) * words;

@@ -1,11 +1,11 @@
-//! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the halo keys of context parallelism,
+//! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_halo_keys_*.cu`: the halo keys of context parallelism,
 //! that is, the keys of one GPU's part of a row that the queries of later GPUs' parts still see.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const LAST: &str = "dma_last_kept";
-const FORWARD: &str = "dma_border_keys_forward";
-const BACKWARD: &str = "dma_border_keys_backward";
+const FORWARD: &str = "dma_halo_keys_forward";
+const BACKWARD: &str = "dma_halo_keys_backward";
 
 /// bf16 columns that a thread copies at once, 16 bytes.
 const VECTOR: usize = 8;
@@ -36,7 +36,7 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
 ///
 /// # Errors
 /// Other types or shapes, a head width that is not a multiple of 8.
-pub fn dma_border_keys_forward(
+pub fn dma_halo_keys_forward(
     packed: &CudaTensor,
     rank: &CudaTensor,
     kept: &CudaTensor,
@@ -45,22 +45,22 @@ pub fn dma_border_keys_forward(
     let (packed, rank, kept) = (packed.contiguous(), rank.contiguous(), kept.contiguous());
     let keys = packed.empty_contiguous(&sizes.keys(), DType::BF16);
     let ranks = packed.empty_contiguous(&sizes.ranks(), DType::F32);
-    let params = params!(DmaBorderKeysForwardParams {
+    let params = params!(DmaHaloKeysForwardParams {
         { seq_len, num_heads, num_kv_heads, head_dim, slots }: sizes,
     });
     let tensors = [&packed, &rank, &kept, &keys, &ranks];
-    let [kernel, _] = dma_border_keys_kernels();
+    let [kernel, _] = dma_halo_keys_kernels();
     // SAFETY: sizes and types checked above; kept names tokens of the row; writes every element of keys and ranks.
     unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }?;
     Ok([keys, ranks])
 }
 
-/// Adds the gradients of [`dma_border_keys_forward`]'s results to `d_packed` and `d_rank` in place; both must be
+/// Adds the gradients of [`dma_halo_keys_forward`]'s results to `d_packed` and `d_rank` in place; both must be
 /// contiguous and have no other owner.
 ///
 /// # Errors
-/// The errors of [`dma_border_keys_forward`]; `d_packed` or `d_rank` that is not contiguous.
-pub fn dma_border_keys_backward(
+/// The errors of [`dma_halo_keys_forward`]; `d_packed` or `d_rank` that is not contiguous.
+pub fn dma_halo_keys_backward(
     [d_packed, d_rank]: [&CudaTensor; 2],
     kept: &CudaTensor,
     [d_keys, d_ranks]: [&CudaTensor; 2],
@@ -70,11 +70,11 @@ pub fn dma_border_keys_backward(
     d_rank.require_contiguous(BACKWARD, "d_rank")?;
     operands!(BACKWARD, d_keys: BF16(sizes.keys()), d_ranks: F32(sizes.ranks()));
     let kept = kept.contiguous();
-    let params = params!(DmaBorderKeysBackwardParams {
+    let params = params!(DmaHaloKeysBackwardParams {
         { seq_len, num_heads, num_kv_heads, head_dim, slots }: sizes,
     });
     let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
-    let [_, kernel] = dma_border_keys_kernels();
+    let [_, kernel] = dma_halo_keys_kernels();
     // SAFETY: sizes and types checked above; kept names each token of the row at most once, so no two threads add to
     // the same element of d_packed or d_rank.
     unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }
@@ -121,6 +121,6 @@ impl Sizes {
 const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
 
 /// The kernels that copy halo keys, and that add their gradients.
-fn dma_border_keys_kernels() -> [SourceKernel; 2] {
+fn dma_halo_keys_kernels() -> [SourceKernel; 2] {
     [FORWARD, BACKWARD].map(|name| SourceKernel::new(name).define("IS_BF16", 1).define("VECTOR", VECTOR).threads(256))
 }
