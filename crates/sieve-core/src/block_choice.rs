@@ -117,8 +117,8 @@ impl BlockChoice {
         }
     }
 
-    /// Number of choices per token that attention reads, in a layer of these heads. A choice that all KV heads share is
-    /// repeated for each of them.
+    /// Number of choices per token that attention reads, in a layer of `heads`, `[num_heads, num_kv_heads]`. A choice
+    /// that all KV heads share is repeated for each KV head.
     pub fn choices_per_token(&self, heads: [usize; 2]) -> usize {
         let [num_heads, num_kv_heads] = self.scored_heads(heads);
         match self.rule {
@@ -155,9 +155,9 @@ impl BlockChoice {
     }
 
     /// Why no CUDA kernel takes this choice: the size that does not fit, and the sizes that kernels support. `None` if
-    /// kernels take it.
+    /// kernels take it: those that attend to the chosen blocks, and those that score blocks.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
-        // In MoBA each query head chooses for itself.
+        // By mean keys each query head chooses for itself, so its group has one head.
         let group_size = if self.rule == ChoiceRule::MeanKey { 1 } else { group_size };
         let stride = self.blocks.compress_stride;
         // The kernels that score blocks count in strides instead of tokens, so a block may have any number of tokens.

@@ -32,8 +32,9 @@ impl Keeping {
     }
 }
 
-/// In which rows a forward pass with a bias also stores `o_low`. It takes as much memory as o itself, and saves the
-/// backward pass the row sums of P dP, a quarter of its time. Only the Hopper kernels store it.
+/// In which rows a forward pass with a bias also stores `o_low`, the 16 bits of each f32 output that its bf16 `o`
+/// lacks. `o_low` takes as much memory as `o`, and saves the backward pass the row sums of P dP, a quarter of its time.
+/// Only the Hopper kernels store it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepOLow {

@@ -176,10 +176,14 @@ impl Chosen {
             // KV head's query heads are at most SCORES_AT_ONCE. Six f32 tensors of that size are counted: the logits,
             // the probabilities and temporaries.
             true if choice.pools_for_all_heads() => times(6 * SCORES_AT_ONCE as u64, F32),
-            true => times(tokens, (2 * value_bytes + F32) * (q + 2 * kv + 3 * kv)),
+            true => {
+                let (model_qkv, indexer_qkv) = (q + 2 * kv, 3 * kv);
+                times(tokens, (2 * value_bytes + F32) * (model_qkv + indexer_qkv))
+            }
             false => 0,
         };
-        call.row_stats() + times(tokens, 2 * F32 * kv) + repeated + indexer + parts
+        let dk_and_dv_sums = times(tokens, 2 * F32 * kv);
+        call.row_stats() + dk_and_dv_sums + repeated + indexer + parts
     }
 
     /// K and V of every token, and the pooled keys; an indexer's key of each token.

@@ -401,15 +401,17 @@ impl Kind for DmaShape {
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (layer, seq_len) = (call.layer, call.seq_len);
         if self.keep_window_size >= seq_len {
+            // Every key is kept, so the pass is that of dense attention.
             return call.of_neighbours(0, seq_len);
         }
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
-        let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(seq_len);
+        let queries_with_sums = call.num_rows as u64 * call.sizes.dq_sum_queries(seq_len);
         // If the order of sums is free (`SumOrder::Any`), the backward pass makes key lists of its own, and a mark for
         // each key.
         let lists = call.sizes.key_list_bytes(layer, seq_len, self.keep_window_size);
         let marks = F32 * layer.num_kv_heads as u64;
-        call.row_stats() + times(rows, F32 * q) + times(call.tokens(), 2 * F32 * kv + lists + marks)
+        let (dq_sums, dk_and_dv_sums) = (times(queries_with_sums, F32 * q), times(call.tokens(), 2 * F32 * kv));
+        call.row_stats() + dq_sums + dk_and_dv_sums + times(call.tokens(), lists + marks)
     }
 
     fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {

@@ -329,15 +329,16 @@ impl Kind for NsaShape {
         let (q, kv) = (call.layer.q_width() as u64, call.layer.kv_width() as u64);
         let kv_heads = call.layer.num_kv_heads;
         let tokens = call.tokens();
-        let sums = times(tokens, 2 * F32 * kv);
-        // The compressed branch needs K, V and their gradients with a row per token, sums of dq, key lists.
-        let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(call.seq_len);
+        let dk_and_dv_sums = times(tokens, 2 * F32 * kv);
+        // The compressed branch needs K, V and their gradients with a row per token, f32 sums of dq, and key lists.
+        let queries_with_sums = call.num_rows as u64 * call.sizes.dq_sum_queries(call.seq_len);
         let slots = self.blocks().num_slots(call.seq_len) as u64;
         let lists = 2 * F32 * slots * kv_heads as u64 / call.sizes.queries_of_list();
-        let by_list = times(tokens, 4 * call.value_bytes * kv + lists) + times(rows, F32 * q);
+        let compressed = times(tokens, 4 * call.value_bytes * kv + lists) + times(queries_with_sums, F32 * q);
         let num_blocks = self.num_selected_blocks;
-        let by_choice = call.choice_parts(num_blocks, (num_blocks * kv_heads) as u64);
-        call.row_stats() + sums + by_list.max(by_choice)
+        let selected = call.choice_parts(num_blocks, (num_blocks * kv_heads) as u64);
+        // The two branches run one after the other.
+        call.row_stats() + dk_and_dv_sums + compressed.max(selected)
     }
 
     /// K and V of every token, of every compressed block, and the un-rotated keys of the block that is not full.

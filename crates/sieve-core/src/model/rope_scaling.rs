@@ -101,7 +101,7 @@ impl RopeScaling {
         let original = self.original_max_position_embeddings.unwrap_or(max_positions) as f64;
         let width = 2.0 * plain.len() as f64;
         let turns = self.turns();
-        // The share of a frequency that is not divided by `factor`.
+        // The share of a frequency that is not divided by `factor`, before it is clamped to 0 and 1.
         let kept = |pair: usize, frequency: f64| match (self.rope_type, turns) {
             (RopeType::Llama3, Some([low, high])) => (original * frequency / TAU - low) / (high - low),
             (RopeType::Yarn, Some([slow, fast])) => {

@@ -215,6 +215,7 @@ pub(super) fn defaults(table: &mut Table) {
         for table in tables(table, section.name) {
             let mut inherited = inherited.clone();
             if section.name == schema::STAGE {
+                // Keys of a stage whose default is a key of `[attention]`, by whatever name the stage's kind has it.
                 let own = attention.as_ref().and_then(|attention| attention_of_stage(attention, table));
                 inherited.extend(OF_ATTENTION.map(|(name, keys)| {
                     let value = keys.iter().find_map(|key| own?.get(*key));
