@@ -142,8 +142,8 @@ impl<B: SieveBackend> LayerOutput<B> {
     }
 }
 
-/// The blocks that the queries of a layer chose. A chooser is a head that chooses for itself: a KV head, or a
-/// query head where each of these chooses.
+/// The blocks that the queries of a layer chose. A chooser is a head that chooses for itself: a KV head, or by mean
+/// keys a query head.
 #[derive(Clone, Debug)]
 pub(crate) enum LayerChoice<B: Backend> {
     /// Block indices for all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
@@ -152,8 +152,8 @@ pub(crate) enum LayerChoice<B: Backend> {
     Token(Vec<Vec<i32>>),
 }
 
-/// The blocks that the last choosing layer of a pass chose, by the first of the rows that share a cache (0 without
-/// caches).
+/// The blocks that the last choosing layer of a pass chose. Each cache has an entry, by its first row in the batch;
+/// without caches the only entry is 0.
 #[derive(Clone, Debug)]
 pub struct LastChoice<B: Backend>(HashMap<usize, LayerChoice<B>>);
 

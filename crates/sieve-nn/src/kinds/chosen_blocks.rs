@@ -209,7 +209,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// Attention of new tokens after those in the caches, `[batch, new, num_heads, head_dim]`.
+    /// Attention of new tokens after the cached ones, `[batch, new, num_heads, head_dim]`. A prompt fills an empty
+    /// cache; a single new token reads the cache; several new tokens attend in one row with all cached tokens.
     fn attend_cached(
         &self,
         packed: Packed<B>,

@@ -96,6 +96,7 @@ impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
         let o = match caches {
             None => context.attend(qkv, of_rows),
             Some(caches) => match caches.empty() {
+                // The tokens are a prompt, which fills the cache.
                 Some(cache) => {
                     cache.keep_recent(&on_device(qkv.clone()), spec);
                     of_rows(qkv, context.documents)

@@ -106,6 +106,7 @@ impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
                 result.o
             }),
             Some(caches) => match caches.empty() {
+                // The tokens are a prompt, which fills the cache.
                 Some(cache) => {
                     let DmaAttention { o, rank, expire } = self.attend(qkv.clone(), context.documents, spec);
                     let expire = Tensor::from_primitive(expire.into_primitive());

@@ -233,7 +233,9 @@ impl<B: SieveBackend> LatentAttention<B> {
         NewLatents { latents: on_device(Tensor::cat(vec![latent, k_rope], 2)), key_scale: key_scale.map(on_device) }
     }
 
-    /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`.
+    /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`. The columns of a query
+    /// without rotation are multiplied by W_UK, so that their product with a latent is the logit; outputs are
+    /// multiplied by W_UV.
     fn attend_to_latents(&self, packed: Tensor<B, 3>, cache: &LatentCache<B::Inner>) -> Tensor<B, 4> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();

@@ -369,6 +369,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
         let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
         let [_, rows, head_dim] = compressed.dims();
         let keys = compressed.narrow(0, 0, 1);
+        // The weights are the layer's output where a key's value is one-hot.
         by_key(&branches.window, |one_hot| {
             let [_, seq_len, _] = one_hot.dims();
             // The value of a compressed block is the mean of its tokens' values. Slots after the last block are not
