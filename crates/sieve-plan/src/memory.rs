@@ -163,6 +163,8 @@ struct GatheredBytes {
 }
 
 impl GatheredBytes {
+    /// The bytes of one of `ranks` ranks. A block that is recomputed is gathered again for its backward pass, so only
+    /// the other blocks count as kept.
     fn new(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Self {
         if !shards_weights(recipe, ranks) {
             return Self::default();

@@ -236,8 +236,8 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
     ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered + exchanged, &recipe.parallelism)
 }
 
-/// Parameters that a micro-batch gathers with ZeRO-3: of the embedding and of the head once each, tied or not; of a
-/// block once, or twice if it is recomputed. The last block's stay from its forward pass to its backward pass.
+/// Parameters that a micro-batch gathers with ZeRO-3: the embedding's and the head's once each, tied or not; a block's
+/// once, or twice if the block is recomputed. The last block's stay from its forward pass to its backward pass.
 fn gathered_by_pass(recipe: &Recipe, shape: &ModelShape) -> u64 {
     let parameters = shape.parameters().non_embedding();
     let last = shape.num_layers.saturating_sub(1);
@@ -408,8 +408,8 @@ fn stage_plan(
     }
 }
 
-/// Mean over a stage's steps of a number that is `dense` in the first `training.dense_steps` of them, where attention
-/// is dense, and `own` in the others.
+/// Mean over a stage's steps of a number that is `dense` in the share `training.dense_steps` of the steps, in which
+/// attention is dense, and `own` in all other steps.
 fn over_steps(recipe: &Recipe, own: f64, dense: f64) -> f64 {
     own + (dense - own) * recipe.training.dense_steps
 }

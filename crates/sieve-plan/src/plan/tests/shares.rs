@@ -96,15 +96,14 @@ fn sharding_within_a_host_is_planned_beside_sharding_over_all_ranks() {
         planned_of_ranks(&recipe, size, hosts, &h200())
     };
     for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
-        let [inside, of_four] =
-            [(8, "training.global_batch_size=8"), (4, "training.global_batch_size=4")].map(|(size, rows)| {
-                let group = if size == 8 { "parallelism.shard_ranks=4" } else { stage };
-                planned(size, 1, &[stage, group, rows])
-            });
+        // Eight ranks in two groups of four take as much memory as four ranks: a rank has a row in both.
+        let inside = planned(8, 1, &[stage, "training.global_batch_size=8", "parallelism.shard_ranks=4"]);
+        let of_four = planned(4, 1, &[stage, "training.global_batch_size=4"]);
         assert_eq!(inside.memory.total_bytes, of_four.memory.total_bytes, "{stage}");
         assert_eq!(inside.memory.host_checkpoint_bytes, of_four.memory.host_checkpoint_bytes, "{stage}");
     }
-    // Two hosts of four: every stage over all ranks (0) and inside a host (4), each with f32 and with bf16 gradients.
+    // Two hosts of four: every stage over all ranks (0) and inside a host (4). Each stands twice: with gradients in f32
+    // and in bf16.
     let two_hosts = planned(8, 2, &[]);
     let ways = two_hosts.zero_stages.iter().map(|way| (way.shard_ranks, way.zero_stage));
     let expected = [(0, 1), (0, 1), (0, 2), (0, 2), (0, 3), (0, 3), (4, 1), (4, 1), (4, 2), (4, 2), (4, 3), (4, 3)];
