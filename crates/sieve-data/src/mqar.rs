@@ -200,7 +200,7 @@ impl Mqar {
         if noise != MqarNoise::Zeros {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
-            // `index` of the numbers below `key` are forbidden too.
+            // Keys ascend, so `index` of the numbers below `key` are forbidden too.
             let allowed_before = (0..).zip(forbidden).map(|(index, key)| key - index).collect::<Vec<u64>>();
             for (token, _) in tokens.iter_mut().zip(is_set).filter(|(_, set)| !set) {
                 *token = match noise {
