@@ -450,7 +450,8 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     // The second line of these errors names the first key that differs, or that cannot be read.
     let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
     let mut recipe = continued(&saved, recipe);
-    // The same run began with the same weights, which the run's own folder tells.
+    // The initial weights are not compared: the run's own folder names them, and the modification times below show
+    // whether the checkpoint is this run's.
     recipe.model.initial_weights.clone_from(&saved.model.initial_weights);
     saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();

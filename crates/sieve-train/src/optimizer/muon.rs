@@ -138,6 +138,7 @@ pub(super) fn orthogonalised_parts<B: TrainBackend>(
     };
     let mut gathering = all.first().map(|first| rounds.gather(first)).transpose()?;
     let mut returning = None;
+    // While this rank works on a round, the next one is gathered and the one before is returned.
     for (number, &round) in all.iter().enumerate() {
         let own = rounds.whole(round, gathering.take().expect("each round is gathered before it is worked on"))?;
         gathering = all.get(number + 1).map(|next| rounds.gather(next)).transpose()?;
