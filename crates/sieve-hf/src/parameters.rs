@@ -62,8 +62,8 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor
     named_parameters_but(module, |_, _| None)
 }
 
-/// As [`named_parameters`], with the tensors that `instead` returns by name and shape. For those no initial values are
-/// drawn.
+/// As [`named_parameters`], with the tensors that `instead` returns by name and shape. No initial values are drawn for
+/// parameters that it replaces.
 pub(crate) fn named_parameters_but<B: Backend, M: Module<B>>(
     module: &M,
     mut instead: impl FnMut(&str, &[usize]) -> Option<TensorData>,
