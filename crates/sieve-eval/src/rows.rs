@@ -38,8 +38,9 @@ impl<P: Copy> Rows<P> {
         Self { row_len, max_rows, rows: Vec::new() }
     }
 
-    /// Adds a part of a text to the first row with enough room, or to a new row. The tokens of `input` are read; from
-    /// `first_scored` on, the token after each input is predicted. Returns false if no row has room.
+    /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. From the position
+    /// `first_scored` on, the token after each input is predicted; `places` describes each of these predictions.
+    /// Returns false if no row has room.
     pub(crate) fn push(
         &mut self,
         tokens: &[u32],

@@ -130,6 +130,7 @@ impl SelectionTotals {
                     (1.., 0) => "on the device",
                     (_, 1..) => "chosen on the CPU",
                     (0, 0) if self.dense_calls == self.calls => "keeping everything",
+                    // The keys follow from positions alone, so nothing chose them.
                     (0, 0) => "by positions",
                 };
                 format!("{name} {chosen}, block-sparse kernel")
@@ -451,7 +452,7 @@ impl Selection {
     }
 
     /// Adds a decoded token to the statistics of each dense layer, where one call ran the whole model and no layer
-    /// counted itself. `num_tokens`: of the text, with this token; `caches`: the layers' caches after it.
+    /// counted itself. The text has `num_tokens` tokens with this token, and `caches` are the layers' caches after it.
     pub(crate) fn count_call<B: DeviceBackend>(
         &mut self,
         shape: &ModelShape,

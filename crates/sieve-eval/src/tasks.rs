@@ -139,7 +139,7 @@ impl<'a> TaskTexts<'a> {
         let asked = asked.iter().enumerate();
         let texts = match task.measure {
             Measure::Generation => {
-                // Such a row has one pair, whose first text is the prompt.
+                // A row of a generation task has one pair, whose first text is the prompt.
                 let prompts = asked.map(|(n, pairs)| encoder.prompt(n, &pairs[0].0));
                 Texts::Prompts(prompts.collect::<Result<_, _>>()?)
             }

@@ -37,7 +37,7 @@ impl TokenScore {
     }
 }
 
-/// The `count` largest logits with their tokens.
+/// The tokens with the `count` largest logits, from the largest; of equal logits the lower token is first.
 fn largest(logits: &[f32], count: usize) -> Vec<(u32, f32)> {
     let mut found: Vec<(u32, f32)> = Vec::with_capacity(count + 1);
     if count == 0 {

@@ -185,10 +185,10 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
             distance += share * (query - key) as f64;
             entropy -= if share > 0.0 { share * share.ln() } else { 0.0 };
         }
-        for (total, &far) in beyond.iter_mut().zip(&DISTANCES) {
+        for ((sum, num), &far) in beyond.iter_mut().zip(&DISTANCES) {
             if query > far {
-                total.0 += (0..query - far).map(share).sum::<f64>();
-                total.1 += 1;
+                *sum += (0..query - far).map(share).sum::<f64>();
+                *num += 1;
             }
         }
         if row.len() >= 5 {
@@ -223,7 +223,9 @@ fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys 
         let read = || (0..=query).filter(|&key| weights[key] > 0.0);
         let count = read().count();
         age += read().map(|key| query - key).sum::<usize>() as f64 / count.max(1) as f64;
-        in_window += read().filter(|key| query - key < count).count() as f64 / count.max(1) as f64;
+        // A window of `count` keys would hold these.
+        let kept_by_window = read().filter(|key| query - key < count).count();
+        in_window += kept_by_window as f64 / count.max(1) as f64;
         let all: f64 = dense[..=query].iter().map(|&weight| f64::from(weight)).sum();
         mass += read().map(|key| f64::from(dense[key])).sum::<f64>() / all.max(f64::MIN_POSITIVE);
     }
