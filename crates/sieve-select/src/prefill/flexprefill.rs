@@ -92,8 +92,8 @@ impl FlexprefillConfig {
         let factor = 1.0 / probe.len() as f32;
         let mut sums = probe_sums(call, &[head], probe.clone())?;
         sums.column.iter_mut().chain(&mut sums.diagonal).for_each(|x| *x *= factor);
-        let column = block_sums(&sums.column, self.block);
-        let diagonal = block_sums(&sums.diagonal, self.block);
+        let column_blocks = block_sums(&sums.column, self.block);
+        let diagonal_blocks = block_sums(&sums.diagonal, self.block);
 
         let d = call.shape.head_dim;
         let q = mean_pool(std::iter::once(probe.map(|row| call.query(head, row))), d);
@@ -102,12 +102,12 @@ impl FlexprefillConfig {
         if !softmax(&mut estimate) {
             return None;
         }
-        let is_query_aware = jensen_shannon(&estimate, &column) < self.tau;
-        let numbers = match is_query_aware {
+        let is_query_aware = jensen_shannon(&estimate, &column_blocks) < self.tau;
+        let num_kept = match is_query_aware {
             true => [self.min_budget / self.block; 2],
             false => [&sums.column, &sums.diagonal].map(|sums| self.num_blocks(sums)),
         };
-        let mut kept = slashes(tiles, [&column, &diagonal], numbers);
+        let mut kept = slashes(tiles, [&column_blocks, &diagonal_blocks], num_kept);
         if is_query_aware {
             self.add_query_aware(call, tiles, head, &mut kept)?;
         }
@@ -163,7 +163,8 @@ impl FlexprefillConfig {
 }
 
 /// Whether each tile is in one of the best block columns or block diagonals, `[query tiles][admissible key tiles]`, by
-/// their `sums`. `numbers` of each are kept; column 0 and diagonal 0 are always among them.
+/// their `sums`. `numbers` gives how many columns and how many diagonals are kept; column 0 and diagonal 0 are always
+/// among them.
 fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool>> {
     let best = |sums: &[f32], number: usize| top_k_forced(sums, number.max(1), |at| at == 0);
     let (columns, diagonals) = (best(sums[0], numbers[0]), best(sums[1], numbers[1]));
