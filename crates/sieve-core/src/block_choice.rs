@@ -207,7 +207,7 @@ mod tests {
             assert_eq!(attended.select_block_size * pieces, size);
             assert_eq!(attended.num_selected_blocks, 4 * pieces);
             attended.check();
-            // The same tokens either way.
+            // The pieces hold as many tokens as the blocks.
             let tokens = |blocks: NsaBlocks| blocks.num_selected_blocks * blocks.select_block_size;
             assert_eq!(tokens(attended), tokens(choice.blocks));
         }
@@ -222,7 +222,7 @@ mod tests {
         assert_eq!(by_head.cuda_gap(128, 100), None);
         assert!(by_group.cuda_gap(128, 100).is_some());
         assert!(by_head.cuda_gap(96, 1).is_some());
-        // What attention is launched with has kernels wherever the choice has.
+        // Where a choice has kernels, attention over the blocks as it is launched has kernels too.
         for choice in [64, 128, 512].map(|size| crate::model::test_shapes::msa(size, 16)) {
             assert_eq!(choice.cuda_gap(128, 16), None, "{choice:?}");
             assert_eq!(choice.attended().cuda_gap(128, 16), None, "{choice:?}");

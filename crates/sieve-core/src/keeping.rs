@@ -19,10 +19,10 @@ pub struct Keeping {
 impl Keeping {
     /// Keeps nothing, for passes without a backward pass.
     pub const NOTHING: Self = Self { o_low: KeepOLow::Never, recomputable: false, attention: false };
-    /// Keeps all of them.
+    /// Keeps all optional activations, for rows of any length.
     pub const ALL: Self = Self { o_low: KeepOLow::Always, recomputable: true, attention: true };
 
-    /// What both keep.
+    /// The activations that both `self` and `other` keep.
     pub fn and(self, other: Self) -> Self {
         Self {
             o_low: self.o_low.min(other.o_low),
@@ -40,7 +40,7 @@ impl Keeping {
 pub enum KeepOLow {
     /// `o_low` is kept for no row.
     Never,
-    /// In rows of up to 32,768 tokens, the default: in longer ones the memory matters more.
+    /// In rows of up to 32,768 tokens, the default: in longer rows the memory matters more.
     #[default]
     ShortRows,
     /// `o_low` is kept for rows of any length.

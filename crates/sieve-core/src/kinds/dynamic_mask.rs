@@ -194,6 +194,7 @@ impl Settings for DmaShape {
         Self::published(1)
     }
 
+    /// Writes out the keys of DMA's form that the text leaves out; see [`former_form`] for the result.
     fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
         derived(attention, "keep_window_size", || sizes.part_of_row(4));
         let window = number(attention, "keep_window_size").and_then(|window| usize::try_from(window).ok());
@@ -211,6 +212,7 @@ impl Settings for DmaShape {
         former_form(form, given, starts_at_0)
     }
 
+    /// The local window fits into the window; slopes need the linear bias and periods in ascending order.
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
         let window = self.keep_window_size;
         rules.require(
@@ -339,6 +341,7 @@ impl Kind for DmaShape {
         Some(format!("attention.keep_window_size is {}", self.keep_window_size))
     }
 
+    /// `published form`, or else the recency, the bias, and the first value of A unless it is 0.
     fn form_words(&self, layer: &ModelShape) -> Vec<String> {
         if *self == DmaShape::published(self.keep_window_size) {
             return vec!["published form".to_owned()];
@@ -398,6 +401,7 @@ impl Kind for DmaShape {
         }
     }
 
+    /// Row statistics, f32 sums of dq, dk and dv, and key lists with a mark for each key.
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (layer, seq_len) = (call.layer, call.seq_len);
         if self.keep_window_size >= seq_len {
@@ -443,7 +447,7 @@ impl Kind for DmaShape {
     }
 
     /// transformers computes DMA in its class Doge alone: without recency and local window, with the exponential of the
-    /// score as bias.
+    /// score as bias. The error for other models is `None`.
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         let is_doge =
             self.ranks_by_content_alone() && self.bias == DmaBias::Exp && model.is_uniform() && model.is_like_qwen3();
@@ -480,7 +484,7 @@ mod tests {
         assert_eq!(periods(given, 3), [10, 100, 1000]);
         // A stage with another window keeps the slopes.
         assert_eq!(slope.with_window(64).slopes(3), slope.slopes(3));
-        // A period that was not given stays so where the window does: a given one must not be under the shortest.
+        // With the window that it has, the shape stays as it is: its periods are not written out as given.
         assert_eq!(slope.with_window(1024), slope);
     }
 }

@@ -126,6 +126,7 @@ impl Settings for NsaShape {
         Self::published(None)
     }
 
+    /// Writes out the sizes that follow from others; blocks are compressed by an MLP if its width is given.
     fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
         pooled_sizes(attention, sizes, MOST_DEFAULT_BLOCKS);
         derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
@@ -140,6 +141,7 @@ impl Settings for NsaShape {
         None
     }
 
+    /// The strides divide the blocks, and `compress_hidden_size` goes with `compress = "mlp"` alone.
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
         check_strides(self.compress_stride, self.compress_block_size, self.select_block_size, rules);
         match (self.compress, self.compress_hidden_size) {
@@ -164,6 +166,7 @@ impl Settings for NsaShape {
 const BLOCK_PAIRS: f64 = 0.3;
 
 impl Kind for NsaShape {
+    /// A dense layer's projections, two further pairs of K and V unless shared, compressing MLPs, and gates.
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let (d_model, kv) = (layer.d_model, layer.kv_width());
         let mut all = grouped_projections(layer);
@@ -205,6 +208,7 @@ impl Kind for NsaShape {
         NsaShape::pairs(self, seq_len).iter().sum()
     }
 
+    /// A dense layer's, with further projections of K and V, the gates, and the MLPs that compress blocks.
     fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let (d_model, kv_width, head_dim) = (layer.d_model as f64, layer.kv_width() as f64, layer.head_dim as f64);
         let grouped = grouped_flops(layer);
@@ -325,6 +329,7 @@ impl Kind for NsaShape {
         Activations { values: packs + outputs_and_gates + mixed_output + compressed, bytes: log_sum_exps + lists }
     }
 
+    /// Row statistics, f32 sums of dk and dv, and the larger need of the compressed and the selected branch.
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (q, kv) = (call.layer.q_width() as u64, call.layer.kv_width() as u64);
         let kv_heads = call.layer.num_kv_heads;

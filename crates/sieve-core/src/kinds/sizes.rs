@@ -148,7 +148,8 @@ impl BackwardCall<'_> {
 pub struct Halo {
     /// Number of earlier keys.
     pub reach: usize,
-    /// Whether every earlier process sends some, since kept keys may lie anywhere; else only those within the reach do.
+    /// Whether every earlier process sends keys, since kept keys may lie anywhere; else only processes within the reach
+    /// send keys.
     pub from_all: bool,
 }
 

@@ -24,7 +24,7 @@ pub struct Conversion {
     kept: Vec<String>,
 }
 
-/// Why a model's weights cannot begin another one.
+/// Why a model cannot begin with another model's weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConversionGap {
     /// Kinds of attention between which no tensor can be carried over: a sentence that names them and the reason.

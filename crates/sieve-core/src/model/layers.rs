@@ -25,7 +25,8 @@ impl LayerType {
     }
 }
 
-/// What attention each layer has: a list that is repeated over the layers. An empty one gives all the model's own kind.
+/// What attention each layer has: a list that is repeated over the layers. With an empty list all layers have the
+/// model's own kind.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerPattern(Vec<LayerType>);
 

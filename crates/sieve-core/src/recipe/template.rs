@@ -389,7 +389,7 @@ mod tests {
             (recipe.training.steps, vocab_size, recipe.num_tokens())
         };
         let fit = |size: StartingSize, num_bytes| size.for_text(num_bytes, tokens_of_text(num_bytes));
-        // A megabyte is enough for the smallest as it is, and far too little for the largest.
+        // A megabyte is enough for the smallest size as it is, and far too little for the largest size.
         let fitted = fit(small, 1_000_000).expect("enough");
         assert_eq!(steps_vocabulary_and_tokens(fitted), steps_vocabulary_and_tokens(small));
         let fitted = fit(middle, 1_000_000).expect("enough for some steps");
@@ -401,7 +401,7 @@ mod tests {
         let least = least_tokens(large.tokens_per_step());
         assert_eq!(large.for_text(1_000_000, least - 100.0), None);
         assert_eq!(large.for_text(1_000_000, least).expect("just enough").steps, LEAST_STEPS);
-        // The smallest takes any text, with a tokenizer that it can give.
+        // The smallest size takes any text, with a tokenizer that the text can give.
         let (steps, vocabulary, _) = steps_vocabulary_and_tokens(fit(small, 2_000).expect("any"));
         // 256 bytes, end of text and padding, and a merge for each 64 of the text's 2000 bytes.
         assert_eq!((steps, vocabulary), (LEAST_STEPS, 289));
