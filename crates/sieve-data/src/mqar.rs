@@ -103,7 +103,7 @@ impl MqarConfig {
     }
 }
 
-/// A stream of samples; the two are drawn independently, each by its number.
+/// A stream of samples. The samples of both streams are drawn independently, each by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MqarSplit {
     /// Samples for training.

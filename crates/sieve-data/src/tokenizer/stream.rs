@@ -84,9 +84,9 @@ impl<'a> DecodeStream<'a> {
         Ok(behind(&text, &self.shown).to_owned())
     }
 
-    /// Keeps as many of the last ids as the next one is decoded with, when the text of all has been returned.
+    /// Forgets ids when the text of all ids has been returned, but the last ids, which the next id is decoded with.
     fn forget(&mut self) -> Result<(), DataError> {
-        // The bytes of a run are decoded together with those that follow.
+        // A run of byte tokens at the end is decoded together with the byte tokens that follow.
         let is_byte = |id: &&u32| self.tokenizer.text_token(**id).is_some_and(|token| is_byte_token(&token));
         let run = self.ids.iter().rev().take_while(is_byte).count();
         let mut num_kept = run + CONTEXT;

@@ -119,6 +119,7 @@ impl<R: BufRead> Gzip<R> {
 }
 
 impl<R: BufRead> Read for Gzip<R> {
+    /// Decompresses the members of a gzip file one after another, and skips zeros behind each member.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let Some(member) = &mut self.member else {
