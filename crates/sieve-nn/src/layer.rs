@@ -19,7 +19,7 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Cosine and sine tables of RoPE.
     pub rope: &'a RotaryEmbedding<B>,
-    /// With context parallelism: the whole rows; this pass has one rank's part of them.
+    /// With context parallelism: how whole rows are divided among ranks; this pass has one rank's part of each row.
     pub parts: Option<&'a ContextParallel>,
     /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
@@ -202,7 +202,7 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
     }
 }
 
-/// The values of a tensor, below the graph if there is one.
+/// The values of a tensor, without the autodiff graph that it may be part of.
 pub(crate) fn on_device<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B::Inner, D> {
     Tensor::from_primitive(TensorPrimitive::Float(B::value(x.into_primitive().tensor())))
 }

@@ -83,6 +83,8 @@ fn attend<B: SieveBackend>(
 }
 
 impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
+    /// Attends in whole rows; with caches, in a prompt that fills the empty cache, or from new tokens to the cached
+    /// ones.
     fn forward(
         &self,
         x: Tensor<B, 3>,

@@ -84,6 +84,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
 }
 
 impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
+    /// Attends to the chosen keys; only a pass over whole rows returns the mask and the scores.
     fn forward(
         &self,
         x: Tensor<B, 3>,

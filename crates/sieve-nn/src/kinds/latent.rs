@@ -260,7 +260,7 @@ impl<B: SieveBackend> LatentAttention<B> {
 }
 
 impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
-    // The context's rotary tables must be `qk_rope_head_dim` wide.
+    /// The context's rotary tables must be `qk_rope_head_dim` wide.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -276,6 +276,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         LayerOutput::of(residual + y)
     }
 
+    /// The weights of the layer as the op for one new token takes them. A head has unrotated and rotated columns.
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
         Some(TokenAttention {
             sinks: None,
@@ -294,6 +295,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         })
     }
 
+    /// The weight of each key, as attention gives it where the key's value is one-hot.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.packed_of(x, context), self.spec());
         let [_, seq_len, width] = packed.dims();
