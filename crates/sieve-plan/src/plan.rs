@@ -218,7 +218,7 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
     // How many times a step reduces its gradients over all ranks.
     let num_sums = match zero_stage {
         0 | 1 => 1,
-        // From ZeRO-2 on they are reduced after every micro-batch.
+        // From ZeRO-2 on gradients are reduced after every micro-batch.
         _ => RowShare::of(recipe).micro_batches(recipe.training.global_batch_size, ranks.size),
     };
     let num_parameters = shape.parameters().total();
