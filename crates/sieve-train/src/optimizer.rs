@@ -459,10 +459,9 @@ impl<B: TrainBackend> Update<'_, B> {
                 }
                 let start = projection.range.start + part.start - projection.pieces.of(rank).start;
                 let range = start..start + part.len();
-                let part = flat::<B>(update.clone()).slice([range]);
+                let slice = flat::<B>(update.clone()).slice([range]).into_primitive().tensor();
                 // Multiplied by 1 to copy it: a slice would keep the whole update in memory.
-                let part = part.into_primitive().tensor();
-                parts[place] = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into()));
+                parts[place] = Some(B::InnerBackend::float_mul_scalar(slice, 1f32.into()));
             }
         }
         parts
@@ -514,6 +513,7 @@ pub(crate) struct Holder<'a, B: TrainBackend> {
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
+    /// Rounds a bf16 model's weight and keeps the rest as its master; cuts this rank's piece of a divided weight.
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let Optimizer { share, masters, pieces, .. } = &mut *self.optimizer;
         let is_bf16 = self.precision == Precision::Bf16;

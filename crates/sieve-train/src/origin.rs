@@ -96,7 +96,8 @@ impl Origin {
         mut notices: Vec<String>,
     ) -> Result<Self, TrainError> {
         let begun = match &own {
-            // A run with a checkpoint of its own can do without the other one, and without the file that names it.
+            // A run with a checkpoint of its own needs neither the checkpoint that it began with nor the file that
+            // names it.
             Some(_) => Begun::read(folder).ok().flatten(),
             None => Begun::read(folder)?,
         };
@@ -150,7 +151,8 @@ impl Origin {
         Ok(origin)
     }
 
-    /// A notice of a run that starts over, or whose sums are added up by another number of threads than before.
+    /// A notice of a run that starts over, or whose sums are added up by another number of threads than before; `None`
+    /// for other runs.
     fn note_of_start(&self) -> Option<String> {
         let Some(Checkpoint { state, .. }) = &self.checkpoint else {
             return Some("note: the run has no checkpoint yet; it starts over".to_owned());

@@ -90,7 +90,8 @@ impl<B: TrainBackend> Weights<'_, B> {
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`, with the weights of one or two segments at a time.
-    /// All ranks must call it equally often; a rank without a batch takes part in gathering the weights.
+    /// All ranks must call it equally often; a rank without a batch takes part in gathering the weights, and gets
+    /// `None`.
     ///
     /// # Errors
     /// A rank is lost.
@@ -107,8 +108,8 @@ impl<B: TrainBackend> Weights<'_, B> {
             self.group.tick_in_pass()?;
             self.before_forward(model, segment)?;
             if let (Some(batch), Some(context)) = (batch, &context) {
-                let x = stream.take();
-                let x = || x.expect("the segment before has computed it");
+                let before = stream.take();
+                let x = || before.expect("the segment before has computed it");
                 match segment {
                     Segment::Embedding => {
                         let x = model.embed_tokens.valid().forward(batch.tokens.clone());

@@ -263,6 +263,7 @@ mod tests {
 
     #[test]
     fn parts_cover_each_projection_and_each_piece_once() {
+        // 33 rows, so that with most numbers of ranks a piece begins inside a projection.
         let rows = [128, 64, 64, 33];
         let columns = 96;
         for size in 2..=9 {
