@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 /// The keys of a scaled rotary embedding that a recipe has too, besides `original_max_position_embeddings`.
 const NUMBERS: [&str; 6] =
     ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"];
-/// Keys that may be null: the type's usual value stands in. For all but `attention_factor` it does so for 0, too.
+/// Keys that may be null: the type's usual value stands in. A 0 counts as null, except in `attention_factor`.
 const OPTIONAL: [&str; 5] = ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"];
 const ORIGINAL: &str = "original_max_position_embeddings";
 const THETA: &str = "rope_theta";
