@@ -50,16 +50,16 @@ impl<P: Copy> Rows<P> {
     ) -> bool {
         let len = input.len();
         let fits = |row: &PackedRows<P>| row.shape[1] + len <= self.row_len;
-        let row = self.rows.iter().position(fits);
-        if row.is_none() {
+        let place = self.rows.iter().position(fits);
+        if place.is_none() {
             // No row has room: the caller runs these rows first.
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }
             self.rows.push(PackedRows::empty([1, 0]));
         }
-        let row = row.unwrap_or(self.rows.len() - 1);
-        let row = &mut self.rows[row];
+        let place = place.unwrap_or(self.rows.len() - 1);
+        let row = &mut self.rows[place];
         let start = row.shape[1] as u32;
         let end = start + len as u32;
         row.shape[1] += len;

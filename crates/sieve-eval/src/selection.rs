@@ -99,7 +99,8 @@ impl SelectionTotals {
         self.dense_pairs += dense_pairs;
     }
 
-    /// Adds a generated token, or a text, whose attention ran on the device. `is_chosen`: it also chose the keys.
+    /// Adds a generated token, or a text, whose attention ran on the device; with `is_chosen` the device also chose the
+    /// keys.
     fn add_device_step(&mut self, is_chosen: bool, pairs: f64, dense_pairs: f64) {
         self.kernel_calls += 1;
         self.device_selections += u64::from(is_chosen);

@@ -181,14 +181,14 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
             first += share(0);
         }
         for key in 0..=query {
-            let share = share(key);
-            distance += share * (query - key) as f64;
-            entropy -= if share > 0.0 { share * share.ln() } else { 0.0 };
+            let p = share(key);
+            distance += p * (query - key) as f64;
+            entropy -= if p > 0.0 { p * p.ln() } else { 0.0 };
         }
-        for ((sum, num), &far) in beyond.iter_mut().zip(&DISTANCES) {
+        for ((sum_far, num_far), &far) in beyond.iter_mut().zip(&DISTANCES) {
             if query > far {
-                *sum += (0..query - far).map(share).sum::<f64>();
-                *num += 1;
+                *sum_far += (0..query - far).map(share).sum::<f64>();
+                *num_far += 1;
             }
         }
         if row.len() >= 5 {
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn chosen_keys_of_known_weights() {
-        // Query 0 reads itself, 1 both, 2 the first and itself.
+        // Query 0 reads itself, query 1 both keys, query 2 the first key and itself.
         let weights = [1.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.4, 0.0, 0.6];
         let dense = [1.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.2, 0.5, 0.3];
         let chosen = chosen_keys(&weights, &dense, 3);

@@ -217,6 +217,7 @@ struct Question<'a> {
 }
 
 impl<'a> Question<'a> {
+    /// Finds the prefix that all pairs share, at most as long as the inputs of the shortest pair.
     fn new(pairs: &'a [Pair], first_pair: usize) -> Self {
         let num_shared = |a: &Pair, b: &Pair| {
             let both = a.tokens.iter().zip(&b.tokens);

@@ -281,7 +281,7 @@ impl Task {
         self.fewshot
     }
 
-    /// Whether each choice has its own prompt; all then have the same ending.
+    /// Whether each choice has its own prompt; all choices then have the same ending.
     pub(super) fn has_prompt_per_choice(&self) -> bool {
         self.prompts.len() > 1
     }
