@@ -57,7 +57,7 @@ pub(crate) fn mask_as_selected(
         })
     };
     let (all, group): (Vec<usize>, usize) = ((0..call.shape.num_heads).collect(), call.shape.group_size());
-    // Heads for one call of `select`, and lists that are united.
+    // How many heads one call of `select` gets, and how many lists are united to one.
     let (heads_at_once, lists_at_once) = match policy {
         GqaPolicy::PerQuery => (1, 1),
         GqaPolicy::Union => (1, group),

@@ -45,6 +45,7 @@ impl PrefillMethod for FlexprefillConfig {
         }
     }
 
+    /// Each head's tiles by its own pattern; a short prompt is dense.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         if self.is_short(call.shape.num_keys) {
             return Selected::dense(call.shape);
@@ -63,6 +64,7 @@ impl PrefillMethod for FlexprefillConfig {
         chosen
     }
 
+    /// `None` for a short prompt, which is dense.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let n = call.shape.num_keys;
         let scores = BlockScores::Patterns {
@@ -70,6 +72,7 @@ impl PrefillMethod for FlexprefillConfig {
             tau: self.tau,
             blocks: [self.min_budget / self.block, self.max_budget.map_or(n, |most| most / self.block)],
         };
+        // The patterns keep blocks by rules of their own.
         let ignored = KeepBlocks::Mass(1.0);
         (!self.is_short(n)).then(|| BlockSelection::new(call.shape, self.block, scores, ignored))
     }

@@ -64,7 +64,7 @@ pub(crate) struct Stage {
     pub(crate) stride: usize,
     /// Number of chunks that the stage keeps.
     pub(crate) num_kept: usize,
-    /// Keys of the chunks that the kept ones are then cut into.
+    /// Keys of the chunks into which the kept chunks are then cut.
     pub(crate) next_chunk: usize,
     /// Decoding steps between two runs of this stage.
     pub(crate) refresh: usize,

@@ -45,7 +45,7 @@ pub enum Pattern {
         /// Diagonals kept: the distances with the most attention.
         slash: usize,
     },
-    /// The best blocks of 64 by their means.
+    /// The best blocks of 64 tokens, by their means.
     BlockSparse {
         /// Blocks that a row of blocks keeps.
         topk: usize,

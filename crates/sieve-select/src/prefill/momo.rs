@@ -91,6 +91,7 @@ impl PrefillMethod for MomoConfig {
         rules.no_mean(gqa, "gqa=mean is not defined: probes choose blocks one by one")
     }
 
+    /// The blocks that probe rows choose, and the probes' dense outputs as a correction.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.chi, self.beta);
         let probes = probe_rows(call.shape, self.gamma);
@@ -105,6 +106,7 @@ impl PrefillMethod for MomoConfig {
         chosen
     }
 
+    /// `None` for settings and shapes that the kernels do not take.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let num_exact = match self.topk {
             TopK::Hybrid => self.k_exact,

@@ -212,7 +212,7 @@ impl PbsConfig {
         }))
     }
 
-    /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`.
+    /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`; `None` on NaN.
     fn pooled(&self, call: &Call<'_>, segments: Segments, head: usize, orders: &Orders) -> Option<Vec<Vec<f32>>> {
         let (shape, tiles) = (call.shape, segments.tiles);
         let order = orders.keys_of(head, shape.num_heads);
@@ -229,7 +229,7 @@ impl PbsConfig {
     }
 
     /// Softmax over blocks of earlier segments by antidiagonal sums, `[query tiles][earlier blocks]`. A cell is
-    /// `stride` tokens; the cells of queries count from the tile's first row.
+    /// `stride` tokens; the cells of queries count from the tile's first row. `None` on NaN.
     fn antidiagonals(
         &self,
         call: &Call<'_>,
