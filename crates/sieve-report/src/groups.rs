@@ -19,7 +19,7 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
         .collect()
 }
 
-/// Why losses of the runs cannot be compared: they read other text, or through other tokenizers.
+/// Why losses of the runs cannot be compared: they read other text, or through other tokenizers. `None` if they can.
 pub(crate) fn other_text(runs: &[Run]) -> Option<&'static str> {
     let differs = |is_of: fn(&str) -> bool| differences(runs).iter().any(|(key, _)| is_of(key));
     let is_tokenizer = |key: &str| key.starts_with("tokenizer.") || key == "model.vocab_size";

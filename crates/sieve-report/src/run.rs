@@ -353,7 +353,7 @@ fn is_given_up(log: &Path) -> bool {
     last.any(|line| line.contains("training diverged"))
 }
 
-/// The vocabulary's size: from a checkpoint of the run, else from its prepared data.
+/// The vocabulary's size: from a checkpoint of the run, else from its prepared data; `None` without either.
 fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize> {
     let stated = |path: PathBuf| {
         let value: Value = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;

@@ -46,7 +46,7 @@ struct Column {
     unit: fn(f64) -> (f64, &'static str),
     /// Words behind a run's value.
     remark: fn(&Run) -> Option<String>,
-    /// How one value can be better than another; `None` for columns without a better one.
+    /// How one value can be better than another; `None` for columns in which no value is better.
     better: Option<Better>,
 }
 
@@ -56,7 +56,7 @@ struct Better {
     is_less: bool,
     /// Two values nearer than this share of them are level: runs of one recipe differ by as much.
     level_within: f64,
-    /// Whether it is a loss, which is comparable on the same text and through the same tokenizer alone.
+    /// Whether the value is a loss, which is comparable on the same text and through the same tokenizer alone.
     is_loss: bool,
 }
 
