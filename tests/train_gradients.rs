@@ -204,7 +204,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
     }
 }
 
-// Inside its backward pass a layer adds its gradients to the sums of earlier micro-batches.
+/// Inside its backward pass a layer adds its gradients to the sums of earlier micro-batches.
 #[test]
 fn further_micro_batches_are_added_to_the_last_bit() {
     use ActivationCheckpointMode::{Full, None, Selective};
@@ -236,8 +236,8 @@ fn further_micro_batches_are_added_to_the_last_bit() {
     }
 }
 
-// If every step has the same gradient, AdamW's bias-corrected moments are that gradient and its square, so that each
-// update moves a weight by the learning rate.
+/// If every step has the same gradient, AdamW's bias-corrected moments are that gradient and its square, so that each
+/// update moves a weight by the learning rate.
 #[test]
 fn updates_by_one_gradient_move_every_weight_by_the_rate() {
     let (device, rate) = (Default::default(), 1e-2);
@@ -288,6 +288,7 @@ impl ModuleVisitor<B> for Zeros {
 #[test]
 fn layers_take_the_sums_that_their_backward_pass_adds_to() {
     let device = Default::default();
+    // Of the first six kinds: four sums where attention's two projections take theirs, two where only the MLP's do.
     for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 2, 4]) {
         let model = model(attention, true);
         let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);
