@@ -27,6 +27,7 @@ impl Rows {
         words.collect::<Vec<_>>().join(" ")
     }
 
+    /// A row with the columns of `task`, of random words and numbers.
     fn row(&mut self, task: &str) -> Value {
         match task {
             "lambada_openai" => json!({"text": self.words(2, 40)}),

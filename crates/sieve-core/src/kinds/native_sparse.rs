@@ -405,6 +405,7 @@ mod tests {
                 shared_kv: true,
             };
             for seq_len in 0..90usize {
+                // Compressed blocks that have ended, tokens of the last `k` blocks, and the window, up to token `t`.
                 let mut counted = [0usize; 3];
                 for t in 0..seq_len {
                     let blocks = shape.blocks().num_compressed_blocks(seq_len);

@@ -71,6 +71,7 @@ pub(crate) struct Stage {
 }
 
 impl PrefillMethod for InfinitehipConfig {
+    /// Sizes are positive, and each stage's chunk and interval divide those of the stage before it.
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("infinitehip");
         for (key, value) in [
