@@ -30,7 +30,7 @@ fn an_export_of_sharded_weights_holds_a_tensor_at_a_time() {
         --set training.steps=4 --set training.local_batch_size=1 --set training.global_batch_size=3 \
         --set parallelism.zero_stage=3";
     succeed(&mut tiny.launch(3, "run", size));
-    // What the program itself takes.
+    // An export of a small model shows what the program itself takes.
     tiny.trained("small", "--set training.steps=4");
     let export = |run: &str| peak_of(&mut tiny.sieve(&format!("export --checkpoint {run} --out of-{run}")));
     let [large, small] = ["run", "small"].map(export);

@@ -52,6 +52,7 @@ const SINKS: &str = "kind = \"swa\"\nsliding_window = 5";
 /// MLA has keys and values for each head, so this model has as many KV heads as query heads.
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
+/// A recipe of three layers whose form (biases, sinks, shared blocks) goes with `attention`.
 fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
     let form = match attention {

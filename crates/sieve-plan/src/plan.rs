@@ -145,26 +145,26 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     // A run keeps the same optional activations in all stages: those that fit in each.
     let keeping = recipe.stages().iter().try_fold(Keeping::ALL, |most, stage| {
         let alone = recipe.at_stage(stage);
-        let shape = alone.model_shape(vocab_size)?;
-        Ok::<_, RecipeError>(most.and(memory_plan(&alone, &shape, target, ranks.size).keeping))
+        let stage_shape = alone.model_shape(vocab_size)?;
+        Ok::<_, RecipeError>(most.and(memory_plan(&alone, &stage_shape, target, ranks.size).keeping))
     })?;
     let mut memory: Option<(MemoryPlan, Recipe)> = None;
     let (mut total_flops, mut seconds) = (0.0, Some(0.0));
     for stage in recipe.stages() {
         // `alone`: the recipe of this stage alone. `together`: the ranks' communication in it.
         let alone = recipe.at_stage(&stage);
-        let shape = alone.model_shape(vocab_size)?;
-        let together = (ranks.size > 1).then(|| communication(&alone, &shape, target, ranks));
+        let stage_shape = alone.model_shape(vocab_size)?;
+        let together = (ranks.size > 1).then(|| communication(&alone, &stage_shape, target, ranks));
         if let Some(together) = together
             && most_together.is_none_or(|most| most.sum_bytes < together.sum_bytes)
         {
             most_together = Some(together);
         }
-        let planned = stage_plan(&stage, &alone, &shape, target, together.as_ref());
+        let planned = stage_plan(&stage, &alone, &stage_shape, target, together.as_ref());
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds.zip(planned.tokens_per_second).map(|(seconds, speed)| seconds + tokens / speed);
-        let mut needed = memory_plan_within(&alone, &shape, target, ranks.size, keeping);
+        let mut needed = memory_plan_within(&alone, &stage_shape, target, ranks.size, keeping);
         if !recipe.stage.is_empty() {
             let own = format!("local_batch_size of stage {}: ", stage.index + 1);
             for fitting in &mut needed.would_fit {

@@ -150,6 +150,7 @@ impl FlexprefillConfig {
                 return None;
             }
         }
+        // A gamma of 1 keeps all entries, whatever rounding makes of their sum.
         let goal = if self.gamma < 1.0 { self.gamma * tiles.num_query_tiles() as f64 } else { f64::INFINITY };
         let mut sum = 0.0_f64;
         for at in falling(&map) {

@@ -35,9 +35,9 @@ fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
         // Half of every piece stays where it is.
         assert_eq!(of_muon.gather_bytes - of_adamw.gather_bytes, (2 * 2 * orthogonalised / 2) as f64 / 2.0);
     }
-    let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
+    let unsharded = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
     // Nothing is sharded: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.
-    let [whole_sums, cut_sums] = [&muon, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
+    let [whole_sums, cut_sums] = [&unsharded, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
     assert_eq!(whole_sums.gather_bytes, 0.0);
     assert_eq!(whole_sums.sum_bytes, 2.0 * cut_sums.sum_bytes);
     let written = |stage: &str, size: usize| {
@@ -48,7 +48,7 @@ fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
     let [one, four] = [1, 4].map(|size| written("parallelism.zero_stage=0", size));
     // With ZeRO-1 each of four ranks writes a quarter of the f32 values, of 4 bytes each.
     assert_eq!((one, written("parallelism.zero_stage=1", 4)), (four, 4 * four.div_ceil(16)));
-    assert_eq!(muon.memory.host_checkpoint_bytes, muon.disk.checkpoint_bytes);
+    assert_eq!(unsharded.memory.host_checkpoint_bytes, unsharded.disk.checkpoint_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
     // Gradients in bf16 save up to two bytes a parameter, sharded ones up to four.
