@@ -57,8 +57,8 @@ fn converted(from: &Qwen3<Flex>, conversion: &Conversion, to: &ModelShape) -> Qw
     .expect("the conversion keeps it or adds it")
 }
 
-/// All ordered pairs of kinds. A model becomes one of another kind, with equal logits where both read all keys; or
-/// the conversion is refused.
+/// All ordered pairs of kinds. A model becomes a model of another kind, with equal logits where both kinds read all
+/// keys; or the conversion is refused.
 #[test]
 fn of_56_pairs_of_kinds_30_begin_with_equal_logits_12_with_others_and_14_are_refused() {
     let (mut equal, mut other, mut refused) = (0, 0, 0);
@@ -87,7 +87,7 @@ fn of_56_pairs_of_kinds_30_begin_with_equal_logits_12_with_others_and_14_are_ref
                 assert!(difference <= 1e-5, "{pair}: {difference}");
                 equal += 1;
             }
-            // Every tensor that both have is the former one, and those of the other one are gone.
+            // A tensor that both models have keeps its values; the former model's other tensors are gone.
             let kept = named_parameters(&made).into_iter().filter(|tensor| !conversion.adds(&tensor.name));
             let before = named_parameters(&source);
             let mut num_kept = 0;

@@ -1,5 +1,5 @@
 //! Damaged text files of every kind that the program reads: ten thousand mutations of each, from a fixed seed. The
-//! program must read each one or refuse it with a message that names the file; none may cause a panic.
+//! program must read each mutation or refuse it with a message that names the file; no mutation may cause a panic.
 use crate::random_model::{random_model, recipe, write_checkpoint};
 use sieve_core::Recipe;
 use sieve_data::{BpeConfig, Corpus, CorpusConfig, Tokenizer, read_table};
@@ -20,7 +20,7 @@ fn each(text: &str, read: impl FnMut(&[u8]) -> bool) {
 }
 
 /// Calls `read` with [`NUM_INPUTS`] mutations of the first `within` bytes of `whole`; `read` returns whether it
-/// accepted the input. Fails if it accepts all or none of them, since the mutations then test nothing.
+/// accepted the input. Fails if it accepts all mutations or none, since the mutations then test nothing.
 pub(crate) fn each_within(whole: &[u8], within: usize, mut read: impl FnMut(&[u8]) -> bool) {
     assert!(read(whole), "{} as it is", String::from_utf8_lossy(whole));
     let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(whole, within, number)));

@@ -24,12 +24,13 @@ fn peak_of(command: &mut std::process::Command) -> u64 {
 #[test]
 fn an_export_of_sharded_weights_holds_a_tensor_at_a_time() {
     let tiny = TinyRun::dma();
-    // 18 blocks whose largest tensor has 4.7 MB: 129 MB of weights.
+    // 18 blocks whose largest tensor has 4.7 MB: 129 MB of weights, in three shards. Four steps suffice for a
+    // checkpoint.
     let size = "--set model.num_hidden_layers=18 --set model.hidden_size=512 --set model.intermediate_size=1152 \
         --set training.steps=4 --set training.local_batch_size=1 --set training.global_batch_size=3 \
         --set parallelism.zero_stage=3";
     succeed(&mut tiny.launch(3, "run", size));
-    // What the program itself takes.
+    // An export of a small model shows what the program itself takes.
     tiny.trained("small", "--set training.steps=4");
     let export = |run: &str| peak_of(&mut tiny.sieve(&format!("export --checkpoint {run} --out of-{run}")));
     let [large, small] = ["run", "small"].map(export);

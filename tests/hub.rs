@@ -150,7 +150,7 @@ fn a_run_begins_with_a_model_of_the_hub_as_with_its_import() {
     assert_eq!(keyed, imported);
     words_of(&again, "is at commit 0123456789abcdef | !fetching");
     assert!(tiny.read("keyed/config.toml").contains("sieve/checkpoints/some--words.v1-"));
-    // The recipe of a run that was begun so resumes it.
+    // A run whose recipe begins with a model of the hub is resumed by the same recipe.
     let more = sets.replace("steps=2", "steps=3");
     let resumed = "--resume --set model.initial_weights=\"hf://some/words.v1\"";
     said(&format!("train --recipe recipe.toml --device cpu --out keyed {more} {resumed}"));

@@ -152,7 +152,7 @@ fn a_new_run_begins_where_its_recipe_or_flag_says() {
 }
 
 /// Rows: name, recipe, flags of the first start, its weights, what happens to the folder, words of a resume from the
-/// run's checkpoint, and of one without a checkpoint (after `-`: it is refused).
+/// run's checkpoint, and words of a resume without a checkpoint. `-` before words: that resume is refused.
 const RESUMES: &str = r#"
     no key => alone => none => random => none => continuing at step 1 => starts over
     key => recipe => none => in => none => continuing at step 1 | !note: the run began => begins again with

@@ -8,13 +8,14 @@ use std::process::{Child, Command, Stdio};
 /// what the test has beside them.
 const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 
-/// In the process: its arguments.
+/// The arguments of the process that is killed, asked for inside that process.
 pub(crate) fn told() -> Vec<String> {
     let told = std::env::var(TOLD).expect("the test that started this process has set it");
     told.lines().map(str::to_owned).collect()
 }
 
-/// In the process: creates a file by which the test knows that the process is at its place, then waits to be killed.
+/// Called inside the process that is killed: creates a file by which the test knows that the process is at its place,
+/// then waits to be killed.
 pub(crate) fn wait_for_the_end() {
     let [folder, out, ..] = &told()[..] else {
         panic!("{TOLD}");

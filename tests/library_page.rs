@@ -2,7 +2,7 @@
 use std::fs;
 use std::path::Path;
 
-/// The program, which so is compiled with the crates that it calls.
+/// The program of the page: as a module of the tests it is compiled with the crates that it calls.
 #[allow(dead_code, clippy::print_stdout, reason = "a program of its own")]
 #[path = "cpu_crate/src/main.rs"]
 mod program;

@@ -71,6 +71,7 @@ fn another_document_of_the_row_changes_nothing() {
     for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 7);
         let all = tokens(LEN, 8);
+        // Three documents; the second has one token.
         let ends = [13, 14, LEN];
         let rows = logits(&model, &all, &ends);
         // The last document alone, with positions from 0.
@@ -78,7 +79,7 @@ fn another_document_of_the_row_changes_nothing() {
         let packed = &rows[14 * VOCAB_SIZE..];
         let difference = max_difference(packed, &alone);
         assert!(difference < 1e-4, "{kind}: {difference}");
-        // Replaces the tokens before the document, and those after the first document.
+        // Replaces the tokens before the last document, then the tokens after the first document.
         let mut others = all.clone();
         others[..14].reverse();
         let again = logits(&model, &others, &ends);

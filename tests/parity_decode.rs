@@ -59,8 +59,8 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
 
 #[test]
 fn the_window_matters_at_these_sizes() {
-    // Checks that a cache that dropped keys would show: the first token changes the last logits of a dense model, and
-    // does not change them if it lies farther back than the layers' windows reach.
+    // Checks that a cache that kept or dropped other keys would show: with a window that holds all tokens the last
+    // logits are others, but for kinds that read all keys anyway.
     for [kind, model_lines, attention] in kinds() {
         let recipe = recipe(model_lines, attention);
         let model = random_model(&recipe, 1);

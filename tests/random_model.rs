@@ -17,7 +17,8 @@ use std::path::Path;
 pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of each tested model: the kinds of attention (MLA in three forms, NSA
-/// in two), the published architectures, and these with sparse layers. Windows are far shorter than any tested text.
+/// in two), the published architectures, and published architectures with sparse layers. Windows are far shorter than
+/// any tested text.
 pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
     cases(
         r#"
@@ -204,8 +205,8 @@ pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
     (0..len).map(|_| random.next_u32() % VOCAB_SIZE as u32).collect()
 }
 
-/// `len` different tokens. Equal tokens have equal scores in the first layer: Sieve keeps the later token, `torch.topk`
-/// an undefined one.
+/// `len` different tokens. Equal tokens would have equal scores in the first layer, of which Sieve keeps the later
+/// token, and `torch.topk` does not say which.
 pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut all: Vec<u32> = (0..VOCAB_SIZE as u32).collect();

@@ -235,6 +235,7 @@ fn streams_samples_and_stop_texts_are_those_of_whole_answers() {
 #[test]
 fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
     let tiny = dense();
+    // One text at a time and two in the queue, so that few requests fill the server.
     let served = Served::new(&tiny, "run", "--api-key secret --max-texts 1 --max-queue 2");
     let key = "Authorization: Bearer secret\r\n";
     let post = |path: &str, body: &str| served.send("POST", path, key, body.as_bytes());
@@ -379,6 +380,7 @@ fn bytes_and_places_of_tokens_are_those_of_the_text() {
     }
     fs::write(tiny.path("chat").join("chat_template.jinja"), "{{ messages[0].content }}").expect("writable");
     let served = Served::new(&tiny, "chat", "");
+    // At the highest temperature some of 60 tokens are parts of characters.
     let body = json!({"messages": [{"role": "user", "content": "日本 é"}], "max_tokens": 60, "temperature": 2,
         "seed": 3, "logprobs": true, "top_logprobs": 3});
     let answer = served.post("/v1/chat/completions", &body).json();
@@ -443,7 +445,7 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
         }
     }
     assert!(statuses[&200] > 20 && statuses[&400] > 200, "{statuses:?}");
-    // Clients that go before, while and after they ask; one that reads nothing, and one that never asks.
+    // Clients that go before, while and after they ask; a client that reads nothing, and a client that never asks.
     let silent = served.connect();
     let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 40, "temperature": 1.5}).to_string();
     let request = format!("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
@@ -469,6 +471,7 @@ fn a_signal_lets_open_requests_end() {
     let tiny = dense();
     let served = Served::new(&tiny, "run", "");
     let mut stream = served.connect();
+    // So many tokens that the request is still open when the signal comes.
     let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 16, "temperature": 0}).to_string();
     let request = format!("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
     stream.write_all(request.as_bytes()).expect("it reads");

@@ -1,4 +1,5 @@
-//! Tests as shell sessions: commands that start the program, and what they must print. They are in `sessions/*.txt`.
+//! Tests as shell sessions: commands that start the program, and what they must print. The sessions are in
+//! `sessions/*.txt`.
 //!
 //! ```text
 //! == name                               a session, in a folder of its own with a corpus and `tiny.toml`
@@ -137,6 +138,7 @@ impl Drop for Failing<'_> {
     }
 }
 
+/// Runs the sessions of a file, each once for every kind of attention that it names.
 fn run(file: &str) {
     let only = std::env::var("SIEVE_TEST_SESSION").ok();
     let usual = vec![
@@ -158,6 +160,7 @@ fn run(file: &str) {
     assert!(failed.is_empty(), "failed: {failed:?}");
 }
 
+/// Runs a session in a folder of its own, whose recipe has the attention `kind`.
 fn run_session(session: &Session, kind: &str) {
     // Reserved, so that no other process gets this port meanwhile.
     let port = ReservedPort::take().expect("a port");
@@ -191,6 +194,7 @@ fn prepare(tiny: &TinyRun, name: &str) {
     }
 }
 
+/// Checks the assertion of a line that begins with `@`; `words` stand behind it.
 fn assertion(tiny: &TinyRun, words: &str) {
     let number = |word: &str| word.parse::<u64>().expect("a step");
     match words.split(' ').collect::<Vec<_>>()[..] {
@@ -261,6 +265,8 @@ fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: f64) {
     }
 }
 
+/// Runs the shell command of a step. It must print what the step expects, or be refused as the step says. `values` are
+/// the numbers that earlier steps of the session stored.
 fn command(tiny: &TinyRun, step: &Step, port: &ReservedPort, values: &mut BTreeMap<String, Value>) {
     let mut shell = Command::new("sh");
     let mut path = program().parent().expect("a folder").as_os_str().to_owned();

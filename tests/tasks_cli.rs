@@ -27,6 +27,7 @@ impl Rows {
         words.collect::<Vec<_>>().join(" ")
     }
 
+    /// A row with the columns of `task`, of random words and numbers.
     fn row(&mut self, task: &str) -> Value {
         match task {
             "lambada_openai" => json!({"text": self.words(2, 40)}),
@@ -105,7 +106,7 @@ fn eval(tiny: &TinyRun, more: &str) -> String {
 fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     let test = "tasks_have_the_numbers_of_lm_evaluation_harness";
     if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
-        // Doge in transformers keeps an undefined one of equal keys, and the texts repeat tokens.
+        // The texts repeat tokens, and which of several equal keys Doge in transformers keeps is undefined.
         let kinds = kinds().into_iter().filter(|[kind, ..]| *kind != "dma");
         let runs: Vec<TinyRun> = kinds.map(|[_, model, attention]| random_run([model, attention])).collect();
         // One Python process scores all models: it takes longer to start than to score a model.
@@ -185,6 +186,7 @@ fn answers_end_at_the_ends_that_the_model_names() {
         answer.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
     let whole = answer();
+    // The first word that differs from the answer's first word becomes a further end.
     let later = whole.iter().position(|word| *word != whole[0]).unwrap_or(0);
     let mut generation = read(&tiny.path("exported/generation_config.json"));
     let id: u32 = whole[later][1..].parse().expect("tN is token N");

@@ -179,8 +179,8 @@ fn whole_checkpoints(tiny: &TinyRun, out: &str) -> Vec<u64> {
     whole.map(|(step, _)| step).collect()
 }
 
-/// Asserts that a process continued from step `last`, or began the run if that is `None`. It may have ended before it
-/// printed either.
+/// Asserts that a process continued from step `last`, or began the run if `last` is `None`. The process may have ended
+/// before it printed which.
 fn went_on_from(said: &str, last: Option<u64>, what: &str) {
     let from = said.split("continuing at step ").nth(1).and_then(|rest| rest.split(' ').next());
     if let Some(from) = from {

@@ -52,6 +52,7 @@ const SINKS: &str = "kind = \"swa\"\nsliding_window = 5";
 /// MLA has keys and values for each head, so this model has as many KV heads as query heads.
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
+/// A recipe of three layers whose form (biases, sinks, shared blocks) goes with `attention`.
 fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
     let form = match attention {
@@ -204,7 +205,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
     }
 }
 
-// Inside its backward pass a layer adds its gradients to the sums of earlier micro-batches.
+/// Inside its backward pass a layer adds its gradients to the sums of earlier micro-batches.
 #[test]
 fn further_micro_batches_are_added_to_the_last_bit() {
     use ActivationCheckpointMode::{Full, None, Selective};
@@ -236,8 +237,8 @@ fn further_micro_batches_are_added_to_the_last_bit() {
     }
 }
 
-// If every step has the same gradient, AdamW's bias-corrected moments are that gradient and its square, so that each
-// update moves a weight by the learning rate.
+/// If every step has the same gradient, AdamW's bias-corrected moments are that gradient and its square, so that each
+/// update moves a weight by the learning rate.
 #[test]
 fn updates_by_one_gradient_move_every_weight_by_the_rate() {
     let (device, rate) = (Default::default(), 1e-2);
@@ -288,6 +289,7 @@ impl ModuleVisitor<B> for Zeros {
 #[test]
 fn layers_take_the_sums_that_their_backward_pass_adds_to() {
     let device = Default::default();
+    // Of the first six kinds: four sums where attention's two projections take theirs, two where only the MLP's do.
     for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 2, 4]) {
         let model = model(attention, true);
         let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);

@@ -180,6 +180,7 @@ fn a_checkpoint_that_failed_is_not_taken_for_the_last_one() {
             std::fs::remove_dir_all(&folder).expect("it was begun");
             1.0
         }
+        // Row 312 is the first of step 40, the last.
         (Moment::Loss, 312) => {
             is_last.store(true, Ordering::Release);
             f64::NAN

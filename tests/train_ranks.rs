@@ -106,7 +106,7 @@ fn a_nan_loss_of_one_rank_is_judged_alike_by_all() {
 
 fn judged_alike(overrides: &[&str]) {
     // Steps begin with rows 0, 8, 16, …: the seventh step has a NaN loss, and after the checkpoint of step 8 three
-    // steps in a row have one.
+    // steps in a row have a NaN loss.
     let wrong = wrong_loss(|row| match row {
         48 | 72..=88 => f64::NAN,
         _ => 1.0,

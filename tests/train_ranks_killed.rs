@@ -82,6 +82,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let error = outcome.result.expect_err("a rank is lost").to_string();
     let words = format!("rank {rank} (");
     assert!(error.contains(&words) && error.contains("ended"), "{out}: {error}");
+    // The rank is killed at the checkpoint of step 8, or before the checkpoint of step 4.
     let named = match place {
         "files" | "name" => &["step-4"][..],
         _ => &[],

@@ -11,7 +11,8 @@ use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// Rank that is killed, of how many; in which collective of the seventh step; number of processes that continue.
+/// Cases: rank that is killed, number of ranks, kind of the collective of the seventh step in which it is killed, which
+/// collective of that kind in the step (from 1), number of processes that continue.
 ///
 /// With four blocks a micro-batch gathers embedding, blocks and head, then three blocks again, and sums the gradients
 /// of six segments. "norm" is the sum between the last micro-batch and the update; "exchange" is of Muon, inside the
@@ -128,7 +129,7 @@ fn the_rank_that_is_killed_inside() {
     let tiny = TinyRun::of_another(folder.into());
     let [rank, size] = [rank, size].map(|number| number.parse::<usize>().expect("a number"));
     let disturbance = match collective.as_str() {
-        // Of the last step.
+        // The checkpoint's files of the last step.
         "files" => at("files", STEPS, wait_for_the_end),
         _ => at("step", ROW, || IS_IN_STEP.store(true, Ordering::Release)),
     };
@@ -169,7 +170,7 @@ fn kill_and_continue(tiny: &TinyRun, case: (usize, usize, &str, u32, usize)) {
         let words = format!("rank {rank} (");
         assert!(error.contains(&words) && error.contains("ended"), "{out}: {error}");
     }
-    // That of step 4 has its name, unless it was still being written.
+    // The checkpoint of step 4 has its name, unless it was still being written.
     let found = sieve_hf::list_checkpoints(&tiny.path(&format!("{out}/checkpoint"))).unwrap_or_default();
     assert!(found.iter().all(|(step, _)| *step == 4), "{out}: {found:?}");
 
@@ -214,7 +215,7 @@ fn a_rank_killed_inside_a_collective_is_named_and_any_number_continues() {
             outcome.result.expect("it ends");
         }
     }
-    // A few at a time: each is as many threads and processes as it has ranks.
+    // A few cases at a time: a case is as many threads and processes as it has ranks.
     for cases in CASES.chunks(4) {
         std::thread::scope(|scope| {
             for case in cases {

@@ -86,7 +86,7 @@ fn combinations_of(tiny: &TinyRun, numbers: (&str, &str, f64)) {
         let train = |stage, mode| shares.train(tiny, numbers, stage, mode);
         let base = train(2, "none");
         assert_near(tiny, &base, &reference, most);
-        // What is sharded and what is recomputed changes no bit.
+        // Sharding and recomputing change no bit.
         for (stage, mode) in [(3, "none"), (3, "full"), (2, "full")] {
             assert_same_files(tiny, &train(stage, mode), &base);
         }
@@ -96,7 +96,7 @@ fn combinations_of(tiny: &TinyRun, numbers: (&str, &str, f64)) {
             1 => assert_same_files(tiny, &first, &base),
             _ => assert_near(tiny, &first, &reference, most),
         }
-        // Each process has one of one process's micro-batches; bf16 rounds the sum after each of them.
+        // Each process has one of one process's micro-batches; bf16 rounds the sum after each micro-batch.
         if degree * micro_batches == 1 && name != "bf16" {
             tiny.assert_same_at(&base, &reference, STEPS);
         }

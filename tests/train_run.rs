@@ -13,7 +13,7 @@ fn rows_of_one_document_have_the_gradients_of_shared_rows() {
         let documents = |numbers: std::ops::Range<usize>| {
             numbers.map(|number| format!("{{\"text\": \"{}\"}}\n", text(number))).collect::<String>()
         };
-        // All 32 are trained on, so that both runs read the same ones in whatever order.
+        // All 32 documents are trained on, so that both runs read the same documents in whatever order.
         tiny.write("documents.jsonl", documents(0..32));
         tiny.write("held_out.jsonl", documents(32..44));
         let set = "--set data.paths=documents.jsonl --set validation.paths=held_out.jsonl \

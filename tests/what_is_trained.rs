@@ -125,8 +125,8 @@ fn last(row: usize, window: usize) -> Mask {
     (0..row).map(|query| (0..=query).filter(|key| query - key < window).collect()).collect()
 }
 
-/// A query reads the last `local` keys and, of those before, the ones of highest rank, `kept` in all. A key has one
-/// rank, whoever asks.
+/// A query reads the last `local` keys and, of the keys before these, the keys of highest rank, `kept` in all. A key
+/// has one rank, whoever asks.
 fn ranked(row: usize, kept: usize, local: usize) -> Mask {
     let read = (0..row).map(|query| {
         let mut keys: Vec<usize> = (0..=query).collect();
@@ -136,8 +136,8 @@ fn ranked(row: usize, kept: usize, local: usize) -> Mask {
     read.collect()
 }
 
-/// A query reads the tokens up to its own of `count` blocks: the document's first if `first`, the last `local` ones
-/// up to its own, and those with the highest scores.
+/// A query reads the tokens up to its own of `count` blocks: the document's first block if `first`, the last `local`
+/// blocks up to the query's own, and the blocks with the highest scores.
 fn chosen(row: usize, count: usize, first: bool, local: usize) -> Mask {
     let read = (0..row).map(|query| {
         let own = query / BLOCK;
@@ -211,7 +211,8 @@ fn model_line(printed: &str) -> &str {
     lines.next().unwrap_or_else(|| panic!("no model line: {printed}"))
 }
 
-/// A folder with the recipe of a form in it, of three steps; with `stages`, one of two steps and one of shorter rows.
+/// A folder with the recipe of a form in it, of three steps; with `stages`, a stage of two steps and a stage of shorter
+/// rows.
 fn run_of(form: Form, kept: usize, stages: bool) -> TinyRun {
     let run = TinyRun::new(&form.lines(kept));
     let mut recipe = run.read("tiny.toml");
@@ -315,7 +316,7 @@ fn a_sweep_in_which_no_value_hides_a_key_is_refused() {
         }
     }
     assert_eq!(num_refused, 8);
-    // Dense kinds alone are compared; a kind that hides no key beside them is not.
+    // A sweep of dense kinds is run; a sweep of a dense kind and of a kind that hides no key is refused.
     let run = run_of(Form::Mha, 0, false);
     refused(
         &mut run.train("out", "--sweep attention.kind=mha,swa --set attention.sliding_window=32"),

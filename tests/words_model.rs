@@ -1,4 +1,4 @@
-//! Models in the Hugging Face layout that say what a table says: after each token comes one other.
+//! Models in the Hugging Face layout whose next token is looked up in a table: after each token comes one other token.
 use crate::tiny_run::TinyRun;
 use burn::tensor::TensorData;
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ const TEMPLATE: &str = "{% for message in messages %}{{ '<|' + message.role + '|
 const WIDTH: usize = 16;
 
 /// Writes `metaspace` and `llama`, two folders of one model whose tokenizers have the decoders of published models;
-/// both drop the first space of a text. `metaspace` has a chat template.
+/// both decoders drop the first space of a text. `metaspace` has a chat template.
 pub(crate) fn write(tiny: &TinyRun) {
     let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": true});
     let llama = json!({"type": "Sequence", "decoders": [

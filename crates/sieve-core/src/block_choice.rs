@@ -117,8 +117,8 @@ impl BlockChoice {
         }
     }
 
-    /// Number of choices per token that attention reads, in a layer of these heads. A choice that all KV heads share is
-    /// repeated for each of them.
+    /// Number of choices per token that attention reads, in a layer of `heads`, `[num_heads, num_kv_heads]`. A choice
+    /// that all KV heads share is repeated for each KV head.
     pub fn choices_per_token(&self, heads: [usize; 2]) -> usize {
         let [num_heads, num_kv_heads] = self.scored_heads(heads);
         match self.rule {
@@ -155,9 +155,9 @@ impl BlockChoice {
     }
 
     /// Why no CUDA kernel takes this choice: the size that does not fit, and the sizes that kernels support. `None` if
-    /// kernels take it.
+    /// kernels take it: those that attend to the chosen blocks, and those that score blocks.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
-        // In MoBA each query head chooses for itself.
+        // By mean keys each query head chooses for itself, so its group has one head.
         let group_size = if self.rule == ChoiceRule::MeanKey { 1 } else { group_size };
         let stride = self.blocks.compress_stride;
         // The kernels that score blocks count in strides instead of tokens, so a block may have any number of tokens.
@@ -207,7 +207,7 @@ mod tests {
             assert_eq!(attended.select_block_size * pieces, size);
             assert_eq!(attended.num_selected_blocks, 4 * pieces);
             attended.check();
-            // The same tokens either way.
+            // The pieces hold as many tokens as the blocks.
             let tokens = |blocks: NsaBlocks| blocks.num_selected_blocks * blocks.select_block_size;
             assert_eq!(tokens(attended), tokens(choice.blocks));
         }
@@ -222,7 +222,7 @@ mod tests {
         assert_eq!(by_head.cuda_gap(128, 100), None);
         assert!(by_group.cuda_gap(128, 100).is_some());
         assert!(by_head.cuda_gap(96, 1).is_some());
-        // What attention is launched with has kernels wherever the choice has.
+        // Where a choice has kernels, attention over the blocks as it is launched has kernels too.
         for choice in [64, 128, 512].map(|size| crate::model::test_shapes::msa(size, 16)) {
             assert_eq!(choice.cuda_gap(128, 16), None, "{choice:?}");
             assert_eq!(choice.attended().cuda_gap(128, 16), None, "{choice:?}");

@@ -55,7 +55,7 @@ pub enum BlockScores {
     Logits,
 }
 
-/// By what keys are sorted inside a segment of a [`SlotOrder`].
+/// The scores by which keys are sorted inside a segment of a [`SlotOrder`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyScores {
     /// By the attention from this many last queries of the call, the largest first.
@@ -160,7 +160,7 @@ pub struct Rescue {
     pub stride: u64,
     /// Hashes below this stay: of 2^24, or with `is_linear` of a million.
     pub limit: u64,
-    /// Added to what is divided by the stride, and to what is hashed.
+    /// Enters both rules, so that another seed keeps other tiles.
     pub seed: u64,
     /// Whether the hash is a linear congruence instead of splitmix64.
     pub is_linear: bool,

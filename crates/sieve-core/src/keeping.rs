@@ -19,10 +19,10 @@ pub struct Keeping {
 impl Keeping {
     /// Keeps nothing, for passes without a backward pass.
     pub const NOTHING: Self = Self { o_low: KeepOLow::Never, recomputable: false, attention: false };
-    /// Keeps all of them.
+    /// Keeps all optional activations, for rows of any length.
     pub const ALL: Self = Self { o_low: KeepOLow::Always, recomputable: true, attention: true };
 
-    /// What both keep.
+    /// The activations that both `self` and `other` keep.
     pub fn and(self, other: Self) -> Self {
         Self {
             o_low: self.o_low.min(other.o_low),
@@ -32,14 +32,15 @@ impl Keeping {
     }
 }
 
-/// In which rows a forward pass with a bias also stores `o_low`. It takes as much memory as o itself, and saves the
-/// backward pass the row sums of P dP, a quarter of its time. Only the Hopper kernels store it.
+/// In which rows a forward pass with a bias also stores `o_low`, the 16 bits of each f32 output that its bf16 `o`
+/// lacks. `o_low` takes as much memory as `o`, and saves the backward pass the row sums of P dP, a quarter of its time.
+/// Only the Hopper kernels store it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepOLow {
     /// `o_low` is kept for no row.
     Never,
-    /// In rows of up to 32,768 tokens, the default: in longer ones the memory matters more.
+    /// In rows of up to 32,768 tokens, the default: in longer rows the memory matters more.
     #[default]
     ShortRows,
     /// `o_low` is kept for rows of any length.

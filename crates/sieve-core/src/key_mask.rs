@@ -338,7 +338,7 @@ impl KeyMask {
         j <= a && (a as i64) < i64::from(self.expire(list, j))
     }
 
-    /// First position that no longer sees key `j`; `i32::MAX` if every later one does.
+    /// First position that no longer sees key `j`; `i32::MAX` if every later position sees it.
     pub fn expire(&self, list: usize, j: usize) -> i32 {
         match self.window_of(list) {
             Some(window) if j as i64 >= i64::from(window.init) => (j as i32).saturating_add(window.local),
@@ -399,8 +399,8 @@ impl KeyMask {
         for list in 0..self.num_lists() {
             for i in 0..tiles.num_query_tiles() {
                 let (row, columns) = (self.row(list, i), self.columns(list, i));
-                let inside = |slot: &&i32| row.binary_search(&(**slot / tiles.key_tile as i32)).is_ok();
-                require(columns.iter().find(inside).is_none(), "col_idx", || {
+                let in_kept_tile = |slot: &&i32| row.binary_search(&(**slot / tiles.key_tile as i32)).is_ok();
+                require(columns.iter().find(in_kept_tile).is_none(), "col_idx", || {
                     format!("list {list}, query tile {i}: a slot inside a kept tile: {columns:?}, tiles {row:?}")
                 })?;
             }
@@ -412,8 +412,8 @@ impl KeyMask {
             format!("{} words, not two of each of {} lists", places.windows.len(), self.num_lists())
         })?;
         for range in &self.dense_rows {
-            let inside = range.start < range.end && range.end <= shape.num_queries;
-            require(inside, "dense_rows", || format!("{range:?} is not a range of rows"))?;
+            let is_valid = range.start < range.end && range.end <= shape.num_queries;
+            require(is_valid, "dense_rows", || format!("{range:?} is not a range of rows"))?;
         }
         Ok(())
     }

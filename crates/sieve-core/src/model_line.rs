@@ -170,14 +170,16 @@ fn density_words(recipe: &Recipe, stage: &Stage, shape: &ModelShape) -> String {
     window + &density_of(attention, shape, seq_len)
 }
 
-/// The density of full rows of a model of `shape`, whose own kind is `attention`.
+/// The density of full rows of a model of `shape`, whose own kind is `attention`. A kind with one density has the mean
+/// over all layers in brackets where layers differ.
 fn density_of(attention: Attention, shape: &ModelShape, seq_len: usize) -> String {
     let branches = attention.densities(seq_len);
-    let of = |density: f64, branch: Option<&str>| {
+    let words_of = |density: f64, branch: Option<&str>| {
         let branch = branch.map_or(String::new(), |name| format!(" {name}"));
         format!("{}{branch}", share(density))
     };
-    let densities = branches.iter().map(|branch| of(branch.density, branch.branch)).collect::<Vec<_>>().join(" + ");
+    let densities = branches.iter().map(|branch| words_of(branch.density, branch.branch));
+    let densities = densities.collect::<Vec<_>>().join(" + ");
     let mut words = format!("density {densities} on rows of {seq_len}");
     let others = &shape.attentions()[1..];
     if let [only] = branches.as_slice()
@@ -185,9 +187,9 @@ fn density_of(attention: Attention, shape: &ModelShape, seq_len: usize) -> Strin
     {
         let others_are_dense = others.iter().all(|(other, _)| other.as_kind().is_dense());
         let which = if others_are_dense { "with the dense layers" } else { "over all layers" };
-        let density = |of: Attention| match of == shape.attention {
+        let density = |layer: Attention| match layer == shape.attention {
             true => only.density,
-            false => of.densities(seq_len).iter().map(|branch| branch.density).sum(),
+            false => layer.densities(seq_len).iter().map(|branch| branch.density).sum(),
         };
         words += &format!(" ({} {which})", share(shape.mean_over_layers(density)));
     }

@@ -22,7 +22,7 @@ pub fn number_of_short_form(text: &str) -> Option<String> {
     match unit {
         Some((letter, power)) if text.matches(char::is_alphabetic).count() == 1 => {
             let [round, binary] = [1000.0f64, 1024.0].map(|base| whole(number * base.powi(*power as i32)));
-            // A billion is no number of bytes.
+            // `b` stands for a billion, which has no power of two beside it; `k` may mean 1000 or 1024.
             match (round?, binary.filter(|_| *letter != 'b')) {
                 (round, Some(binary)) => Some(format!("{round}, or {binary}")),
                 (round, None) => Some(round),

@@ -63,8 +63,8 @@ pub fn quoted(path: &Path) -> String {
     shell_word(&path.to_string_lossy())
 }
 
-/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and as bash and
-/// zsh write control characters, `$'\033'`, if it has such.
+/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and in the form
+/// `$'\033'` of bash and zsh if it has control characters.
 pub fn shell_word(text: &str) -> String {
     let plain = |x: char| x.is_ascii_alphanumeric() || "/._-+=:,@%".contains(x);
     if !text.is_empty() && text.chars().all(plain) {
@@ -75,7 +75,7 @@ pub fn shell_word(text: &str) -> String {
     }
     let escaped = |char: char| match char {
         '\'' | '\\' => format!("\\{char}"),
-        // Byte by byte with three octal digits each, so that a digit after them is not read as one of them.
+        // Each byte has exactly three octal digits, so that a digit of the text after them is not read as a fourth.
         char if char.is_control() => char.to_string().bytes().map(|byte| format!("\\{byte:03o}")).collect(),
         char => char.to_string(),
     };

@@ -79,7 +79,7 @@ const MESSAGES: &str = "write [{\"role\": \"user\", \"content\": \"…\"}, {\"ro
 const NO_ANSWER: &str = "loss is taken of the assistant's messages alone: give the chat one, or leave such rows out: \
     skip_invalid";
 
-/// One message, `number` from 1.
+/// One message, `number` counted from 1; or what is wrong with it, and a hint.
 fn turn(number: usize, message: &Map<String, Value>) -> Result<ChatTurn, (String, &'static str)> {
     let text = |key: &str| match message.get(key) {
         Some(Value::String(text)) => Ok(text.as_str()),

@@ -89,6 +89,7 @@ fn parts(weights: &[f64]) -> Vec<u64> {
             return parts;
         }
     }
+    // Weights that no such power makes whole are rounded to shares of the longest period.
     let total = weights.iter().sum::<f64>();
     let share = |weight: f64| (weight / total * MAX_PERIOD as f64).round();
     weights.iter().map(|&weight| (share(weight) as u64).max(1)).collect()

@@ -103,7 +103,7 @@ impl MqarConfig {
     }
 }
 
-/// A stream of samples; the two are drawn independently, each by its number.
+/// A stream of samples. The samples of both streams are drawn independently, each by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MqarSplit {
     /// Samples for training.
@@ -200,7 +200,7 @@ impl Mqar {
         if noise != MqarNoise::Zeros {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
-            // `index` of the numbers below `key` are forbidden too.
+            // Keys ascend, so `index` of the numbers below `key` are forbidden too.
             let allowed_before = (0..).zip(forbidden).map(|(index, key)| key - index).collect::<Vec<u64>>();
             for (token, _) in tokens.iter_mut().zip(is_set).filter(|(_, set)| !set) {
                 *token = match noise {

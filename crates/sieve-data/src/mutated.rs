@@ -69,7 +69,7 @@ fn lines() -> String {
     (0..12).map(line).collect()
 }
 
-// Accepted texts must equal the texts that serde_json reads from the same bytes.
+/// Accepted texts must equal the texts that serde_json reads from the same bytes.
 #[test]
 fn damaged_jsonl_is_read_as_it_stands_or_refused() {
     let taken = each_read("a.jsonl", lines().as_bytes(), |path, bytes| {
@@ -94,7 +94,7 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
     assert!(taken > 100, "{taken}");
 }
 
-// Compressed files hold checksums: accepted text must be the original, or a front part that was compressed by itself.
+/// Compressed files hold checksums: accepted text must be the original, or a front part that was compressed by itself.
 #[test]
 fn damaged_packed_files_are_the_original_or_refused() {
     let text = lines();
@@ -113,7 +113,7 @@ fn texts_of(lines: &str) -> Vec<String> {
     values.map(|value| value["text"].as_str().unwrap().to_owned()).collect()
 }
 
-// Parquet pages have no checksums, so damage may be accepted; an accepted file must have all its rows, as UTF-8.
+/// Parquet pages have no checksums, so damage may be accepted; an accepted file must have all its rows, as UTF-8.
 #[test]
 fn damaged_parquet_has_all_its_rows_or_is_refused() {
     let dir = quick_dir();
@@ -159,7 +159,8 @@ fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
     Ok(documents)
 }
 
-// With an accepted index, the documents together must be the tokens of the .bin file in order, however it divides them.
+/// With an accepted index, the documents together must be the tokens of the .bin file in order, however the index
+/// divides them.
 #[test]
 fn a_damaged_index_divides_all_tokens_or_is_refused() {
     let dir = quick_dir();
@@ -176,7 +177,7 @@ fn a_damaged_index_divides_all_tokens_or_is_refused() {
     });
 }
 
-// Any bytes in a .bin file are tokens, so only its length can be checked, against the index.
+/// Any bytes in a .bin file are tokens, so only its length can be checked, against the index.
 #[test]
 fn damaged_tokens_are_read_as_they_stand_or_refused() {
     let dir = quick_dir();
@@ -202,7 +203,7 @@ fn damaged_tokens_are_read_as_they_stand_or_refused() {
     });
 }
 
-// An accepted tokenizer must encode and decode without a panic, with ids below its vocabulary size.
+/// An accepted tokenizer must encode and decode without a panic, with ids below its vocabulary size.
 #[test]
 fn damaged_tokenizers_work_or_are_refused() {
     let merges = serde_json::json!([["a", "b"], ["ab", "c"], ["Ġ", "a"]]);

@@ -93,7 +93,7 @@ mod tests {
         }
     }
 
-    // Each of 5 elements should come first in about a fifth of the epochs.
+    /// Each of 5 elements should come first in about a fifth of the epochs.
     #[test]
     fn every_element_comes_first_equally_often() {
         let mut counts = [0u32; 5];
@@ -105,7 +105,7 @@ mod tests {
         }
     }
 
-    // 3 elements have 6 orders, and each order should occur.
+    /// 3 elements have 6 orders, and each order should occur.
     #[test]
     fn every_order_of_three_elements_occurs_equally_often() {
         let mut orders = std::collections::HashMap::new();

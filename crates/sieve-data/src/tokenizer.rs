@@ -126,8 +126,8 @@ impl Tokenizer {
         loaded.unwrap_or_else(|| Err("its parts contradict one another".to_owned()))
     }
 
-    /// The tokenizer without truncation, padding and dropout, and what Sieve derives from its vocabulary and template.
-    /// `ids` and `model_with_gaps` are those of [`written`].
+    /// The tokenizer without truncation, padding and dropout, with the fields that follow from its vocabulary and
+    /// template. `ids` and `model_with_gaps` are the results of the functions of these names in [`written`].
     fn from_inner(mut inner: HfTokenizer, ids: &[u32], model_with_gaps: Option<Value>) -> Result<Self, String> {
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);

@@ -134,8 +134,8 @@ impl<B: DeviceBackend> Captured<B> {
                     (o, None, Cost::of_density(density))
                 }
                 false => {
-                    let done = prefill(selector, operands, selection.chunk())?;
-                    (done.o, Some(done.lse), done.cost)
+                    let prefilled = prefill(selector, operands, selection.chunk())?;
+                    (prefilled.o, Some(prefilled.lse), prefilled.cost)
                 }
             };
             let milliseconds = milliseconds(started);
@@ -160,16 +160,14 @@ impl<B: DeviceBackend> Captured<B> {
                 (Some(number(mass.mean())), error)
             }
             (Output::Host(o, lse), Output::Host(dense_o, dense_lse)) => {
-                let kept = lse.as_deref().zip(dense_lse.as_deref());
-                let kept = kept.map(|(lse, dense)| recall(lse, dense));
-                (kept, relative_error(o, dense_o))
+                let both = lse.as_deref().zip(dense_lse.as_deref());
+                (both.map(|(lse, dense)| recall(lse, dense)), relative_error(o, dense_o))
             }
             (Output::Host(o, lse), Output::Device(dense)) => {
                 let host = |x: burn::tensor::TensorData| x.iter::<f32>().collect::<Vec<f32>>();
                 let dense_lse = host(dense.lse.clone().into_data());
-                let kept = lse.as_deref().map(|lse| recall(lse, &dense_lse));
                 let dense_o = host(dense.o.clone().into_data());
-                (kept, relative_error(o, &dense_o))
+                (lse.as_deref().map(|lse| recall(lse, &dense_lse)), relative_error(o, &dense_o))
             }
             // Does not occur: `Self::of` uses the device whenever a selector can.
             (Output::Device(_), Output::Host(..)) => (None, f64::NAN),

@@ -27,8 +27,9 @@ pub struct TextsWithEndings {
 }
 
 impl TextsWithEndings {
-    /// For texts of `num_tokens` tokens with `num_endings` each. Both batches together hold at most one cache more than
-    /// the smaller of `num_endings` and [`texts_together`].
+    /// The sizes of the two batches, of texts and of a text's endings, for texts of `num_tokens` tokens with
+    /// `num_endings` each. Both batches together hold at most one cache more than the smaller of `num_endings` and
+    /// [`texts_together`].
     pub fn new(num_tokens: usize, num_endings: usize) -> Self {
         let most = texts_together(num_tokens).min(num_endings);
         Self { texts: (most / 2).max(1), endings: most.div_ceil(2) }

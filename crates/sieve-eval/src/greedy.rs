@@ -17,7 +17,7 @@ pub(crate) struct Greedy<'x, B: DeviceBackend> {
     pub(crate) together: usize,
     /// Whether the text of the answer to a prompt, given by its index, is complete.
     pub(crate) is_enough: &'x dyn Fn(usize, &str) -> bool,
-    /// What else is asked of each text.
+    /// Called with each text after its prompt was read, to ask the model more of it.
     pub(crate) after_prompt: &'x mut AfterPrompt<'x, B>,
 }
 

@@ -259,8 +259,8 @@ impl<B: DeviceBackend> Reader<'_, B> {
         let prompt = |sample: &Sample| {
             let (text, _place) = haystack.with_needle(sample.length - buffer, sample.depth, &sample.statement);
             let bos_id = self.model.tokenizer.bos_id();
-            let prompt = bos_id.into_iter().chain(text).chain(sample.question.iter().copied());
-            prompt.collect::<Vec<u32>>()
+            let tokens = bos_id.into_iter().chain(text).chain(sample.question.iter().copied());
+            tokens.collect::<Vec<u32>>()
         };
         let prompts: Vec<Vec<u32>> = samples.iter().map(prompt).collect();
         let size = TextsWithEndings::new(samples[0].length, NUM_DISTRACTORS + 1);

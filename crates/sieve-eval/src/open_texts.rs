@@ -85,7 +85,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.join_after(prompt, |_, logits| next(logits))
     }
 
-    /// As [`join`](Self::join); `next` also takes the text after its prompt, to score endings after it.
+    /// As [`join`](Self::join); `next` also takes the text after its prompt, to score endings after it. It returns the
+    /// caller's data for a text that stays, `None` for a text that does not.
     ///
     /// # Errors
     /// As [`join`](Self::join).
@@ -146,7 +147,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         Ok(())
     }
 
-    /// The token of each text that goes on; the others leave.
+    /// The token of each text that goes on. Where `token_of` gives `None`, the text leaves, and `left` gets its data.
     fn tokens(
         &mut self,
         mut token_of: impl FnMut(&T) -> Option<u32>,

@@ -38,8 +38,9 @@ impl<P: Copy> Rows<P> {
         Self { row_len, max_rows, rows: Vec::new() }
     }
 
-    /// Adds a part of a text to the first row with enough room, or to a new row. The tokens of `input` are read; from
-    /// `first_scored` on, the token after each input is predicted. Returns false if no row has room.
+    /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. From the position
+    /// `first_scored` on, the token after each input is predicted; `places` describes each of these predictions.
+    /// Returns false if no row has room.
     pub(crate) fn push(
         &mut self,
         tokens: &[u32],
@@ -49,16 +50,16 @@ impl<P: Copy> Rows<P> {
     ) -> bool {
         let len = input.len();
         let fits = |row: &PackedRows<P>| row.shape[1] + len <= self.row_len;
-        let row = self.rows.iter().position(fits);
-        if row.is_none() {
+        let place = self.rows.iter().position(fits);
+        if place.is_none() {
             // No row has room: the caller runs these rows first.
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }
             self.rows.push(PackedRows::empty([1, 0]));
         }
-        let row = row.unwrap_or(self.rows.len() - 1);
-        let row = &mut self.rows[row];
+        let place = place.unwrap_or(self.rows.len() - 1);
+        let row = &mut self.rows[place];
         let start = row.shape[1] as u32;
         let end = start + len as u32;
         row.shape[1] += len;

@@ -99,7 +99,8 @@ impl SelectionTotals {
         self.dense_pairs += dense_pairs;
     }
 
-    /// Adds a generated token, or a text, whose attention ran on the device. `is_chosen`: it also chose the keys.
+    /// Adds a generated token, or a text, whose attention ran on the device; with `is_chosen` the device also chose the
+    /// keys.
     fn add_device_step(&mut self, is_chosen: bool, pairs: f64, dense_pairs: f64) {
         self.kernel_calls += 1;
         self.device_selections += u64::from(is_chosen);
@@ -130,6 +131,7 @@ impl SelectionTotals {
                     (1.., 0) => "on the device",
                     (_, 1..) => "chosen on the CPU",
                     (0, 0) if self.dense_calls == self.calls => "keeping everything",
+                    // The keys follow from positions alone, so nothing chose them.
                     (0, 0) => "by positions",
                 };
                 format!("{name} {chosen}, block-sparse kernel")
@@ -451,7 +453,7 @@ impl Selection {
     }
 
     /// Adds a decoded token to the statistics of each dense layer, where one call ran the whole model and no layer
-    /// counted itself. `num_tokens`: of the text, with this token; `caches`: the layers' caches after it.
+    /// counted itself. The text has `num_tokens` tokens with this token, and `caches` are the layers' caches after it.
     pub(crate) fn count_call<B: DeviceBackend>(
         &mut self,
         shape: &ModelShape,

@@ -260,7 +260,7 @@ impl Sums {
         window: &[u32],
         device: &B::Device,
     ) -> Result<(), EvalError> {
-        let before = self.attention_ms;
+        let ms_before = self.attention_ms;
         self.layers.resize(captured.len(), LayerMeasure::default());
         for (at, layer) in captured.iter().enumerate() {
             let measure = self.layer(selection, layer)?;
@@ -269,9 +269,9 @@ impl Sums {
             total.output_error += measure.output_error;
             total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
         }
-        let own = self.attention_ms - before;
-        let [least, most] = self.attention_ms_range.unwrap_or([own; 2]);
-        self.attention_ms_range = Some([least.min(own), most.max(own)]);
+        let prompt_ms = self.attention_ms - ms_before;
+        let [least, most] = self.attention_ms_range.unwrap_or([prompt_ms; 2]);
+        self.attention_ms_range = Some([least.min(prompt_ms), most.max(prompt_ms)]);
         let mut outputs = Vec::new();
         let pass = layers_pass(model, window, device, &mut |operands| {
             let o = selection.attend(operands)?;

@@ -17,7 +17,7 @@ impl StopTexts {
     /// Adds a piece. Returns the text that can be shown now, and whether a stop text follows it.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         self.waiting += piece;
-        // A search costs time by the length of what is sought, also where that cannot be there.
+        // Stop texts longer than the waiting text cannot be in it, and a search for a longer text takes more time.
         let texts = self.texts.iter().filter(|text| text.len() <= self.waiting.len());
         let found = texts.filter_map(|text| self.waiting.find(text.as_str()));
         if let Some(at) = found.min() {

@@ -42,7 +42,7 @@ pub struct TaskRun {
     pub truncate: bool,
 }
 
-/// A score of a task: a mean over rows, or a function of one (perplexity).
+/// A score of a task: a mean over rows, or a function of such a mean (perplexity).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Score {
     /// Name of the score, as in lm-evaluation-harness.
@@ -139,7 +139,7 @@ impl<'a> TaskTexts<'a> {
         let asked = asked.iter().enumerate();
         let texts = match task.measure {
             Measure::Generation => {
-                // Such a row has one pair, whose first text is the prompt.
+                // A row of a generation task has one pair, whose first text is the prompt.
                 let prompts = asked.map(|(n, pairs)| encoder.prompt(n, &pairs[0].0));
                 Texts::Prompts(prompts.collect::<Result<_, _>>()?)
             }
@@ -334,7 +334,7 @@ fn generated<B: DeviceBackend>(
     Ok(rows.map(row).collect())
 }
 
-/// The choice with the largest log-likelihood divided by its length. Of equal ones the first counts.
+/// The choice with the largest log-likelihood divided by its length; of equal choices the first.
 fn best(likelihoods: &[Likelihood], length: impl Fn(usize) -> f64) -> usize {
     let score = |n: usize| likelihoods[n].log_likelihood / length(n);
     (1..likelihoods.len()).fold(0, |best, n| if score(n) > score(best) { n } else { best })

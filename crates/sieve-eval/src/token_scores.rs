@@ -37,7 +37,7 @@ impl TokenScore {
     }
 }
 
-/// The `count` largest logits with their tokens.
+/// The tokens with the `count` largest logits, from the largest; of equal logits the lower token is first.
 fn largest(logits: &[f32], count: usize) -> Vec<(u32, f32)> {
     let mut found: Vec<(u32, f32)> = Vec::with_capacity(count + 1);
     if count == 0 {
@@ -181,7 +181,7 @@ mod tests {
             let model = tiny_model(attention, 64);
             let text = words(40);
             let mut open = OpenTexts::new(&model, [3, 48], None, &device);
-            // (tokens read so far, tokens of the whole text) of each text.
+            // The data of a text in `open` are its tokens read so far and the tokens of the whole text.
             let check = |read: usize, logits: &[f32]| {
                 let all = crate::logits(&model, &text[..read], &device).expect("a text").to_vec::<f32>().expect("f32");
                 let last = &all[(read - 1) * 31..];

@@ -154,9 +154,9 @@ fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     Counted::of(pairs, pairs, num_tokens)
 }
 
-/// Counts the tokens of chosen blocks; -1 in `chosen` is no block. NSA: also the visible compressed blocks and
-/// the window. Other kinds: also half a key for each pooled key, which has a score but no value. An indexer's scores
-/// are not counted.
+/// Counts the tokens of the blocks that the queries chose, `chosen` as `[queries, heads, blocks]` with -1 for no block.
+/// In NSA the visible compressed blocks and the window count too, in other kinds half a key for each pooled key, which
+/// has a score but no value. An indexer's scores are not counted.
 fn count_by_blocks(chosen: &[i64], pairs: BlockPairs, num_tokens: usize) -> Counted {
     let BlockPairs { chosen: sizes, pooled, window_size, halves_of_pooled } = pairs;
     let of_pooled = f64::from(halves_of_pooled) / 2.0;

@@ -181,14 +181,14 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
             first += share(0);
         }
         for key in 0..=query {
-            let share = share(key);
-            distance += share * (query - key) as f64;
-            entropy -= if share > 0.0 { share * share.ln() } else { 0.0 };
+            let p = share(key);
+            distance += p * (query - key) as f64;
+            entropy -= if p > 0.0 { p * p.ln() } else { 0.0 };
         }
-        for (total, &far) in beyond.iter_mut().zip(&DISTANCES) {
+        for ((sum_far, num_far), &far) in beyond.iter_mut().zip(&DISTANCES) {
             if query > far {
-                total.0 += (0..query - far).map(share).sum::<f64>();
-                total.1 += 1;
+                *sum_far += (0..query - far).map(share).sum::<f64>();
+                *num_far += 1;
             }
         }
         if row.len() >= 5 {
@@ -223,7 +223,9 @@ fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys 
         let read = || (0..=query).filter(|&key| weights[key] > 0.0);
         let count = read().count();
         age += read().map(|key| query - key).sum::<usize>() as f64 / count.max(1) as f64;
-        in_window += read().filter(|key| query - key < count).count() as f64 / count.max(1) as f64;
+        // A window of `count` keys would hold these.
+        let kept_by_window = read().filter(|key| query - key < count).count();
+        in_window += kept_by_window as f64 / count.max(1) as f64;
         let all: f64 = dense[..=query].iter().map(|&weight| f64::from(weight)).sum();
         mass += read().map(|key| f64::from(dense[key])).sum::<f64>() / all.max(f64::MIN_POSITIVE);
     }
@@ -309,7 +311,7 @@ mod tests {
 
     #[test]
     fn chosen_keys_of_known_weights() {
-        // Query 0 reads itself, 1 both, 2 the first and itself.
+        // Query 0 reads itself, query 1 both keys, query 2 the first key and itself.
         let weights = [1.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.4, 0.0, 0.6];
         let dense = [1.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.2, 0.5, 0.3];
         let chosen = chosen_keys(&weights, &dense, 3);

@@ -79,7 +79,7 @@ impl ChatTemplate {
         format!("{special_tokens}\n{}", self.text)
     }
 
-    /// The chat template in a folder of `transformers`.
+    /// The default chat template in a folder of `transformers`; `None` in a folder without any template.
     fn read(folder: &Path) -> Result<Option<Self>, CheckpointError> {
         let templates = Templates::read(folder)?;
         let Some(text) = templates.default() else {

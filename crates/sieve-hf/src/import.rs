@@ -96,7 +96,10 @@ pub fn import<B: Backend>(
     let conversion = Conversion::of(&read.shape, &shape).map_err(|gap| unfit(from, &gap))?;
     read.drop_lost(from, &conversion, drops)?;
     let ties = attention.is_none() && read.all_scores_tie();
-    let is_new_form = attention == Some(AttentionKind::Dma) && is_former_form(from, &recipe, &settings)?;
+    let is_new_form = match attention {
+        Some(kind) => is_former_form(from, kind, &recipe, &settings)?,
+        None => false,
+    };
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
     let mut added = Vec::new();
     let weights = named_parameters_but(&model, |name, wanted| {
@@ -153,13 +156,19 @@ fn check_out(out: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Whether an import with `settings`, which make DMA of a model of another kind, gave another attention than `recipe`'s
-/// before 0.1.0, when the published form was the default.
-fn is_former_form(from: &Path, recipe: &Recipe, settings: &[String]) -> Result<bool, CheckpointError> {
+/// Whether an import with `settings`, which make `kind` of a model of another kind, gave another attention than
+/// `recipe`'s before 0.1.0, when DMA's published form was the default.
+fn is_former_form(
+    from: &Path,
+    kind: AttentionKind,
+    recipe: &Recipe,
+    settings: &[String],
+) -> Result<bool, CheckpointError> {
     let (config, _) = read_config(from)?;
-    if config.is_of(AttentionKind::Dma) {
+    if config.is_of(kind) {
         return Ok(false);
     }
+    // Keys of DMA alone: with another kind they are left out, so that nothing differs.
     let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
     let former = published.map(str::to_owned).into_iter().chain(settings.iter().cloned()).collect::<Vec<_>>();
     // If these settings are refused, the import gave no model before 0.1.0.

@@ -26,7 +26,7 @@ pub enum Kept {
 }
 
 impl Kept {
-    /// The number format of a model that is kept so.
+    /// The number format of a model whose parameters are kept so.
     pub fn number_format(self) -> NumberFormat {
         match self {
             Self::All(DType::BF16) => NumberFormat::Bf16,
@@ -62,8 +62,8 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor
     named_parameters_but(module, |_, _| None)
 }
 
-/// As [`named_parameters`], with the tensors that `instead` returns by name and shape. For those no initial values are
-/// drawn.
+/// As [`named_parameters`], with the tensors that `instead` returns by name and shape. No initial values are drawn for
+/// parameters that it replaces.
 pub(crate) fn named_parameters_but<B: Backend, M: Module<B>>(
     module: &M,
     mut instead: impl FnMut(&str, &[usize]) -> Option<TensorData>,
@@ -102,7 +102,7 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     load_parameters_then(module, kept, source, &mut AsTheyAre)
 }
 
-/// As [`load_parameters`]; `then` maps each parameter that was read before the next one is.
+/// As [`load_parameters`]; `then` maps each parameter before the next parameter is read.
 pub(crate) fn load_parameters_then<B: Backend, M: Module<B>, E>(
     module: M,
     kept: impl Into<Kept>,
@@ -193,7 +193,7 @@ impl<'a, 'b, E> ParameterLoader<'a, 'b, E> {
         Self { path: Vec::new(), kept: kept.into(), source, error: None }
     }
 
-    /// Whether `source` has failed: parameters are left as they were since.
+    /// Whether `source` has failed; since then parameters are left as they were.
     pub fn has_failed(&self) -> bool {
         self.error.is_some()
     }
@@ -208,6 +208,7 @@ impl<'a, 'b, E> ParameterLoader<'a, 'b, E> {
 }
 
 impl<B: Backend, E> ModuleMapper<B> for ParameterLoader<'_, '_, E> {
+    /// Loads one parameter in the type that it is kept in; after an error, leaves it as it is.
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         // The first error ends the loading; the module is dropped then.
         if self.error.is_some() {

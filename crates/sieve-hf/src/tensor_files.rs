@@ -157,6 +157,7 @@ mod tests {
     fn pieces_of_several_files_are_one_tensor() {
         let dir = tempfile::tempdir().expect("a folder");
         let values = (0..12u8).map(f32::from).collect::<Vec<_>>();
+        // Pieces of 5, 0 and 7 elements: one is empty. The norm is whole in the first file.
         let cuts = [0, 5, 5, 12];
         for rank in 0..3 {
             let own = values[cuts[rank]..cuts[rank + 1]].to_vec();

@@ -56,8 +56,9 @@ impl<B: SieveBackend> DecoderLayer<B> {
         context.of_layer(self.rotates)
     }
 
-    /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens follow those in the
-    /// caches, see [`KindLayer::forward`](crate::KindLayer::forward).
+    /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens of x follow the cached
+    /// ones, see [`KindLayer::forward`](crate::KindLayer::forward). A block without residual scales has x added inside
+    /// the op; with a scale, the scaled x is added here.
     pub fn forward(
         &self,
         x: Tensor<B, 3>,

@@ -19,7 +19,7 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Cosine and sine tables of RoPE.
     pub rope: &'a RotaryEmbedding<B>,
-    /// With context parallelism: the whole rows; this pass has one rank's part of them.
+    /// With context parallelism: how whole rows are divided among ranks; this pass has one rank's part of each row.
     pub parts: Option<&'a ContextParallel>,
     /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
@@ -142,8 +142,8 @@ impl<B: SieveBackend> LayerOutput<B> {
     }
 }
 
-/// The blocks that the queries of a layer chose. A chooser is a head that chooses for itself: a KV head, or a
-/// query head where each of these chooses.
+/// The blocks that the queries of a layer chose. A chooser is a head that chooses for itself: a KV head, or by mean
+/// keys a query head.
 #[derive(Clone, Debug)]
 pub(crate) enum LayerChoice<B: Backend> {
     /// Block indices for all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
@@ -152,8 +152,8 @@ pub(crate) enum LayerChoice<B: Backend> {
     Token(Vec<Vec<i32>>),
 }
 
-/// The blocks that the last choosing layer of a pass chose, by the first of the rows that share a cache (0 without
-/// caches).
+/// The blocks that the last choosing layer of a pass chose. Each cache has an entry, by its first row in the batch;
+/// without caches the only entry is 0.
 #[derive(Clone, Debug)]
 pub struct LastChoice<B: Backend>(HashMap<usize, LayerChoice<B>>);
 
@@ -202,7 +202,7 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
     }
 }
 
-/// The values of a tensor, below the graph if there is one.
+/// The values of a tensor, without the autodiff graph that it may be part of.
 pub(crate) fn on_device<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B::Inner, D> {
     Tensor::from_primitive(TensorPrimitive::Float(B::value(x.into_primitive().tensor())))
 }

@@ -28,7 +28,7 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
 /// Most keys that a query sees in the window and in DMA layers of the tests.
 pub(crate) const KEEP_WINDOW_SIZE: usize = 5;
 
-/// NSA with blocks of four tokens: three of them selected, the window as long as the others'.
+/// NSA with blocks of four tokens, three of which are selected, and with the window of the other kinds' models.
 pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
     Attention::Nsa(NsaShape {
         compress_block_size: 4,

@@ -18,8 +18,8 @@ thread_local! {
     static ONLY: RefCell<Option<Range<usize>>> = const { RefCell::new(None) };
 }
 
-/// Runs `read`, in which a parameter that is read for the first time has only these of its flattened elements,
-/// as a tensor whose last dimension is their number and whose others are 1. A parameter that has values keeps them all.
+/// Runs `read`. A parameter that is first read in it has only the elements `range` of its flattened values, as a tensor
+/// whose last dimension is their number and whose other dimensions are 1. A parameter that has values keeps them all.
 pub fn drawing_only<T>(range: Range<usize>, read: impl FnOnce() -> T) -> T {
     ONLY.set(Some(range));
     let result = read();
@@ -46,7 +46,8 @@ impl WeightInit {
         // Each parameter has 2^32 random streams, one for each chunk.
         let (seed, standard_deviation, first_stream) = (self.seed, self.standard_deviation, self.num_drawn << 32);
         self.num_drawn += 1;
-        // The values of a chunk behind its first ones: how many numbers these take is known when they are drawn.
+        // Draws a chunk's values after its first `num_skipped`, which are drawn too: how many random numbers a normal
+        // value takes is known only when it is drawn.
         let draw_chunk = move |chunk: usize, num_skipped: usize, values: &mut [f32]| {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
             rng.set_stream(first_stream + chunk as u64);

@@ -64,8 +64,8 @@ impl RowShare {
         Some(Exchange::Halo { slots: reach.min((self.degree - 1) * len), share: reach.min(len) })
     }
 
-    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention:
-    /// those of a whole row if heads are exchanged.
+    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention: all tokens of
+    /// a row if heads are exchanged.
     pub(crate) fn attention(&self, layer: &ModelShape) -> (ModelShape, usize) {
         let mut own = layer.clone();
         let degree = match self.exchange(layer) {

@@ -163,6 +163,8 @@ struct GatheredBytes {
 }
 
 impl GatheredBytes {
+    /// The bytes of one of `ranks` ranks. A block that is recomputed is gathered again for its backward pass, so only
+    /// the other blocks count as kept.
     fn new(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Self {
         if !shards_weights(recipe, ranks) {
             return Self::default();
@@ -177,7 +179,8 @@ impl GatheredBytes {
         }
     }
 
-    /// The last block and the next one before it, unless that is one of the kept.
+    /// The weights that are whole in the last block's backward pass: the kept ones, its own, and those of the next
+    /// recomputed block, which are gathered meanwhile.
     fn in_last_block(&self, recipe: &Recipe, shape: &ModelShape) -> u64 {
         let mut before = 0..shape.num_layers.saturating_sub(1);
         let gathers = before.any(|layer| recipe.activation_checkpoint.recomputes(layer));
@@ -225,7 +228,7 @@ fn kept_by_blocks(recipe: &Recipe, shape: &ModelShape, target: &Target, keeping:
 struct GradientBytes {
     /// Gradients that exist while the loss is computed.
     loss: u64,
-    /// In the loss, in addition: the head's new gradient until it is added to the one of earlier micro-batches.
+    /// In the loss, in addition: the head's new gradient until it is added to the gradient of earlier micro-batches.
     new_in_loss: u64,
     /// Bytes during the last block's backward pass.
     last_block: u64,
@@ -256,7 +259,8 @@ impl GradientBytes {
             (true, true) => (shard + head, 0),
             (false, _) => (head, 0),
         };
-        // The gradient of a tied embedding exists from the head's backward pass on; the embedding's is a second one.
+        // The gradient of a tied embedding exists from the head's backward pass on; the embedding's own is a second
+        // gradient.
         let tied = if shape.tie_word_embeddings { head } else { 0 };
         if !keeps_shards {
             return Self { loss, new_in_loss, last_block: loss, first_block: all, embedding: all + tied };

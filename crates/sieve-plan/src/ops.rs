@@ -121,7 +121,7 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
 fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
     let shared_bytes = NeededKernels::shared_bytes_of(arch)?;
     shape.attentions().into_iter().find_map(|(attention, _)| {
-        // Kinds without blocks have no such counters.
+        // Only kernels of kinds with blocks limit a row: they count in shared memory.
         let size = attention.as_kind().attended_blocks()?.select_block_size;
         let (name, most) = (attention.kind().name(), ChoiceLists::most_tokens(size, shared_bytes));
         let gap = format!(

@@ -145,26 +145,26 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     // A run keeps the same optional activations in all stages: those that fit in each.
     let keeping = recipe.stages().iter().try_fold(Keeping::ALL, |most, stage| {
         let alone = recipe.at_stage(stage);
-        let shape = alone.model_shape(vocab_size)?;
-        Ok::<_, RecipeError>(most.and(memory_plan(&alone, &shape, target, ranks.size).keeping))
+        let stage_shape = alone.model_shape(vocab_size)?;
+        Ok::<_, RecipeError>(most.and(memory_plan(&alone, &stage_shape, target, ranks.size).keeping))
     })?;
     let mut memory: Option<(MemoryPlan, Recipe)> = None;
     let (mut total_flops, mut seconds) = (0.0, Some(0.0));
     for stage in recipe.stages() {
         // `alone`: the recipe of this stage alone. `together`: the ranks' communication in it.
         let alone = recipe.at_stage(&stage);
-        let shape = alone.model_shape(vocab_size)?;
-        let together = (ranks.size > 1).then(|| communication(&alone, &shape, target, ranks));
+        let stage_shape = alone.model_shape(vocab_size)?;
+        let together = (ranks.size > 1).then(|| communication(&alone, &stage_shape, target, ranks));
         if let Some(together) = together
             && most_together.is_none_or(|most| most.sum_bytes < together.sum_bytes)
         {
             most_together = Some(together);
         }
-        let planned = stage_plan(&stage, &alone, &shape, target, together.as_ref());
+        let planned = stage_plan(&stage, &alone, &stage_shape, target, together.as_ref());
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds.zip(planned.tokens_per_second).map(|(seconds, speed)| seconds + tokens / speed);
-        let mut needed = memory_plan_within(&alone, &shape, target, ranks.size, keeping);
+        let mut needed = memory_plan_within(&alone, &stage_shape, target, ranks.size, keeping);
         if !recipe.stage.is_empty() {
             let own = format!("local_batch_size of stage {}: ", stage.index + 1);
             for fitting in &mut needed.would_fit {
@@ -218,7 +218,7 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
     // How many times a step reduces its gradients over all ranks.
     let num_sums = match zero_stage {
         0 | 1 => 1,
-        // From ZeRO-2 on they are reduced after every micro-batch.
+        // From ZeRO-2 on gradients are reduced after every micro-batch.
         _ => RowShare::of(recipe).micro_batches(recipe.training.global_batch_size, ranks.size),
     };
     let num_parameters = shape.parameters().total();
@@ -236,8 +236,8 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
     ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered + exchanged, &recipe.parallelism)
 }
 
-/// Parameters that a micro-batch gathers with ZeRO-3: of the embedding and of the head once each, tied or not; of a
-/// block once, or twice if it is recomputed. The last block's stay from its forward pass to its backward pass.
+/// Parameters that a micro-batch gathers with ZeRO-3: the embedding's and the head's once each, tied or not; a block's
+/// once, or twice if the block is recomputed. The last block's stay from its forward pass to its backward pass.
 fn gathered_by_pass(recipe: &Recipe, shape: &ModelShape) -> u64 {
     let parameters = shape.parameters().non_embedding();
     let last = shape.num_layers.saturating_sub(1);
@@ -408,8 +408,8 @@ fn stage_plan(
     }
 }
 
-/// Mean over a stage's steps of a number that is `dense` in the first `training.dense_steps` of them, where attention
-/// is dense, and `own` in the others.
+/// Mean over a stage's steps of a number that is `dense` in the share `training.dense_steps` of the steps, in which
+/// attention is dense, and `own` in all other steps.
 fn over_steps(recipe: &Recipe, own: f64, dense: f64) -> f64 {
     own + (dense - own) * recipe.training.dense_steps
 }

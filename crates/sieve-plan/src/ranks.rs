@@ -121,7 +121,7 @@ impl RanksPlan {
 mod tests {
     use super::*;
 
-    // docs/scale.md, notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and of four.
+    /// docs/scale.md, notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and of four.
     #[test]
     fn measured_runs_on_several_gpus_are_met_within_three_percent() {
         for (parameters, size, micro_batches, alone, together) in [

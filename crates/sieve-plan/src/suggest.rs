@@ -126,6 +126,7 @@ mod tests {
             (include_str!("../../../recipes/msa_80m.toml"), 1),
             (include_str!("../../../recipes/mha_1p7b.toml"), 2),
         ] {
+            // From fewer tokens than a step has to many steps.
             for (size, num_tokens) in [(2, 1), (4, 500_000_000), (8, 30_000_000_000)] {
                 let parts = format!("parallelism.context_parallel_degree={degree}");
                 let load = |sets: &str| {

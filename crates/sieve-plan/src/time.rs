@@ -191,7 +191,7 @@ mod tests {
         2048 8 53150 LARGE model.num_key_value_heads=16 kind=mla kv_lora_rank=512 qk_rope_head_dim=64
         2048 8 76420 LARGE kind=mha training.precision=fp8";
 
-    // notes/experiments.md (A training step on one GPU) and docs/results.md, one H200.
+    /// notes/experiments.md (A training step on one GPU) and docs/results.md, one H200.
     #[test]
     fn measured_runs_are_met_within_a_fifth() {
         assert_eq!(MEASURED.lines().count(), 21);

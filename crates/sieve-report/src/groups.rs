@@ -19,7 +19,7 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
         .collect()
 }
 
-/// Why losses of the runs cannot be compared: they read other text, or through other tokenizers.
+/// Why losses of the runs cannot be compared: they read other text, or through other tokenizers. `None` if they can.
 pub(crate) fn other_text(runs: &[Run]) -> Option<&'static str> {
     let differs = |is_of: fn(&str) -> bool| differences(runs).iter().any(|(key, _)| is_of(key));
     let is_tokenizer = |key: &str| key.starts_with("tokenizer.") || key == "model.vocab_size";
@@ -31,9 +31,10 @@ pub(crate) fn other_text(runs: &[Run]) -> Option<&'static str> {
     if differs(is_tokenizer) {
         return Some("their tokenizers differ");
     }
-    let mut prints = runs.iter().filter_map(|run| run.last_checkpoint.as_ref().map(|last| &last.data_fingerprint));
-    let first = prints.next();
-    let reads_other = prints.any(|print| Some(print) != first);
+    let checkpoints = runs.iter().filter_map(|run| run.last_checkpoint.as_ref());
+    let mut fingerprints = checkpoints.map(|last| &last.data_fingerprint);
+    let first = fingerprints.next();
+    let reads_other = fingerprints.any(|other| Some(other) != first);
     (reads_other || differs(is_text)).then_some("their texts differ")
 }
 
@@ -43,8 +44,8 @@ pub(crate) fn are_other_models(runs: &[Run]) -> bool {
     differences(runs).iter().any(|(key, _)| key.starts_with("attention.") || key.starts_with("model."))
 }
 
-/// The group of each run. Runs of one group differ only in their seed, and have done all of their steps: others are a
-/// group of their own, since no mean holds them. Groups are numbered by their first run.
+/// The group of each run. Runs of one group differ only in their seed, and have done all of their steps: a run that
+/// stopped early is a group of its own, since no mean holds it. Groups are numbered by their first run.
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
     let mut known: Vec<Option<Vec<(&String, &String)>>> = Vec::new();
     runs.iter()

@@ -35,7 +35,7 @@ pub struct Run {
     /// Number of steps that the whole run plans.
     pub(crate) num_steps: u64,
     /// The last checkpoint, if there is one. A run that was stopped has it at its last step, which is seldom a logged
-    /// one.
+    /// step.
     pub(crate) last_checkpoint: Option<LastCheckpoint>,
     /// Whether the run's log ends with the error of a run that diverged.
     pub(crate) is_given_up: bool,
@@ -276,19 +276,19 @@ impl Run {
         let (tokens, speed, tflops) =
             (self.column("tokens_seen"), self.column("tokens_per_second"), self.column("tflops"));
         let mut sums = Vec::with_capacity(self.steps.len());
-        let (mut seconds, mut flops, mut last) = (0.0, 0.0, 0.0);
+        let (mut seconds, mut flops, mut last_tokens) = (0.0, 0.0, 0.0);
         for idx in 0..self.steps.len() {
             let at = |column: &[f64]| column.get(idx).copied().unwrap_or(f64::NAN);
-            let elapsed = (at(tokens) - last) / at(speed);
+            let elapsed = (at(tokens) - last_tokens) / at(speed);
             if elapsed.is_finite() && elapsed > 0.0 {
                 seconds += elapsed;
                 let rate = at(tflops);
                 flops += if rate.is_finite() { rate * 1e12 * elapsed } else { 0.0 };
             }
             if at(tokens).is_finite() {
-                last = at(tokens);
+                last_tokens = at(tokens);
             }
-            sums.push([last, seconds, flops]);
+            sums.push([last_tokens, seconds, flops]);
         }
         sums
     }
@@ -353,7 +353,7 @@ fn is_given_up(log: &Path) -> bool {
     last.any(|line| line.contains("training diverged"))
 }
 
-/// The vocabulary's size: from a checkpoint of the run, else from its prepared data.
+/// The vocabulary's size: from a checkpoint of the run, else from its prepared data; `None` without either.
 fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize> {
     let stated = |path: PathBuf| {
         let value: Value = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;
@@ -455,7 +455,7 @@ pub(crate) mod tests {
             let run = sweep.path().join(name);
             fs::create_dir(&run).unwrap();
             fs::write(run.join(CONFIG), format!("[training]\nseed = {seed}\n")).unwrap();
-            // The last one has been begun.
+            // The last run has only begun: it has logged no step.
             let metrics = if seed == 3 { String::new() } else { STEP.replace(",\n\"", ",\"") };
             fs::write(run.join(METRICS), metrics).unwrap();
         }

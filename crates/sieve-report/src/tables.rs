@@ -46,7 +46,7 @@ struct Column {
     unit: fn(f64) -> (f64, &'static str),
     /// Words behind a run's value.
     remark: fn(&Run) -> Option<String>,
-    /// How one value can be better than another; `None` for columns without a better one.
+    /// How one value can be better than another; `None` for columns in which no value is better.
     better: Option<Better>,
 }
 
@@ -56,7 +56,7 @@ struct Better {
     is_less: bool,
     /// Two values nearer than this share of them are level: runs of one recipe differ by as much.
     level_within: f64,
-    /// Whether it is a loss, which is comparable on the same text and through the same tokenizer alone.
+    /// Whether the value is a loss, which is comparable on the same text and through the same tokenizer alone.
     is_loss: bool,
 }
 
@@ -231,8 +231,9 @@ fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     (0..num).map(|group| (0..groups.len()).filter(|&idx| groups[idx] == group).collect()).collect()
 }
 
-/// The group whose mean is the best of a column; `None` if another is level with it: the means differ by no more than
-/// the spread of the seeds of either, or by less than equal runs do. Groups with a diverged run are not the best.
+/// The group whose mean is the best of a column; `None` if another group is level with it: the means differ by no more
+/// than the spread of either group's seeds, or by less than equal runs do. A group with a diverged run is never the
+/// best.
 fn best(column: &Column, runs: &[Run], groups: &[Vec<usize>], losses_compare: bool) -> Option<usize> {
     let better = column.better.filter(|better| losses_compare || !better.is_loss)?;
     let sound = groups.iter().enumerate().filter(|(_, members)| !members.iter().any(|&idx| runs[idx].has_diverged()));
@@ -408,7 +409,7 @@ pub(crate) fn scores(runs: &[Run]) -> String {
     let files = runs.iter().flat_map(|run| &run.scores).map(|scores| &*scores.file);
     let mut html = String::new();
     for file in files.collect::<BTreeSet<_>>() {
-        let of: Vec<&[(String, f64)]> = runs
+        let rows_of_runs: Vec<&[(String, f64)]> = runs
             .iter()
             .map(|run| {
                 let scores = run.scores.iter().find(|scores| scores.file == file);
@@ -416,7 +417,7 @@ pub(crate) fn scores(runs: &[Run]) -> String {
             })
             .collect();
         let mut names: Vec<&str> = Vec::new();
-        for (name, _) in of.iter().copied().flatten() {
+        for (name, _) in rows_of_runs.iter().copied().flatten() {
             if !names.contains(&name.as_str()) {
                 names.push(name);
             }
@@ -424,7 +425,7 @@ pub(crate) fn scores(runs: &[Run]) -> String {
         let _ = write!(html, "<details open><summary>{}</summary>{}", escaped(file), head("measure", runs));
         for name in names {
             let _ = write!(html, "<tr><th>{}</th>", escaped(name));
-            for rows in &of {
+            for rows in &rows_of_runs {
                 let value = rows.iter().find(|(known, _)| known == name).map_or(f64::NAN, |(_, value)| *value);
                 let _ = write!(html, "<td>{}</td>", digits(value));
             }
@@ -435,7 +436,7 @@ pub(crate) fn scores(runs: &[Run]) -> String {
     html
 }
 
-/// Pictures of the runs' `eval` folders; those with the same file name are side by side.
+/// Pictures of the runs' `eval` folders; pictures with the same file name are side by side.
 pub(crate) fn pictures(runs: &[Run]) -> String {
     let files = runs.iter().flat_map(|run| &run.pictures).map(|picture| &*picture.file);
     let mut html = String::new();

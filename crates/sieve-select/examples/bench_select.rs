@@ -72,7 +72,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// The second exponent is fitted to this many of the longest prompts: overheads distort the times of shorter ones.
 const FITTED: usize = 4;
 
-/// Prints selection times over prompt lengths, and the slope of their logarithms over all lengths and over the last.
+/// Prints selection times over prompt lengths, and the slope of their logarithms over all lengths and over the last
+/// `FITTED`.
 fn growth(operands: &Operands, selector: &Selector) -> Result<(), Box<dyn std::error::Error>> {
     let mut points = Vec::new();
     for tokens in GROWTH {

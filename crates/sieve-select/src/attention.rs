@@ -10,7 +10,7 @@ use crate::call::Call;
 use crate::error::SelectError;
 use crate::mask::{Correction, CorrectionMode, Selected, kept_keys};
 
-/// Output and log-sum-exp of an attention call; in f64 of the definition, to compare others with.
+/// Output and log-sum-exp of an attention call: in f32, or in f64 as the definition gives them, for comparisons.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionOutput<T = f32> {
     /// Attention output, `[num_queries, num_heads, head_dim]`.

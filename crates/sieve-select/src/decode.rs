@@ -135,7 +135,7 @@ impl DecodeSession {
         self.cache.values.extend_from_slice(v);
         self.cache.len = tokens;
         match &mut self.state {
-            // These choose in each step from the cache alone.
+            // These methods choose in each step from the cache alone.
             State::Dense | State::Streaming(_) | State::ExactTop(_) | State::Infinitehip(_) => {}
             State::Dma(state) => state.extend(&self.cache),
             State::Dam(state) => state.prompt(&call),

@@ -30,14 +30,14 @@ pub(crate) fn mask(
     policy: GqaPolicy,
     select: impl Fn(&[usize]) -> Option<KeptRows> + Sync,
 ) -> Selected {
-    let select = |heads: &[usize]| {
+    let select_with_diagonal = |heads: &[usize]| {
         let mut rows = select(heads)?;
         for (i, [row, _]) in rows.iter_mut().enumerate() {
             row.extend(tiles.diagonal(i).map(|j| j as i32));
         }
         Some(rows)
     };
-    mask_as_selected(call, tiles, policy, select, |i| (0..tiles.admissible(i)).collect())
+    mask_as_selected(call, tiles, policy, select_with_diagonal, |i| (0..tiles.admissible(i)).collect())
 }
 
 /// As [`mask`], without adding diagonal tiles. `otherwise(i)` gives the key tiles of query tile `i` where `select`
@@ -50,20 +50,20 @@ pub(crate) fn mask_as_selected(
     otherwise: impl Fn(usize) -> Vec<usize> + Sync,
 ) -> Selected {
     let nan_lists = AtomicUsize::new(0);
-    let select = |heads: &[usize]| {
+    let select_or_otherwise = |heads: &[usize]| {
         select(heads).unwrap_or_else(|| {
             nan_lists.fetch_add(1, Ordering::Relaxed);
             rows(tiles, &otherwise)
         })
     };
     let (all, group): (Vec<usize>, usize) = ((0..call.shape.num_heads).collect(), call.shape.group_size());
-    // Heads for one call of `select`, and lists that are united.
+    // How many heads one call of `select` gets, and how many lists are united to one.
     let (heads_at_once, lists_at_once) = match policy {
         GqaPolicy::PerQuery => (1, 1),
         GqaPolicy::Union => (1, group),
         GqaPolicy::Mean => (group, 1),
     };
-    let lists: Vec<KeptRows> = all.par_chunks(heads_at_once).map(select).collect();
+    let lists: Vec<KeptRows> = all.par_chunks(heads_at_once).map(select_or_otherwise).collect();
     let union = |lists: &[KeptRows]| -> KeptRows {
         let of_row = |i: usize| [0, 1].map(|part| lists.iter().flat_map(|list| list[i][part].clone()).collect());
         (0..tiles.num_query_tiles()).map(of_row).collect()

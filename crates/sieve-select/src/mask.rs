@@ -9,7 +9,7 @@ use crate::error::SelectError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CorrectionMode {
-    /// Add their difference to the sparse output to all rows up to the next probe (MOMO, eq. 3).
+    /// Add the difference between a probe's dense and sparse output to all rows up to the next probe (MOMO, eq. 3).
     Correct,
     /// Replace the sparse output of the probe rows only.
     Recompute,

@@ -86,7 +86,7 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
         let blocks = last_position / block_len + 1;
         let queries: Vec<f32> = rows.clone().flat_map(|row| unit(call.query(head, row))).collect();
         let cosine = scores(&queries, &directions[..blocks * d], d, 1.0);
-        // The block of each query, usize::MAX before it has one.
+        // The block of each query, usize::MAX before it has a block.
         let mut block_of = vec![usize::MAX; rows.len()];
         let mut taken = vec![0; blocks];
         for pair in falling(&cosine) {

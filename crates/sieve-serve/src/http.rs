@@ -20,7 +20,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 /// Bytes of a request, at most.
 const MOST_BYTES: usize = 4 << 20;
-/// Bytes that are read of a larger one before it is answered.
+/// Bytes that are read of a larger body before it is answered.
 const MOST_READ: usize = 64 << 20;
 /// Seconds in which a request must arrive.
 const BODY_SECONDS: u64 = 30;

@@ -52,6 +52,7 @@ pub(crate) async fn accept(
             next = next => next,
         };
         let Ok((stream, _)) = accepted else {
+            // The client has gone, or the system has no file handle left: other clients may come.
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };

@@ -9,7 +9,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 /// One text to write.
 #[derive(Debug)]
 pub(crate) struct Text {
-    /// Which of its request's texts it is.
+    /// Index of the text among its request's texts.
     pub(crate) index: usize,
     /// At least one token.
     pub(crate) prompt: Arc<[u32]>,

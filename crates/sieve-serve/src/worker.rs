@@ -75,7 +75,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             };
             let mut some = vec![first];
             num_read += some[0].prompt.len();
-            // Scores alone need no cache, so that many prompts share a pass.
+            // Scores and one token after them need no cache, so that many prompts share a pass.
             while is_score(&some[0]) && num_read < PROMPT_TOKENS {
                 let is_next = self.waiting.front().is_some_and(is_score);
                 let Some(next) = is_next.then(|| self.waiting.pop_front()).flatten() else {
@@ -153,6 +153,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 if !is_wanted && !writing.has_ended {
                     metrics.cancelled.fetch_add(1, Relaxed);
                 }
+                // A text without a token to read leaves.
                 (is_wanted && !writing.has_ended).then_some(writing.last)
             };
             open.step(token, |writing, logits| match writing.draw(logits, engine, metrics) {

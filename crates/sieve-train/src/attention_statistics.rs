@@ -159,7 +159,7 @@ impl AttentionStatistics {
     ///
     /// `dense_steps` is the share of steps with dense attention
     /// ([`TrainingSection::dense_steps`](sieve_core::recipe::TrainingSection::dense_steps)): density and mean active
-    /// keys are means over both kinds of step.
+    /// keys are means over all layers and both kinds of step. The other statistics are those of DMA's layers, if any.
     pub fn of_model<B: Backend, S: Backend>(
         shape: &ModelShape,
         dense_steps: f64,
@@ -180,7 +180,7 @@ impl AttentionStatistics {
         };
         let kinds = shape.attentions().into_iter().map(|(attention, _)| (attention, of_kind(attention)));
         let kinds = kinds.collect::<Vec<_>>();
-        let of = |attention: Attention| {
+        let statistics_of = |attention: Attention| {
             let found = kinds.iter().find(|(kind, _)| *kind == attention);
             found.map_or(&kinds[0].1, |(_, statistics)| statistics)
         };
@@ -188,7 +188,7 @@ impl AttentionStatistics {
         let mean = |number: fn(&Self) -> f64| {
             let dense = number(&dense);
             shape.mean_over_layers(|attention| {
-                let own = number(of(attention));
+                let own = number(statistics_of(attention));
                 own + (dense - own) * dense_steps
             })
         };

@@ -91,6 +91,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         self.group
     }
 
+    /// Sums over the TCP connections before it returns; the pending work only makes tensors of the sums.
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
         let Some((first, _)) = tensors.first() else {
             return Ok(Box::new(|| Ok(Vec::new())));
@@ -109,22 +110,23 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         let ranges_of =
             |rank: usize| summands.iter().map(|summand| summand.range_of(place_of(rank))).collect::<Vec<_>>();
         let own = ranges_of(self.mesh.world().rank);
-        let mut sums = self.mesh.sum_parts(values, &ranges_of)?.into_iter();
+        let mut received = self.mesh.sum_parts(values, &ranges_of)?.into_iter();
         let sums = summands.into_iter().zip(own).map(|(summand, own)| {
             let shape = match summand.pieces {
                 Some(_) => [own.len()].into(),
                 None => summand.shape,
             };
-            (sums.by_ref().take(own.len()).collect(), shape)
+            (received.by_ref().take(own.len()).collect(), shape)
         });
         let sums = sums.collect::<Vec<_>>();
         Ok(Box::new(move || {
-            let sums = sums.into_iter();
-            let sums = sums.map(|(values, shape)| tensor_of::<B>(values, shape, &device, DType::F32));
-            Ok(sums.collect())
+            let tensors = sums.into_iter();
+            let tensors = tensors.map(|(values, shape)| tensor_of::<B>(values, shape, &device, DType::F32));
+            Ok(tensors.collect())
         }))
     }
 
+    /// Gathers over the TCP connections before it returns; the pending work only puts the pieces together.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError> {
         let mut own = Vec::new();
         let mut wholes = Vec::new();
@@ -152,6 +154,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         }))
     }
 
+    /// Sends and receives before it returns; the pending work only makes tensors of what was received.
     fn exchange(&self, Exchanged { given, wanted, like }: Exchanged<B>) -> Result<Pending<B>, TrainError> {
         let first = self.group.ranks().start;
         let mut bytes = vec![Vec::new(); self.mesh.world().size];

@@ -398,6 +398,7 @@ fn gather_data<T: Serialize + DeserializeOwned>(mesh: &Mesh, own: &T) -> Result<
 pub(crate) struct StepHooks<'a, B: TrainBackend>(pub(crate) Weights<'a, B>);
 
 impl<B: TrainBackend> PassHooks<B> for StepHooks<'_, B> {
+    /// Reports progress, and makes the segment's weights whole; the sums of earlier work end before the head.
     fn before_forward(
         &mut self,
         model: &mut Qwen3<B>,

@@ -88,8 +88,8 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut self.holder(Precision::Bf16))
     }
 
-    /// Maps f32 parameters to those that a step computes with: bf16 with masters as
-    /// [`hold_masters`](Self::hold_masters) keeps them, or f32. With ZeRO-3 it keeps this rank's pieces of them alone.
+    /// Maps f32 parameters to the parameters that a step computes with: bf16 with masters as
+    /// [`hold_masters`](Self::hold_masters) keeps them, or f32. With ZeRO-3 it keeps only this rank's pieces.
     pub(crate) fn holder(&mut self, precision: Precision) -> Holder<'_, B> {
         Holder { optimizer: self, precision }
     }
@@ -99,8 +99,8 @@ impl<B: TrainBackend> Optimizer<B> {
         &self.pieces
     }
 
-    /// Goes on with a model of `shape`, whose parameters are those of `module`: forgets the state of all others. What
-    /// is new begins without moments.
+    /// Continues with `module`, a model of `shape`: keeps the state of its parameters and forgets all other state.
+    /// Parameters that are new begin without moments.
     pub(crate) fn go_on_with<M: Module<B>>(&mut self, shape: &ModelShape, module: &M) {
         self.parameters = shape.all_parameters();
         let kept = parameter_ids(module).into_iter().map(|(_, id, _)| id).collect::<HashSet<_>>();
@@ -292,7 +292,8 @@ enum Change<B: TrainBackend> {
 }
 
 impl<B: TrainBackend> Update<'_, B> {
-    /// Updates a weight, or this rank's piece of it, with its moments and master, and returns it.
+    /// Updates a weight, or this rank's piece of it, with its moments and master, and returns it. AdamW's kernel
+    /// applies every update; a matrix that Muon updates has its orthogonalised momentum in place of the gradient.
     fn updated_leaf(&mut self, id: ParamId, leaf: Inner<B>, change: Change<B>, decays: bool) -> Inner<B> {
         let optimizer = &mut *self.optimizer;
         // With masters, `param` is the low bits and `leaf` the bf16 weight; without, `param` is the f32 weight.
@@ -458,10 +459,9 @@ impl<B: TrainBackend> Update<'_, B> {
                 }
                 let start = projection.range.start + part.start - projection.pieces.of(rank).start;
                 let range = start..start + part.len();
-                let part = flat::<B>(update.clone()).slice([range]);
+                let slice = flat::<B>(update.clone()).slice([range]).into_primitive().tensor();
                 // Multiplied by 1 to copy it: a slice would keep the whole update in memory.
-                let part = part.into_primitive().tensor();
-                parts[place] = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into()));
+                parts[place] = Some(B::InnerBackend::float_mul_scalar(slice, 1f32.into()));
             }
         }
         parts
@@ -513,6 +513,7 @@ pub(crate) struct Holder<'a, B: TrainBackend> {
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
+    /// Rounds a bf16 model's weight and keeps the rest as its master; cuts this rank's piece of a divided weight.
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let Optimizer { share, masters, pieces, .. } = &mut *self.optimizer;
         let is_bf16 = self.precision == Precision::Bf16;
@@ -529,7 +530,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
         let mut master = tensor.inner();
         let is_cut = range.is_some();
         if let Some(range) = range {
-            // `split_master` and the multiplication by 1 both copy: a slice would keep the whole tensor in memory.
+            // A tensor that was drawn in the range alone has only the range's elements. `split_master` and the
+            // multiplication by 1 both copy: a slice would keep the whole tensor in memory.
             let own = if master.dims() == shape { range } else { 0..range.len() };
             let piece = cut::<B>(master.clone().into_primitive().tensor(), own);
             let piece = match is_bf16 {

@@ -96,7 +96,8 @@ impl Origin {
         mut notices: Vec<String>,
     ) -> Result<Self, TrainError> {
         let begun = match &own {
-            // A run with a checkpoint of its own can do without the other one, and without the file that names it.
+            // A run with a checkpoint of its own needs neither the checkpoint that it began with nor the file that
+            // names it.
             Some(_) => Begun::read(folder).ok().flatten(),
             None => Begun::read(folder)?,
         };
@@ -150,7 +151,8 @@ impl Origin {
         Ok(origin)
     }
 
-    /// A notice of a run that starts over, or whose sums are added up by another number of threads than before.
+    /// A notice of a run that starts over, or whose sums are added up by another number of threads than before; `None`
+    /// for other runs.
     fn note_of_start(&self) -> Option<String> {
         let Some(Checkpoint { state, .. }) = &self.checkpoint else {
             return Some("note: the run has no checkpoint yet; it starts over".to_owned());
@@ -450,7 +452,8 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     // The second line of these errors names the first key that differs, or that cannot be read.
     let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
     let mut recipe = continued(&saved, recipe);
-    // The same run began with the same weights, which the run's own folder tells.
+    // The initial weights are not compared: the run's own folder names them, and the modification times below show
+    // whether the checkpoint is this run's.
     recipe.model.initial_weights.clone_from(&saved.model.initial_weights);
     saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();

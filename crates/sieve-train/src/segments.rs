@@ -55,6 +55,7 @@ pub struct BlockSettings {
 }
 
 impl From<&Recipe> for BlockSettings {
+    /// The settings that a recipe gives; a setting without a key has its default.
     fn from(recipe: &Recipe) -> Self {
         Self {
             checkpointing: recipe.activation_checkpoint.clone(),
@@ -241,7 +242,7 @@ fn backward_of_blocks<B: TrainBackend>(
     hooks: &mut dyn PassHooks<B>,
 ) -> Result<Tensor<B::InnerBackend, 3>, TrainError> {
     let mut state = PassState::default();
-    // Blocks that are recomputed here have had their outputs.
+    // The outputs of blocks that are recomputed here were given before: this pass is for gradients alone.
     context.pass = PassFor::Gradients;
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         hooks.before_backward(model, Segment::Block(layer_idx))?;

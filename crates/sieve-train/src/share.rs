@@ -41,7 +41,7 @@ impl Share {
     }
 
     /// Whether this rank's values count in sums over all ranks, and are saved. Every group of `parallelism.shard_ranks`
-    /// has the same pieces: those of the first group count. What all ranks have whole counts on rank 0.
+    /// has the same pieces: those of the first group count. Values that all ranks have whole count on rank 0.
     pub(crate) fn counts(&self, is_piece: bool) -> bool {
         match is_piece {
             true => self.group.is_first(),

@@ -66,27 +66,22 @@ pub struct Trainer<B: TrainBackend> {
     machine: Machine<B>,
     learner: Learner<B>,
     progress: Progress,
-    /// Learning rate of the last step, and the result of its last micro-batch.
-    last_step: Option<(f64, MicroBatchResult<B>)>,
     guard_log: GuardLog<B>,
     held_out: HeldOut,
     checkpoints: Checkpoints,
     ranks: Ranks<B>,
-    lines: Lines,
-    /// Step after which this process stops, with a checkpoint.
-    stop_at: Option<u64>,
-    /// Writes the texts of `generation.interval`; `None` where this process writes none.
-    samples: Option<WriteSamples<B::InnerBackend>>,
+    lines: Lines<B>,
     /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
-    disturbance: FaultInjection,
 }
 
-/// What learns: the model, its optimizer, and the rotary tables that it reads.
+/// The model, its optimizer, and the rotary tables that the model reads.
 struct Learner<B: TrainBackend> {
     model: Option<Qwen3<B>>,
     optimizer: Optimizer<B>,
     ropes: Ropes<B>,
+    /// Learning rate of the last step, and the result of its last micro-batch.
+    last_step: Option<(f64, MicroBatchResult<B>)>,
 }
 
 /// How far the run is.
@@ -99,6 +94,8 @@ struct Progress {
     /// Tokens of all rows that the run has read.
     tokens_seen: u64,
     unlabelled: Unlabelled,
+    /// Step after which this process stops, with a checkpoint.
+    stop_at: Option<u64>,
 }
 
 /// What the losses of held-out tokens are compared with.
@@ -122,6 +119,8 @@ struct Machine<B: TrainBackend> {
     memory: MemoryProbe,
     /// Optional activations that fit into the memory.
     keeping: Keeping,
+    /// Faults that tests inject; none in a usual run.
+    disturbance: FaultInjection,
 }
 
 /// What the forward passes of a step give.
@@ -132,14 +131,16 @@ struct Forward<B: TrainBackend> {
     last: Option<MicroBatchResult<B>>,
 }
 
-/// What a run says besides its events.
-struct Lines {
+/// Lines and texts that a run writes besides its events.
+struct Lines<B: TrainBackend> {
     /// What is trained, on one line.
     model: String,
     /// Messages that are reported when the run begins.
     notices: Vec<String>,
     /// Writers of the metrics files after [`Trainer::run`], which hands them to its [`Reporter`] before.
     metrics: Option<Metrics>,
+    /// Writes the texts of `generation.interval`; `None` where this process writes none.
+    samples: Option<WriteSamples<B::InnerBackend>>,
 }
 
 /// Steps whose rows hold no label, so that no loss exists.
@@ -190,18 +191,20 @@ impl<B: TrainBackend> Trainer<B> {
                 ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
                 model: Some(model),
                 optimizer: Optimizer::of_share(recipe.optimizer.clone(), &stage.shape, share),
+                last_step: None,
             },
             guard_log: GuardLog::new(precision, LossMean::new(training, GuardState::default())),
             stage,
-            machine: Machine { device, precision, peak_flops, memory, keeping },
+            machine: Machine { device, precision, peak_flops, memory, keeping, disturbance: FaultInjection::default() },
             progress: Progress::default(),
-            last_step: None,
             checkpoints: Checkpoints::new(folder),
             ranks: Ranks::new(group),
-            lines: Lines { model: model_line, notices: std::mem::take(&mut origin.notices), metrics: None },
-            disturbance: FaultInjection::default(),
-            stop_at: None,
-            samples: None,
+            lines: Lines {
+                model: model_line,
+                notices: std::mem::take(&mut origin.notices),
+                metrics: None,
+                samples: None,
+            },
             shard_checks: Vec::new(),
             recipe,
             data,
@@ -255,7 +258,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Stops after this many steps of this process, with a checkpoint to resume from, as after a signal.
     pub fn stop_after(&mut self, num_steps: u64) {
-        self.stop_at = Some(self.progress.step.saturating_add(num_steps));
+        self.progress.stop_at = Some(self.progress.step.saturating_add(num_steps));
     }
 
     /// Sets the folder for the last checkpoint of this process if the run's own folder cannot be written to. No other
@@ -272,7 +275,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Whether the run must end before its next step.
     fn is_asked_to_stop(&self, stop: &AtomicBool) -> bool {
-        stop.load(Ordering::Relaxed) || self.stop_at.is_some_and(|last| self.progress.step >= last)
+        stop.load(Ordering::Relaxed) || self.progress.stop_at.is_some_and(|last| self.progress.step >= last)
     }
 
     fn share(&self) -> Share {
@@ -318,7 +321,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Injects faults. For tests of the guard.
     #[doc(hidden)]
     pub fn disturb(&mut self, disturbance: FaultInjection) {
-        self.disturbance = disturbance;
+        self.machine.disturbance = disturbance;
     }
 
     /// Restores weights, optimizer state (unless `fresh_optimizer`), step, next row and the guard's mean loss from
@@ -523,7 +526,7 @@ impl<B: TrainBackend> Trainer<B> {
         });
         self.disturb_weights()?;
         self.count_step();
-        self.last_step = last.map(|result| (lr, result));
+        self.learner.last_step = last.map(|result| (lr, result));
         Ok(())
     }
 
@@ -534,7 +537,7 @@ impl<B: TrainBackend> Trainer<B> {
         [num_labels, num_tokens]: [usize; 2],
         gradients: &mut GradientBuffer<B>,
     ) -> Result<Forward<B>, TrainError> {
-        let loss_scale = self.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
+        let loss_scale = self.machine.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
         let links = self.ranks.group().and_then(|group| group.rank_group(degree));
@@ -578,7 +581,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Scales the updated weights, where a test asks for it.
     fn disturb_weights(&mut self) -> Result<(), TrainError> {
-        let factor = self.disturbance.at(self.progress.next_sample, Moment::Leaves);
+        let factor = self.machine.disturbance.at(self.progress.next_sample, Moment::Leaves);
         if factor != 1.0 {
             self.finish_leaves()?;
             let model = self.learner.model.take().expect(AWAY);
@@ -596,7 +599,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Learning rate of the next step, by the schedule.
     fn learning_rate(&self) -> f64 {
         let rate = self.recipe.learning_rate(self.progress.step as usize);
-        rate * self.disturbance.at(self.progress.next_sample, Moment::Rate)
+        rate * self.machine.disturbance.at(self.progress.next_sample, Moment::Rate)
     }
 }
 

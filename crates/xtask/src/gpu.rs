@@ -25,8 +25,9 @@ const TOOLS: &[Tool] = &[
     // Failing driver calls are not reported: CubeCL detects features by them, and `sieve` reports the others itself.
     tool("memcheck", "--report-api-errors no", ""),
     tool("synccheck", "", ""),
-    // cuBLAS's GEMMs, and models, which run them, are left out where a tool does not follow them: initcheck takes for
-    // uninitialised what they write by TMA (in PyTorch's matmul too), racecheck takes 250 GB of host memory for them.
+    // cuBLAS's GEMMs, and models, which run them, are left out where a tool does not follow them: initcheck takes
+    // memory that they write by TMA for uninitialised (in PyTorch's matmul too), racecheck takes 250 GB of host memory
+    // for them.
     tool("initcheck", "", "--without-gemms"),
     // racecheck orders only the arriving lane's accesses at a barrier, so every lane must arrive after it has read the
     // Hopper backward's row statistics.

@@ -1,4 +1,4 @@
-//! What the kinds that read all keys of chosen blocks have in common.
+//! The common part of the kinds of attention that read all keys of chosen blocks.
 
 use super::dense::{
     Dense, dense_pairs_rate, grouped_flops, grouped_projections, head_norms, key_and_value, output_projection,
@@ -56,7 +56,7 @@ pub(super) fn check_strides(
 /// Share of the GPU's peak FLOP/s that attention over chosen blocks reaches, with the time of choosing blocks, making
 /// key lists and joining partial results: with one choice for each group of heads.
 pub(super) const CHOSEN_BY_GROUP: f64 = 0.22;
-/// The same with one choice for each head.
+/// The share of [`CHOSEN_BY_GROUP`], but with one choice for each head.
 pub(super) const CHOSEN_BY_HEAD: f64 = 0.14;
 
 /// A kind whose queries choose blocks.
@@ -78,6 +78,7 @@ impl Chosen {
         self.choice.has_indexer() && !layer.is_shared_layer(0)
     }
 
+    /// The projections of queries, keys and values, the indexer's if the layer has one, and the output's.
     pub(super) fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let mut all = grouped_projections(layer);
         if self.has_indexer(layer) {
@@ -102,6 +103,7 @@ impl Chosen {
         if self.reads_all { Dense.pairs(seq_len) } else { self.choice.blocks.selected_pairs(seq_len) }
     }
 
+    /// A dense layer's, with the indexer's projections and the products of its scores.
     pub(super) fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let grouped = grouped_flops(layer);
         if !self.has_indexer(layer) {
@@ -157,6 +159,7 @@ impl Chosen {
         }
     }
 
+    /// Row statistics, f32 sums of dk and dv, K and V where they are repeated, the indexer's loss, and partial dq.
     pub(super) fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (layer, choice) = (call.layer, self.choice);
         let q = layer.q_width() as u64;
@@ -176,10 +179,14 @@ impl Chosen {
             // KV head's query heads are at most SCORES_AT_ONCE. Six f32 tensors of that size are counted: the logits,
             // the probabilities and temporaries.
             true if choice.pools_for_all_heads() => times(6 * SCORES_AT_ONCE as u64, F32),
-            true => times(tokens, (2 * value_bytes + F32) * (q + 2 * kv + 3 * kv)),
+            true => {
+                let (model_qkv, indexer_qkv) = (q + 2 * kv, 3 * kv);
+                times(tokens, (2 * value_bytes + F32) * (model_qkv + indexer_qkv))
+            }
             false => 0,
         };
-        call.row_stats() + times(tokens, 2 * F32 * kv) + repeated + indexer + parts
+        let dk_and_dv_sums = times(tokens, 2 * F32 * kv);
+        call.row_stats() + dk_and_dv_sums + repeated + indexer + parts
     }
 
     /// K and V of every token, and the pooled keys; an indexer's key of each token.

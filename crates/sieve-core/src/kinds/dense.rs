@@ -172,7 +172,7 @@ pub(super) fn grouped_stock(model: &ModelShape) -> Result<Stock, Option<&'static
     let mut windows = attentions.filter_map(|attention| attention.as_kind().cached_window());
     let window = windows.next();
     let layers = (0..model.num_layers).map(|layer| model.attention_of(layer).as_kind().stock_layer_type());
-    // `None`: a layer is of a kind that no such class has.
+    // `None`: no class of grouped-query attention has a layer of this kind.
     let layer_types = layers.collect::<Option<Vec<_>>>();
     let Some(layer_types) = layer_types.filter(|_| !model.residual_scale && windows.next().is_none()) else {
         return Err(None);

@@ -194,6 +194,7 @@ impl Settings for DmaShape {
         Self::published(1)
     }
 
+    /// Writes out the keys of DMA's form that the text leaves out; see [`former_form`] for the result.
     fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
         derived(attention, "keep_window_size", || sizes.part_of_row(4));
         let window = number(attention, "keep_window_size").and_then(|window| usize::try_from(window).ok());
@@ -211,6 +212,7 @@ impl Settings for DmaShape {
         former_form(form, given, starts_at_0)
     }
 
+    /// The local window fits into the window; slopes need the linear bias and periods in ascending order.
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
         let window = self.keep_window_size;
         rules.require(
@@ -343,6 +345,7 @@ impl Kind for DmaShape {
         Some(format!("attention.keep_window_size is {}", self.keep_window_size))
     }
 
+    /// `published form`, or else the recency, the bias, and the first value of A unless it is 0.
     fn form_words(&self, layer: &ModelShape) -> Vec<String> {
         if *self == DmaShape::published(self.keep_window_size) {
             return vec!["published form".to_owned()];
@@ -402,18 +405,21 @@ impl Kind for DmaShape {
         }
     }
 
+    /// Row statistics, f32 sums of dq, dk and dv, and key lists with a mark for each key.
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (layer, seq_len) = (call.layer, call.seq_len);
         if self.keep_window_size >= seq_len {
+            // Every key is kept, so the pass is that of dense attention.
             return call.of_neighbours(0, seq_len);
         }
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
-        let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(seq_len);
+        let queries_with_sums = call.num_rows as u64 * call.sizes.dq_sum_queries(seq_len);
         // If the order of sums is free (`SumOrder::Any`), the backward pass makes key lists of its own, and a mark for
         // each key.
         let lists = call.sizes.key_list_bytes(layer, seq_len, self.keep_window_size);
         let marks = F32 * layer.num_kv_heads as u64;
-        call.row_stats() + times(rows, F32 * q) + times(call.tokens(), 2 * F32 * kv + lists + marks)
+        let (dq_sums, dk_and_dv_sums) = (times(queries_with_sums, F32 * q), times(call.tokens(), 2 * F32 * kv));
+        call.row_stats() + dq_sums + dk_and_dv_sums + times(call.tokens(), lists + marks)
     }
 
     fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
@@ -445,7 +451,7 @@ impl Kind for DmaShape {
     }
 
     /// transformers computes DMA in its class Doge alone: without recency and local window, with the exponential of the
-    /// score as bias.
+    /// score as bias. The error for other models is `None`.
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         let is_doge =
             self.ranks_by_content_alone() && self.bias == DmaBias::Exp && model.is_uniform() && model.is_like_qwen3();
@@ -482,7 +488,7 @@ mod tests {
         assert_eq!(periods(given, 3), [10, 100, 1000]);
         // A stage with another window keeps the slopes.
         assert_eq!(slope.with_window(64).slopes(3), slope.slopes(3));
-        // A period that was not given stays so where the window does: a given one must not be under the shortest.
+        // With the window that it has, the shape stays as it is: its periods are not written out as given.
         assert_eq!(slope.with_window(1024), slope);
     }
 }

@@ -149,7 +149,7 @@ pub trait Kind: std::fmt::Debug {
         false
     }
 
-    /// Whether that indexer scores a block by one pooled key.
+    /// Whether the kind has an indexer that scores a block by one pooled key.
     fn has_pooled_indexer(&self) -> bool {
         false
     }

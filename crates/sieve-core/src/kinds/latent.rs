@@ -73,6 +73,7 @@ impl Settings for MlaShape {
         None
     }
 
+    /// The keys of `[model]` about norms, biases and rotation do not go with MLA, and every head has a key of its own.
     fn check(&self, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
         rules.require(
             self.qk_rope_head_dim.is_multiple_of(2),
@@ -262,6 +263,7 @@ impl Kind for MlaShape {
         self.qk_rope_head_dim = Self::half_a_head(head_dim);
     }
 
+    /// `DeepseekV3ForCausalLM`, if all layers are MLA. The error says what the class lacks; `None` for mixed layers.
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         if !model.is_uniform() {
             return Err(None);

@@ -117,6 +117,7 @@ impl Settings for MsaShape {
         None
     }
 
+    /// The forced blocks are among the selected ones, and the indexer can score blocks of this size.
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
         let (selected, local) = (self.num_selected_blocks, self.num_local_blocks);
         rules.require(

@@ -126,6 +126,7 @@ impl Settings for NsaShape {
         Self::published(None)
     }
 
+    /// Writes out the sizes that follow from others; blocks are compressed by an MLP if its width is given.
     fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
         pooled_sizes(attention, sizes, MOST_DEFAULT_BLOCKS);
         derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
@@ -140,6 +141,7 @@ impl Settings for NsaShape {
         None
     }
 
+    /// The strides divide the blocks, and `compress_hidden_size` goes with `compress = "mlp"` alone.
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
         check_strides(self.compress_stride, self.compress_block_size, self.select_block_size, rules);
         match (self.compress, self.compress_hidden_size) {
@@ -164,6 +166,7 @@ impl Settings for NsaShape {
 const BLOCK_PAIRS: f64 = 0.3;
 
 impl Kind for NsaShape {
+    /// A dense layer's projections, two further pairs of K and V unless shared, compressing MLPs, and gates.
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let (d_model, kv) = (layer.d_model, layer.kv_width());
         let mut all = grouped_projections(layer);
@@ -205,6 +208,7 @@ impl Kind for NsaShape {
         NsaShape::pairs(self, seq_len).iter().sum()
     }
 
+    /// A dense layer's, with further projections of K and V, the gates, and the MLPs that compress blocks.
     fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let (d_model, kv_width, head_dim) = (layer.d_model as f64, layer.kv_width() as f64, layer.head_dim as f64);
         let grouped = grouped_flops(layer);
@@ -325,19 +329,21 @@ impl Kind for NsaShape {
         Activations { values: packs + outputs_and_gates + mixed_output + compressed, bytes: log_sum_exps + lists }
     }
 
+    /// Row statistics, f32 sums of dk and dv, and the larger need of the compressed and the selected branch.
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (q, kv) = (call.layer.q_width() as u64, call.layer.kv_width() as u64);
         let kv_heads = call.layer.num_kv_heads;
         let tokens = call.tokens();
-        let sums = times(tokens, 2 * F32 * kv);
-        // The compressed branch needs K, V and their gradients with a row per token, sums of dq, key lists.
-        let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(call.seq_len);
+        let dk_and_dv_sums = times(tokens, 2 * F32 * kv);
+        // The compressed branch needs K, V and their gradients with a row per token, f32 sums of dq, and key lists.
+        let queries_with_sums = call.num_rows as u64 * call.sizes.dq_sum_queries(call.seq_len);
         let slots = self.blocks().num_slots(call.seq_len) as u64;
         let lists = 2 * F32 * slots * kv_heads as u64 / call.sizes.queries_of_list();
-        let by_list = times(tokens, 4 * call.value_bytes * kv + lists) + times(rows, F32 * q);
+        let compressed = times(tokens, 4 * call.value_bytes * kv + lists) + times(queries_with_sums, F32 * q);
         let num_blocks = self.num_selected_blocks;
-        let by_choice = call.choice_parts(num_blocks, (num_blocks * kv_heads) as u64);
-        call.row_stats() + sums + by_list.max(by_choice)
+        let selected = call.choice_parts(num_blocks, (num_blocks * kv_heads) as u64);
+        // The two branches run one after the other.
+        call.row_stats() + dk_and_dv_sums + compressed.max(selected)
     }
 
     /// K and V of every token, of every compressed block, and the un-rotated keys of the block that is not full.
@@ -399,6 +405,7 @@ mod tests {
                 shared_kv: true,
             };
             for seq_len in 0..90usize {
+                // Compressed blocks that have ended, tokens of the last `k` blocks, and the window, up to token `t`.
                 let mut counted = [0usize; 3];
                 for t in 0..seq_len {
                     let blocks = shape.blocks().num_compressed_blocks(seq_len);

@@ -75,8 +75,8 @@ pub trait KernelSizes {
     fn key_list_bytes(&self, layer: &ModelShape, seq_len: usize, kept: usize) -> u64;
     /// Whether the forward pass over gathered keys stores the 16 bits of each output that bf16 lacks.
     fn keeps_o_low(&self, layer: &ModelShape, seq_len: usize, o_low: KeepOLow) -> bool;
-    /// Bytes of the partial dk and dv where thread blocks share a tile of keys, in `num_rows` rows of `seq_len` tokens
-    /// with `window` keys a query. Queries and keys are `rope_width` wider than values.
+    /// Bytes of the partial dk and dv where thread blocks share a tile of keys. `rows` is the number of rows and the
+    /// tokens of each; a query sees `window` keys. Queries and keys are `rope_width` wider than values.
     fn key_part_bytes(&self, layer: &ModelShape, rope_width: usize, rows: [usize; 2], window: usize) -> u64;
     /// Number of queries of a row whose f32 sums of dq are in memory at a time, in a pass over gathered keys.
     fn dq_sum_queries(&self, seq_len: usize) -> u64;
@@ -159,7 +159,8 @@ impl BackwardCall<'_> {
 pub struct Halo {
     /// Number of earlier keys.
     pub reach: usize,
-    /// Whether every earlier process sends some, since kept keys may lie anywhere; else only those within the reach do.
+    /// Whether every earlier process sends keys, since kept keys may lie anywhere; else only processes within the reach
+    /// send keys.
     pub from_all: bool,
 }
 

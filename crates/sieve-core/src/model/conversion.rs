@@ -24,7 +24,7 @@ pub struct Conversion {
     kept: Vec<String>,
 }
 
-/// Why a model's weights cannot begin another one.
+/// Why a model cannot begin with another model's weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConversionGap {
     /// Kinds of attention between which no tensor can be carried over: a sentence that names them and the reason.
@@ -60,7 +60,8 @@ impl Conversion {
         Ok(conversion)
     }
 
-    /// Adds what becomes of the tensors of one layer, which has the shape `from` before and `to` after.
+    /// Adds what becomes of the tensors of one layer, which has the shape `from` before and `to` after. A tensor that
+    /// is kept is listed only if it is attention's and the layer's kind changes.
     fn add_layer(&mut self, layer_idx: usize, from: &ModelShape, to: &ModelShape) -> Result<(), ConversionGap> {
         let kinds = [from, to].map(|shape| shape.attention.kind().name());
         let [before, after] = [from, to].map(ModelShape::layer_parameters);
@@ -154,7 +155,7 @@ pub fn names_of(specs: &[ParamSpec]) -> String {
     words.collect::<Vec<_>>().join(", ")
 }
 
-/// The first key of `[model]` that fixes sizes, and differs.
+/// The first size, then the first optional part of `[model]` that differs, with both values; `None` if all are equal.
 fn other_size(from: &ModelShape, to: &ModelShape) -> Option<String> {
     let parts = |shape: &ModelShape| {
         [
@@ -196,7 +197,8 @@ mod tests {
         ModelShape { attention, residual_scale: false, ..tiny_dma() }
     }
 
-    /// Every ordered pair of kinds: what is dropped and what is new, by the kinds of its tensors; or why not.
+    /// Every ordered pair of kinds: the tensors that are dropped and new are the two kinds' own, or the pair is
+    /// refused.
     #[test]
     fn every_kind_becomes_every_other_or_is_refused_with_a_reason() {
         use AttentionKind::{Dma, Mla, Msa, Nsa};

@@ -32,15 +32,15 @@ pub fn find(name: &str) -> Option<Gpu> {
     let in_a_word = |letter: &char| letter.is_ascii_alphanumeric();
     let words: Vec<&str> = upper.split(|letter| !in_a_word(&letter)).collect();
     let without_spaces: String = upper.chars().filter(in_a_word).collect();
-    // Whether the name is a row's words written as one, as "RTX3090TI" or "3090ti".
+    // Whether the name is a row's words written as one word, with or without "RTX": "RTX3090TI" or "3090ti".
     let is_one_word = |row_words: &[&str]| {
         let row = row_words.concat();
         without_spaces == row || Some(without_spaces.as_str()) == row.strip_prefix("RTX")
     };
     let row = GPUS
         .iter()
-        .find(|row| row.0.iter().all(|word| words.contains(word)))
-        .or_else(|| GPUS.iter().find(|row| is_one_word(row.0)))?;
+        .find(|(row_words, ..)| row_words.iter().all(|word| words.contains(word)))
+        .or_else(|| GPUS.iter().find(|(row_words, ..)| is_one_word(row_words)))?;
     let (_, peak, gigabytes, bandwidth, arch) = row;
     Some(Gpu {
         name: name.to_owned(),

@@ -25,7 +25,8 @@ impl LayerType {
     }
 }
 
-/// What attention each layer has: a list that is repeated over the layers. An empty one gives all the model's own kind.
+/// What attention each layer has: a list that is repeated over the layers. With an empty list all layers have the
+/// model's own kind.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerPattern(Vec<LayerType>);
 
@@ -223,7 +224,7 @@ mod tests {
         assert!((shape.executed_flops_per_token(40).attention - expected).abs() < 1e-9 * expected);
         let counted = shape.parameters().total();
         assert_eq!(counted, shape.all_parameters().iter().map(|spec| spec.num_elements()).sum::<u64>());
-        // Layers that repeat the model's own kind are no others.
+        // A layer type that names the model's own kind is the same as `OWN`.
         assert_eq!(LayerPattern::new(own, [LayerType::OWN, LayerType::of(own)]), LayerPattern::default());
     }
 

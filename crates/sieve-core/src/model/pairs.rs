@@ -14,7 +14,7 @@ pub struct BranchDensity {
     /// Number of (query, key) pairs that are read, divided by the pairs of dense causal attention. A compressed block
     /// counts as one key.
     pub density: f64,
-    /// Whether every query reads all keys up to its own. Never so for compressed blocks, which are means of keys.
+    /// Whether every query reads all keys up to its own; `false` for compressed blocks, which are means of keys.
     pub reads_every_key: bool,
 }
 

@@ -2,7 +2,7 @@
 
 use super::ModelShape;
 
-/// Which layers rotate queries and keys: a list that is repeated over the layers. An empty one stands for all.
+/// Which layers rotate queries and keys: a list that is repeated over the layers. With an empty list all layers do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RopeLayers(Vec<bool>);
 
@@ -58,7 +58,7 @@ mod tests {
         let found = (0..6).map(|layer| shape.has_rope(layer)).collect::<Vec<_>>();
         assert_eq!(found, [true, true, false, true, true, false]);
         assert_eq!(shape.num_nope_layers(), 2);
-        // One layer's shape says of its only layer what the model says of that one.
+        // In the shape of one layer of a model, that layer has index 0 and rotates as in the model.
         assert!(!shape.of_layer(2).has_rope(0) && shape.of_layer(3).has_rope(0));
         assert_eq!(RopeLayers::new(&[true, true]), RopeLayers::default());
     }

@@ -54,7 +54,7 @@ keys! {
 }
 
 impl RopeScaling {
-    /// The first given key that this type does not use.
+    /// The first given key that this type does not use; `None` if it uses all given keys.
     pub(crate) fn foreign(&self) -> Option<&'static str> {
         let (llama3, yarn) = (RopeType::Llama3, RopeType::Yarn);
         // Each key, whether it is given, and the types that use it.
@@ -101,8 +101,8 @@ impl RopeScaling {
         let original = self.original_max_position_embeddings.unwrap_or(max_positions) as f64;
         let width = 2.0 * plain.len() as f64;
         let turns = self.turns();
-        // The share of a frequency that is not divided by `factor`.
-        let kept = |pair: usize, frequency: f64| match (self.rope_type, turns) {
+        // The share of a frequency that is not divided by `factor`, before it is clamped to 0 and 1.
+        let unclamped = |pair: usize, frequency: f64| match (self.rope_type, turns) {
             (RopeType::Llama3, Some([low, high])) => (original * frequency / TAU - low) / (high - low),
             (RopeType::Yarn, Some([slow, fast])) => {
                 // Index of the channel pair that makes this many turns over the original positions.
@@ -115,7 +115,7 @@ impl RopeScaling {
             _ => 0.0,
         };
         let scaled = |(pair, frequency): (usize, f64)| {
-            let kept = kept(pair, frequency).clamp(0.0, 1.0);
+            let kept = unclamped(pair, frequency).clamp(0.0, 1.0);
             frequency * (kept + (1.0 - kept) / self.factor)
         };
         let amplitude = match self.rope_type {

@@ -57,8 +57,9 @@ impl AttentionSection {
         if kind == self.own.kind() { Some(LayerName::Own) } else { dense }
     }
 
-    /// The attention of a stage: with the windows that it gives tables, then with its own kind, then with that kind's
-    /// window and warm-up. `stage` was checked. The former kind stays a table of its own name, which layers may have.
+    /// The attention of a checked stage. `windows` of the stage changes tables of layers; then the stage's kind
+    /// replaces the model's own, and `window` and `index_warmup` change that kind. The former kind becomes a table of
+    /// its own name, so that `model.layer_types` may still name it.
     pub(super) fn of_stage(&self, stage: &StageSection) -> Self {
         let mut section = self.clone();
         for (name, &window) in stage.windows.iter().flatten() {

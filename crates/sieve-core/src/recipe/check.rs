@@ -19,6 +19,7 @@ pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             mistakes.push(unknown_section(name));
             false
         }
+        // A key above all sections.
         None => {
             let hint = match schema::home_of(name) {
                 Some(home) => format!("move it below [{home}]"),
@@ -222,7 +223,8 @@ fn take_layer_tables(table: &mut Table, mistakes: &mut Vec<Mistake>) -> Table {
     inner
 }
 
-/// Checks the tables `[attention.NAME]` and puts them back into `[attention]`, each with its kind.
+/// Checks the tables `[attention.NAME]` and puts them back into `[attention]`, each with its kind. NAME may be another
+/// kind than `[attention]` has, which is then the table's kind, or a word that `model.layer_types` gives no meaning.
 fn check_layer_tables(inner: Table, attention: &mut Table, mistakes: &mut Vec<Mistake>) {
     let own = attention.get("kind").and_then(Value::as_str).map(str::to_owned);
     for (name, mut value) in inner {

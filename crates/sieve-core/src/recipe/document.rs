@@ -270,8 +270,12 @@ impl Document {
                 }
             }
         }
+        if !is_latent {
+            return;
+        }
+        // Latent attention goes with no other kind, so no stage may name one.
         let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
-        let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut).filter(|_| is_latent);
+        let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
         for (number, stage) in (1..).zip(stages) {
             for name in ["kind", "layer_types", "windows", "drop"] {
                 let key = format!("{}.{number}.{name}", schema::STAGE);
@@ -336,6 +340,7 @@ impl Document {
         let Some(Value::Table(model)) = self.table.get_mut("model") else {
             return;
         };
+        // Each key with the one value that latent attention does not have, or `None` if it has no value of that key.
         for (name, only) in [
             ("qk_norm", Some(Value::Boolean(false))),
             ("qkv_bias", Some(Value::Boolean(true))),

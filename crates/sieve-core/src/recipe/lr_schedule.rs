@@ -23,8 +23,9 @@ impl LrSchedulerSection {
     /// past the end stays at the decay's floor instead of following the formula below it.
     ///
     /// With `after_step`, the steps before it have a schedule of their own, and a second schedule spans the steps after
-    /// it. At most a fifth of those warm up, and the last `decay_ratio` of them decay; if the warm-up was shortened,
-    /// all steps after it decay. The last step has at most the rate at which the first schedule ended.
+    /// it. At most a fifth of the second schedule's steps warm up, and the last `decay_ratio` of them decay; if the
+    /// warm-up had to be shortened, all steps after it decay. The last step has at most the rate at which the first
+    /// schedule ended.
     pub fn factor(&self, step: usize, total_steps: usize) -> f64 {
         let after = self.after_step.min(total_steps);
         if after == 0 || step < after {

@@ -93,7 +93,7 @@ const MOST_REPEATS: usize = 1000;
 /// or its kind's defaults. Works on checked values.
 ///
 /// `gives_window`: whether the text has kind DMA and sets its window. Returns how an earlier version read such a
-/// text.
+/// text; `None` for other texts, and for a text that was read as it is now.
 pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) -> Option<FormerForm> {
     let kind = kind_of(table);
     if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
@@ -215,6 +215,7 @@ pub(super) fn defaults(table: &mut Table) {
         for table in tables(table, section.name) {
             let mut inherited = inherited.clone();
             if section.name == schema::STAGE {
+                // Keys of a stage whose default is a key of `[attention]`, by whatever name the stage's kind has it.
                 let own = attention.as_ref().and_then(|attention| attention_of_stage(attention, table));
                 inherited.extend(OF_ATTENTION.map(|(name, keys)| {
                     let value = keys.iter().find_map(|key| own?.get(*key));

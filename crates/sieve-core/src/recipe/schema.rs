@@ -38,7 +38,7 @@ pub(super) fn key(keys: &'static [Key], name: &str) -> Option<&'static Key> {
     keys.iter().find(|key| key.name == name)
 }
 
-/// The key that a path like `data.mqar.seed` leads to.
+/// The key that a path like `data.mqar.seed` leads to; `None` if a name of it is unknown.
 pub(super) fn key_at(path: &str) -> Option<&'static Key> {
     let mut keys = Recipe::KEYS;
     let mut found = None;

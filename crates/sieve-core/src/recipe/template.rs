@@ -201,14 +201,14 @@ pub fn tokens_of_text(num_bytes: u64) -> f64 {
     num_bytes as f64 / BYTES_PER_TOKEN
 }
 
-/// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times; `None` if that leaves too few
-/// steps.
+/// `steps`, or fewer if `steps` would read a text of `num_tokens` more than 16 times; `None` if fewer than the least
+/// useful number of steps are left.
 pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> Option<usize> {
     let fit = steps.min(most_steps(num_tokens, tokens_per_step));
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times, but at least 1: for a model whose
+/// `steps`, or fewer if `steps` would read a text of `num_tokens` more than 16 times, but at least 1: for a model whose
 /// weights are trained already.
 pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
     steps.min(most_steps(num_tokens, tokens_per_step).max(1))
@@ -293,7 +293,7 @@ impl StartingSize {
         Self { seq_len, rows, ..self }
     }
 
-    /// The same size for a text of `num_bytes` and about `num_tokens`: fewer steps by [`steps_for_text`], and no more
+    /// This size fitted to a text of `num_bytes` and about `num_tokens`: fewer steps by [`steps_for_text`], and no more
     /// merges than a tokenizer can learn from the text. `None` if the text is too small for the size; the smallest size
     /// takes any text.
     pub fn for_text(self, num_bytes: u64, num_tokens: f64) -> Option<Self> {
@@ -383,26 +383,28 @@ mod tests {
     #[test]
     fn a_recipe_fits_its_text_and_its_context() {
         let [small, middle, large] = StartingSize::ALL;
-        let of = |size: StartingSize| {
+        let steps_vocabulary_and_tokens = |size: StartingSize| {
             let recipe = size.recipe(AttentionKind::Dma, &["x".to_owned()], &[]).expect("valid");
             let vocab_size = recipe.stated_vocab_size().expect("trained");
             (recipe.training.steps, vocab_size, recipe.num_tokens())
         };
         let fit = |size: StartingSize, num_bytes| size.for_text(num_bytes, tokens_of_text(num_bytes));
-        // A megabyte is enough for the smallest as it is, and far too little for the largest.
-        assert_eq!(of(fit(small, 1_000_000).expect("enough")), of(small));
-        let fitted = of(fit(middle, 1_000_000).expect("enough for some steps"));
+        // A megabyte is enough for the smallest size as it is, and far too little for the largest size.
+        let fitted = fit(small, 1_000_000).expect("enough");
+        assert_eq!(steps_vocabulary_and_tokens(fitted), steps_vocabulary_and_tokens(small));
+        let fitted = fit(middle, 1_000_000).expect("enough for some steps");
+        let (steps, vocabulary, tokens) = steps_vocabulary_and_tokens(fitted);
         // 651 steps of 8192 tokens read the text's 333,333 tokens 16 times.
-        assert_eq!((fitted.0, fitted.1), (651, 8192));
-        let epochs = fitted.2 as f64 / tokens_of_text(1_000_000);
+        assert_eq!((steps, vocabulary), (651, 8192));
+        let epochs = tokens as f64 / tokens_of_text(1_000_000);
         assert!((15.9..=MOST_EPOCHS).contains(&epochs), "{epochs}");
         let least = least_tokens(large.tokens_per_step());
         assert_eq!(large.for_text(1_000_000, least - 100.0), None);
         assert_eq!(large.for_text(1_000_000, least).expect("just enough").steps, LEAST_STEPS);
-        // The smallest takes any text, with a tokenizer that it can give.
-        let page = of(fit(small, 2_000).expect("any"));
+        // The smallest size takes any text, with a tokenizer that the text can give.
+        let (steps, vocabulary, _) = steps_vocabulary_and_tokens(fit(small, 2_000).expect("any"));
         // 256 bytes, end of text and padding, and a merge for each 64 of the text's 2000 bytes.
-        assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
+        assert_eq!((steps, vocabulary), (LEAST_STEPS, 289));
         for context in [1, 64, 300, 4096, 1 << 20] {
             let recipe = small.with_context(context).recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);
             let recipe = recipe.expect("any context");

@@ -159,6 +159,7 @@ impl CorpusConfig {
         self.prompt_column.is_some() || self.messages_column.is_some()
     }
 
+    /// The documents of `paths` in one format, without limits and with nothing left out.
     fn new(paths: Vec<String>, format: Format) -> Self {
         Self {
             paths,

@@ -199,7 +199,9 @@ impl<'a> Documents<'a> {
         Ok(())
     }
 
-    /// The next document that is not dropped, or `None` at the end of a file or of the corpus.
+    /// The next document that is not dropped. `None` at the end of a file or of the corpus, and where the document
+    /// would exceed `max_bytes`. Blank documents, repeated documents (with `deduplicate`) and invalid documents (with
+    /// `skip_invalid`) are dropped and counted.
     fn advance(&mut self) -> Result<Option<Document>, DataError> {
         let corpus = self.corpus;
         let config = corpus.config();

@@ -65,7 +65,7 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
     Ok((files, passed_over))
 }
 
-/// Removes duplicates: files that several paths or links lead to.
+/// Removes duplicates: files that several paths or links lead to. A file counts as named if any of its paths names it.
 fn each_once(found: Vec<Found>) -> Vec<Found> {
     let mut known = HashMap::<PathBuf, usize>::new();
     let mut files = Vec::<Found>::with_capacity(found.len());
@@ -87,30 +87,31 @@ fn each_once(found: Vec<Found>) -> Vec<Found> {
 
 /// Refuses a path whose files have several formats by their endings.
 fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(), DataError> {
+    // Each format with the number of its files and one file as an example.
     let mut kinds: Vec<(Format, usize, &Found)> = Vec::new();
     for file in found {
-        let format = format.of(&file.path);
-        match kinds.iter_mut().find(|kind| kind.0 == format) {
-            Some(kind) => {
-                kind.1 += 1;
-                // The message names the first file by path, because folders are listed in no fixed order.
-                if file.path < kind.2.path {
-                    kind.2 = file;
+        let own = format.of(&file.path);
+        match kinds.iter_mut().find(|(known, ..)| *known == own) {
+            Some((_, count, example)) => {
+                *count += 1;
+                // The example is the first file by path, because folders are listed in no fixed order.
+                if file.path < example.path {
+                    *example = file;
                 }
             }
-            None => kinds.push((format, 1, file)),
+            None => kinds.push((own, 1, file)),
         }
     }
     if kinds.len() < 2 {
         return Ok(());
     }
-    kinds.sort_by_key(|kind| std::cmp::Reverse(kind.1));
-    let kinds = kinds.iter().map(|(format, count, first)| {
-        let name = Path::new(first.path.file_name().unwrap_or_default());
+    kinds.sort_by_key(|(_, count, _)| std::cmp::Reverse(*count));
+    let in_words = kinds.iter().map(|(format, count, example)| {
+        let name = Path::new(example.path.file_name().unwrap_or_default());
         format!("{count} {} ({})", format.name(), name.shown())
     });
-    let kinds = kinds.collect::<Vec<_>>().join(", ");
-    let what = format!("{pattern:?} names files of several formats: {kinds}");
+    let listed = in_words.collect::<Vec<_>>().join(", ");
+    let what = format!("{pattern:?} names files of several formats: {listed}");
     let hint = "say which is meant (format: text, jsonl or parquet), or name the files of one format, for example by \
         a glob";
     Err(DataError::refused(what, hint))
@@ -181,7 +182,8 @@ impl Expansion<'_> {
         Ok(())
     }
 
-    /// Adds the files on this disk that a file name, folder or glob leads to.
+    /// Adds the files on this disk that a file name, folder or glob leads to. Only a file that the path names itself
+    /// counts as named (`is_named`); such a file may exceed the limit on documents.
     fn add_local(&mut self, pattern: &str) -> Result<(), DataError> {
         let path = Path::new(pattern);
         // A path that exists is no glob, even with a `[` in its name.
@@ -198,17 +200,17 @@ impl Expansion<'_> {
         let base = literal_base(path);
         let is_named = false;
         for entry in matches {
-            let path = entry.map_err(|error| {
-                let path = error.path().to_path_buf();
-                DataError::io("list", &path)(error.into())
+            let found = entry.map_err(|error| {
+                let unread = error.path().to_path_buf();
+                DataError::io("list", &unread)(error.into())
             })?;
             // As in folders, broken links are left out. Links to folders may form a loop.
-            if !path.exists() || (pattern.contains("**") && is_below_link(&path, &base)) {
+            if !found.exists() || (pattern.contains("**") && is_below_link(&found, &base)) {
                 continue;
             }
-            match path.is_dir() {
-                true => self.add_folder(&path, &base)?,
-                false => self.add_file(&path, &base, is_named),
+            match found.is_dir() {
+                true => self.add_folder(&found, &base)?,
+                false => self.add_file(&found, &base, is_named),
             }
         }
         Ok(())

@@ -46,7 +46,7 @@ fn folders_globs_and_files_give_each_file_once_and_sorted() {
     assert_eq!(texts(text(&at("*.bin"))).unwrap(), ["text of e.bin"]);
 }
 
-// A link to its own folder is not followed: `**` would run through it 40 times.
+/// A link to its own folder is not followed: `**` would run through it 40 times.
 #[cfg(unix)]
 #[test]
 fn a_file_is_read_once_whichever_links_lead_to_it() {
@@ -101,7 +101,7 @@ fn hashed_order_does_not_depend_on_the_folder() {
     assert_eq!(sorted, (0..40).map(|number| number.to_string()).collect::<Vec<_>>());
 }
 
-// Opening a pipe could wait for a writer for ever, so only files are read.
+/// Opening a pipe could wait for a writer for ever, so only files are read.
 #[cfg(unix)]
 #[test]
 fn sockets_and_devices_are_refused_by_name() {

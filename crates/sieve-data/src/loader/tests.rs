@@ -267,7 +267,7 @@ proptest! {
         }
     }
 
-    // Each epoch has every token once, except the few that fill no row.
+    /// Each epoch has every token once, except the few that fill no row.
     #[test]
     fn an_epoch_is_every_token_once(lengths in proptest::collection::vec(1usize..40, 1..12), config in any_config()) {
         let (_dir, shard) = shard(&lengths);
@@ -291,7 +291,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
-    // Several ranks together read the same rows in the same order as one process.
+    /// Several ranks together read the same rows in the same order as one process.
     #[test]
     fn ranks_read_the_rows_of_one_process_in_its_order(
         sources in proptest::collection::vec((proptest::collection::vec(0usize..40, 1..12), 1usize..5), 1..4),
@@ -325,7 +325,7 @@ proptest! {
     }
 }
 
-// Validation reads evenly spread rows, or all rows of a small text.
+/// Validation reads evenly spread rows, or all rows of a small text.
 #[test]
 fn a_sample_of_the_rows_is_spread_evenly() {
     let lengths = vec![37usize; 30];
@@ -356,7 +356,7 @@ fn a_sample_of_the_rows_is_spread_evenly() {
     assert_eq!(task.batch_of(&[4, 1]).unwrap().tokens, rows.concat());
 }
 
-// One long document must not fill a batch: its rows are spread over the epoch.
+/// One long document must not fill a batch: its rows are spread over the epoch.
 #[test]
 fn neighbouring_samples_come_from_many_documents() {
     let lengths = vec![400usize; 10];
@@ -371,7 +371,7 @@ fn neighbouring_samples_come_from_many_documents() {
 
 const SHUFFLED: Order = Order::Shuffled { seed: 7 };
 
-// Two sources at 3 to 1: each row is the row that the source alone gives, and shares hold over every prefix.
+/// Two sources at 3 to 1: each row is the row that the source alone gives, and shares hold over every prefix.
 #[test]
 fn a_mixture_is_rows_of_its_sources_in_their_shares() {
     let shards = [shard(&[9; 40]), shard(&[5; 7])];
@@ -394,7 +394,7 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
         let share = 0.75 * (sample + 1) as f64;
         assert!((given[0] as f64 - share).abs() < 1.0, "{given:?}");
     }
-    // The smaller source is in its ninth epoch by now; a batch does not depend on those before it.
+    // The smaller source is in its ninth epoch by now; a batch does not depend on the batches before it.
     let whole = mixture.batch(0, 200).unwrap();
     let parts = [(0, 64), (64, 1), (65, 135)].map(|(first, count)| mixture.batch(first, count).unwrap());
     assert_eq!(parts.into_iter().reduce(join).unwrap(), whole);

@@ -73,7 +73,7 @@ fn chi_square(counts: &[u64], expected: &[f64]) -> f64 {
     counts.iter().zip(expected).map(term).sum::<f64>() / (counts.len() - 1) as f64
 }
 
-// The first draw has the weights themselves; for df = 29 a value above 2 has a chance of 0.1 %.
+/// The first draw has the weights themselves; for df = 29 a value above 2 has a chance of 0.1 %.
 #[test]
 fn the_first_query_slot_is_drawn_by_weight() {
     let config = MqarConfig::new(64, 2, 7);
@@ -96,7 +96,7 @@ fn the_first_query_slot_is_drawn_by_weight() {
     assert!(chi_square(&counts, &uniform) > 100.0);
 }
 
-// The second slot is drawn by the weights of the slots that are left after the first.
+/// The second slot is drawn by the weights of the slots that are left after the first.
 #[test]
 fn later_slots_are_drawn_from_those_left() {
     let mut draws = Draws::new([1, 2, 3, 4]);
@@ -146,8 +146,8 @@ fn keys_values_and_noise_are_uniform() {
     }
 }
 
-// Of the hard variant's answers 2.0 %, 5.0 % and 5.1 % lie within 512 tokens of their pair, and 54.8 %, 36.3 %
-// and 31.0 % within two windows, at lengths 2048, 4096 and 8192.
+/// Of the hard variant's answers 2.0 %, 5.0 % and 5.1 % lie within 512 tokens of their pair, and 54.8 %, 36.3 %
+/// and 31.0 % within two windows, at lengths 2048, 4096 and 8192.
 #[test]
 fn the_hard_variant_has_the_known_share_of_near_answers() {
     for (seq_len, one_window, two_windows) in [(2048, 2.0, 54.8), (4096, 5.0, 36.3), (8192, 5.1, 31.0)] {

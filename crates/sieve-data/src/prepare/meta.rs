@@ -64,7 +64,8 @@ pub struct PreparedMeta {
     pub validation: SplitMeta,
     /// Numbers of documents of the training corpora that were used or left out.
     pub report: CorpusReport,
-    /// These numbers for the separate validation corpus; `None` if validation documents come from the training corpora.
+    /// The same numbers of the separate validation corpus; `None` if validation documents come from the training
+    /// corpora.
     pub validation_report: Option<CorpusReport>,
 }
 

@@ -255,8 +255,8 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// The contents of `meta.json`, but for `is_cut` and `train_bytes`, which [`publish`](Self::publish) sets: they
-    /// tell of corpora that are too short to hold whole documents out, so that a document is cut.
+    /// The contents of `meta.json`, but for `is_cut` and `train_bytes`, which [`publish`](Self::publish) sets: both
+    /// concern corpora that are too short to hold whole documents out, so that a document is cut.
     fn meta(
         &self,
         train: Vec<SplitMeta>,
@@ -338,17 +338,17 @@ impl Plan<'_> {
 
 /// Fsyncs all shards under their temporary names, and completes their metas with file sizes and hashes.
 fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), DataError> {
-    let mut finished = (Vec::new(), Vec::new());
+    let (mut shards, mut metas) = (Vec::new(), Vec::new());
     for mut split in partial.splits {
         let shard = split.writer.finish_unnamed()?;
         split.meta.bin_bytes = shard.bin_bytes;
         split.meta.idx_bytes = shard.idx_bytes;
         split.meta.tokens_hash = hex(shard.bin_hash);
         split.meta.bounds_hash = split.meta.num_predicted.map(|_| hex(shard.idx_hash));
-        finished.0.push(shard);
-        finished.1.push(split.meta);
+        shards.push(shard);
+        metas.push(split.meta);
     }
-    Ok(finished)
+    Ok((shards, metas))
 }
 
 /// The `meta.json` of data prepared earlier, if there is one. A damaged one counts as an unfinished preparation's.

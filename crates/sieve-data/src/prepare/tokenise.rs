@@ -12,8 +12,8 @@ use crate::tokenizer::Tokenizer;
 /// A document on its way into a shard.
 pub(super) struct Encoded {
     pub(super) target: Target,
-    /// Token ids. Of a document without a prompt one list, which the end-of-document token ends; else what is not
-    /// predicted and what is, in turn.
+    /// Token ids in parts. A document without a prompt is one part, which the end-of-document token ends. A document
+    /// with a prompt and a chat have parts that the model only reads and parts that are predicted, in turn.
     pub(super) parts: Vec<Vec<u32>>,
     pub(super) size: DocumentSize,
     /// [`content_hash`] of prompt and text.

@@ -70,7 +70,7 @@ impl ShardReader {
             end += self.layout.sequence_len(&self.idx, sequence);
             start..end
         });
-        // Of each two parts, the second.
+        // Every second part is predicted.
         parts.skip(1).step_by(2).filter(|part| !part.is_empty()).collect()
     }
 

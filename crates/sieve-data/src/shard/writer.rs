@@ -55,7 +55,7 @@ impl ShardWriter {
         })
     }
 
-    /// Makes documents several sequences: what is not predicted and what is, in turn.
+    /// Makes documents several sequences: a part that is not predicted and a part that is, in turn.
     #[must_use]
     pub fn with_parts(self) -> Self {
         Self { parts: Some(Vec::new()), ..self }

@@ -24,10 +24,11 @@ const MAX_PENDING: usize = 64;
 /// Ids kept of a longer run. A character has at most four bytes, so earlier ids do not change how the last bytes
 /// decode.
 const PENDING_TAIL: usize = 8;
-/// Ids in front of the next one that are decoded with it, so that it is not the first of its text. One would do for
-/// most decoders.
+/// Ids in front of the next one that are decoded with it, so that it is not the first of its text. Most decoders need
+/// only one such id.
 const CONTEXT: usize = 8;
-/// The most such ids, where all before were blank: a decoder may strip several spaces from the beginning of a text.
+/// The most ids in front of the next one, where all nearer ones are blank: a decoder may strip several spaces from the
+/// beginning of a text.
 const MAX_CONTEXT: usize = 256;
 
 impl<'a> DecodeStream<'a> {
@@ -63,6 +64,8 @@ impl<'a> DecodeStream<'a> {
                 self.forget()?;
             }
         } else if self.ids.len() > MAX_PENDING {
+            // A character or run that is unfinished after so many ids: only its last ids stay, with as many bytes held
+            // back as before.
             let held_back = behind(&text, &self.shown).len();
             self.ids.drain(..self.ids.len() - PENDING_TAIL);
             self.shown = self.tokenizer.decode(&self.ids)?;
@@ -81,9 +84,9 @@ impl<'a> DecodeStream<'a> {
         Ok(behind(&text, &self.shown).to_owned())
     }
 
-    /// Keeps as many of the last ids as the next one is decoded with, when the text of all has been returned.
+    /// Forgets ids when the text of all ids has been returned, but the last ids, which the next id is decoded with.
     fn forget(&mut self) -> Result<(), DataError> {
-        // The bytes of a run are decoded together with those that follow.
+        // A run of byte tokens at the end is decoded together with the byte tokens that follow.
         let is_byte = |id: &&u32| self.tokenizer.text_token(**id).is_some_and(|token| is_byte_token(&token));
         let run = self.ids.iter().rev().take_while(is_byte).count();
         let mut num_kept = run + CONTEXT;

@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(by_regex(text), wanted);
     }
 
-    // Every character of Unicode, next to spaces, a letter and a digit.
+    /// Every character of Unicode, next to spaces, a letter and a digit.
     #[test]
     fn every_character_is_split_as_by_the_regex() {
         let all = (1..NUM_CHARS as u32).filter_map(char::from_u32);

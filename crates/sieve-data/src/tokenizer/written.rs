@@ -7,14 +7,14 @@ use tokenizers::{Model, ModelWrapper, Tokenizer as HfTokenizer};
 
 use super::switch_dropout_off;
 
-/// Ids of tokens lie below this number, the largest that a recipe's `vocab_size` may be. What is as long as the
-/// vocabulary then fits in memory.
+/// Ids of tokens lie below this number, the largest that a recipe's `vocab_size` may be, so that arrays as long as the
+/// vocabulary fit in memory.
 pub(super) const MAX_IDS: usize = 1 << 24;
 
 /// The ids of all tokens, ascending, each once.
 ///
 /// # Errors
-/// No token; an id that is too large; two tokens with one id, of which a run would decode either.
+/// No token; an id that is too large; two tokens with one id, so that it could be decoded as either.
 pub(super) fn ids(inner: &HfTokenizer) -> Result<Vec<u32>, String> {
     let with_added_tokens = true;
     let mut tokens: Vec<(u32, String)> =
@@ -51,7 +51,7 @@ pub(super) fn model_with_gaps(inner: &HfTokenizer, file: &[u8]) -> Result<Option
     Ok(Some(model))
 }
 
-/// The text of a `tokenizer.json`. `model` is the one of [`model_with_gaps`].
+/// The text of a `tokenizer.json`. `model` is the result of [`model_with_gaps`], `None` if no id is missing.
 pub(super) fn json(inner: &HfTokenizer, model: Option<&Value>, is_pretty: bool) -> Result<String, String> {
     let Some(model) = model else {
         return inner.to_string(is_pretty).map_err(|error| error.to_string());

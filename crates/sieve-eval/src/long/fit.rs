@@ -52,7 +52,7 @@ pub fn long_texts(
             if parts == fewest {
                 return Err(maker.too_short(tokens.len()));
             }
-            // As many parts fewer as the surplus tokens take, and one at least.
+            // Leaves out as many parts as the surplus tokens take, and one at least.
             let surplus = parts * (tokens.len() - room) / tokens.len();
             parts = parts.saturating_sub(surplus.max(1)).max(fewest);
         });
@@ -132,7 +132,7 @@ impl Maker<'_> {
             Split::Test => "--lengths",
             Split::Train => "--min-length",
         };
-        // Texts of a task differ by some per cent: another one may need more than this one.
+        // Texts of a task differ by some per cent: another text may need more tokens than this one.
         let enough = needed + needed / 8;
         EvalError::NoRoom { task: self.task.name(), needed, length: self.length, option, enough }
     }

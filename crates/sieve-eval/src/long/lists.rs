@@ -59,7 +59,7 @@ fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<Str
 
 /// A numbered list of words, in which ten words occur more often than the others. These ten are asked for.
 pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
-    // How often a common word and another word occur; in the example, after its number of words.
+    // How often a common word and another word occur. The example has its own numbers, after its number of words.
     let (often, seldom, in_example) = match size.length {
         0..SHORT => (6, 1, (20, 3, 1)),
         _ => (30, 3, (40, 10, 3)),
@@ -67,8 +67,8 @@ pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
     let example = match size.length {
         0..NO_EXAMPLE => String::new(),
         _ => {
-            let (words, often, seldom) = in_example;
-            let (text, common) = word_list(random, words, often, seldom);
+            let (num_words, often_in_example, seldom_in_example) = in_example;
+            let (text, common) = word_list(random, num_words, often_in_example, seldom_in_example);
             format!("{text} {}\n", numbered(&common))
         }
     };

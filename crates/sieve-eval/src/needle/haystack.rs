@@ -94,7 +94,7 @@ impl Haystack {
         let mut tokens = Vec::new();
         while tokens.len() < num_tokens {
             let paragraph = tokenizer.encode(&paragraph(&mut random))?;
-            // More paragraphs would give no token either.
+            // The tokenizer has no token for such text, so further paragraphs would be empty too.
             if paragraph.is_empty() {
                 break;
             }

@@ -55,6 +55,7 @@ pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Text
 }
 
 impl Sample {
+    /// Tokenises the texts of one needle. The first of the candidates is the right answer.
     fn new(texts: Texts, length: usize, depth: f64, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
         let numbers = std::iter::once(&texts.answer).chain(&texts.distractors);
         let candidates =

@@ -154,7 +154,7 @@ fn linear_grids_include_both_ends() {
     assert_eq!(linear_grid(3.0, 10.0, 35).last(), Some(&10.0));
 }
 
-// The command line's tests have the other refusals.
+/// The command line's tests have the other refusals.
 #[test]
 fn an_empty_list_of_lengths_is_refused() {
     let none = NeedleConfig { lengths: Vec::new(), ..config() };

@@ -31,6 +31,7 @@ pub struct BlockAgreement {
 }
 
 impl BlockAgreement {
+    /// Means over `heads`: the query heads of all layers that the selector selects in.
     fn of(selector: &LayerSelectors, num_tokens: usize, heads: &[HeadAgreement]) -> Self {
         let mean = |of: fn(&HeadAgreement) -> Option<f64>| {
             let found: Vec<f64> = heads.iter().filter_map(of).collect();

@@ -73,7 +73,7 @@ impl Matching {
     }
 }
 
-/// The first number directly after `mark`, without commas and a final dot.
+/// The first number directly after `mark`, without commas and a final dot; [`NO_NUMBER`] if there is none.
 fn number_after(text: &str, mark: &str) -> String {
     for (at, _) in text.match_indices(mark) {
         let rest = &text[at + mark.len()..];

@@ -217,13 +217,14 @@ struct Question<'a> {
 }
 
 impl<'a> Question<'a> {
+    /// Finds the prefix that all pairs share, at most as long as the inputs of the shortest pair.
     fn new(pairs: &'a [Pair], first_pair: usize) -> Self {
-        let shared = |a: &Pair, b: &Pair| {
+        let num_shared = |a: &Pair, b: &Pair| {
             let both = a.tokens.iter().zip(&b.tokens);
             both.take_while(|(a, b)| a == b).count()
         };
         let shortest = pairs.iter().map(Pair::num_inputs).min().unwrap_or(0);
-        let shared = pairs.iter().map(|pair| shared(pair, &pairs[0])).min();
+        let shared = pairs.iter().map(|pair| num_shared(pair, &pairs[0])).min();
         Self {
             pairs,
             first_pair,

@@ -281,7 +281,7 @@ impl Task {
         self.fewshot
     }
 
-    /// Whether each choice has its own prompt; all then have the same ending.
+    /// Whether each choice has its own prompt; all choices then have the same ending.
     pub(super) fn has_prompt_per_choice(&self) -> bool {
         self.prompts.len() > 1
     }
@@ -350,7 +350,7 @@ impl Task {
         Ok((of(&question.prompts), of(&question.endings)))
     }
 
-    /// The (context, continuation) pairs of a question: one for each choice, or a single one in tasks without choices.
+    /// The (context, continuation) pairs of a question: a pair for each choice, or a single pair without choices.
     /// `shots` are the solved examples, prompt and answer. In a chat, nothing is between a question and a choice.
     ///
     /// # Errors

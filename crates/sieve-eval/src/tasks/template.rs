@@ -146,8 +146,8 @@ impl Template {
     }
 }
 
-/// A column's value. Values inside groups and lists have a path such as `choices.text` or `choices.0`. Of several
-/// columns, `one or other`, the first counts that the row has.
+/// A column's value. Values inside groups and lists have a path such as `choices.text` or `choices.0`. The path
+/// `a or b` stands for column `a`, or for column `b` in a row without `a`.
 pub(super) fn look_up<'r>(row: &'r TableRow, column: &str) -> Result<&'r Value, String> {
     if let Some(value) = row.get(column) {
         return Ok(value);

@@ -165,8 +165,8 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
 /// [`TextScore::Classification`], for one right class.
 fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
     let mut named: Vec<&String> = classes.iter().filter(|class| text.contains(*class)).collect();
-    // A class whose name is part of the right one's does not count against it. LongBench's scorer removes entries from
-    // the list that it iterates over, and so skips the entry after each.
+    // A class whose name is part of the right class's name does not count against it. LongBench's scorer removes
+    // entries from the list that it iterates over, and so skips the entry after each removed entry.
     let mut at = 0;
     while at < named.len() {
         if answer.contains(named[at].as_str()) && named[at] != answer {
@@ -206,6 +206,7 @@ fn code_similarity(text: &str, answer: &str) -> f64 {
     }
     let (a, b): (Vec<char>, Vec<char>) = (line.chars().collect(), answer.chars().collect());
     let ratio = 2.0 * matching(&a, &b) as f64 / (a.len() + b.len()) as f64;
+    // fuzzywuzzy gives whole per cents.
     (100.0 * ratio).round_ties_even() / 100.0
 }
 

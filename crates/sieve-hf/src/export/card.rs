@@ -112,7 +112,8 @@ impl Card<'_> {
         }
     }
 
-    /// The validation loss that the run folder has for the checkpoint's step; else the mean loss of its latest steps.
+    /// The validation loss that the run folder has for the checkpoint's step; else the mean loss of its latest steps;
+    /// `None` without either.
     fn loss(&self) -> Option<String> {
         let state = &self.checkpoint.state;
         let run = self.checkpoint.path.parent().and_then(Path::parent);

@@ -76,7 +76,7 @@ pub(super) fn read(
 /// The chat templates of a folder of `transformers`.
 #[derive(Debug)]
 pub(crate) struct Templates {
-    /// (name, Jinja program) of each template. One that has no name is called [`DEFAULT`](Self::DEFAULT).
+    /// (name, Jinja program) of each template. A template without a name is called [`DEFAULT`](Self::DEFAULT).
     named: Vec<(String, String)>,
 }
 
@@ -123,7 +123,7 @@ impl Templates {
     }
 }
 
-/// (name, text) of the templates in the folder of further ones, sorted.
+/// (name, text) of the templates in the folder [`MORE_TEMPLATES`], sorted.
 fn more_templates(folder: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
     let folder = folder.join(MORE_TEMPLATES);
     let entries = match fs::read_dir(&folder) {

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 /// The keys of a scaled rotary embedding that a recipe has too, besides `original_max_position_embeddings`.
 const NUMBERS: [&str; 6] =
     ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"];
-/// Keys that may be null: the type's usual value stands in. For all but `attention_factor` it does so for 0, too.
+/// Keys that may be null: the type's usual value stands in. A 0 counts as null, except in `attention_factor`.
 const OPTIONAL: [&str; 5] = ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"];
 const ORIGINAL: &str = "original_max_position_embeddings";
 const THETA: &str = "rope_theta";
@@ -49,7 +49,8 @@ impl Reader {
         Ok(Rotary { theta, scaling })
     }
 
-    /// The dictionary of rotary settings that is read: of the names below one that has keys; `None` if none has.
+    /// The dictionary of rotary settings that is read: the first of the names below whose dictionary has keys; `None`
+    /// if neither has.
     fn rotary_dictionary(&self) -> Result<Option<Dictionary<'_>>, CheckpointError> {
         let names: &[&'static str] = match self.architecture {
             // Exports for `modeling_sieve.py` have a key of their own.
@@ -187,7 +188,8 @@ impl Reader {
         }
     }
 
-    /// The line of `[model]` for scaled rotary frequencies.
+    /// The line of `[model]` for scaled rotary frequencies. An optional number that is null or 0 counts as absent;
+    /// `attention_factor` may be 0.
     fn scaling(&self, dictionary: &Dictionary<'_>, kind: &str) -> Result<String, CheckpointError> {
         let Dictionary { name, values } = dictionary;
         let is_used = |key: &str| match rotary_use(key) {

@@ -179,7 +179,7 @@ fn a_dense_model_becomes_sparse_with_initial_values_of_new_weights() {
     assert_eq!(found.as_bytes(), expected.as_bytes());
 }
 
-// Version 4 of transformers and older ones left out keys whose values are the class's defaults.
+/// Version 4 of transformers and older ones left out keys whose values are the class's defaults.
 #[test]
 fn absent_keys_have_the_defaults_of_their_class() {
     let (_folder, hf) = dense("tie_word_embeddings = true\nqk_norm = false");
@@ -334,7 +334,7 @@ fn tokens_that_begin_and_end_generation_are_exported_again() {
         let back = folder.path().join(format!("back-{number}"));
         let report = imported(&hf, &back, None, &[]).expect("imports");
         assert_eq!(report.recipe.tokenizer.eos_token.as_deref(), Some("a"));
-        // Generation ends at all of them, from the import and from the folder itself.
+        // Generation ends at all of these tokens, from the import and from the folder itself.
         for model in [&back, &hf] {
             let loaded = crate::load_model::<Flex>(model, &Default::default(), DType::F32).expect("loads");
             let ends = [0, 1].map(|eos| loaded.end_ids(eos).expect("readable"));

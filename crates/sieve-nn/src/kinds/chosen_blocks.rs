@@ -161,7 +161,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// Chooses blocks, or takes the last choosing layer's blocks of the rows from `first_row` on, and attends with the
-    /// heads in `packed`, all or some. Also returns the indexer's statistics where `context.measures_indexers` is set.
+    /// heads in `packed`, all or some. Also returns the indexer's statistics where `context.measures_indexers` is set,
+    /// else `None`.
     fn attend(
         &self,
         packed: Packed<B>,
@@ -209,7 +210,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// Attention of new tokens after those in the caches, `[batch, new, num_heads, head_dim]`.
+    /// Attention of new tokens after the cached ones, `[batch, new, num_heads, head_dim]`. A prompt fills an empty
+    /// cache; a single new token reads the cache; several new tokens attend in one row with all cached tokens.
     fn attend_cached(
         &self,
         packed: Packed<B>,
@@ -270,6 +272,7 @@ impl<B: SieveBackend> Packed<B> {
 }
 
 impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
+    /// Attends to chosen blocks: from caches, with other ranks' parts of the rows, in shared prompts, or in whole rows.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -293,8 +296,8 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
         LayerOutput { indexer: statistics, ..LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual)) }
     }
 
-    // `None` where the layer reads blocks that another layer chose, has a QSA indexer, or reads all keys while its
-    // indexer learns.
+    /// `None` where the layer reads blocks that another layer chose, has a QSA indexer, or reads all keys while its
+    /// indexer learns.
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
         if self.shares || self.is_warmup || self.choice.rule == ChoiceRule::SumOfHeads {
             return None;
@@ -306,6 +309,7 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
         Some(TokenAttention { extra, ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
     }
 
+    /// The weight of each key, as attention gives it where the key's value is one-hot.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, state: &PassState<B>) -> Tensor<B, 3> {
         let chosen = self.block_indices(&|| x.clone(), context, state);
         let (qkv, spec, documents) = (self.qkv.forward(x.clone(), context), self.spec(), context.documents);
@@ -322,7 +326,7 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
         Some(attention_weights::dense(&self.qkv, self.spec(), x, context))
     }
 
-    // The blocks that `forward` chooses, as `sieve_ops::choose_key_blocks` returns them.
+    /// The blocks that `forward` chooses, as `sieve_ops::choose_key_blocks` returns them.
     fn block_indices(
         &self,
         x: &dyn Fn() -> Tensor<B, 3>,

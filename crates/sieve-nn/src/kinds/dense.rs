@@ -83,6 +83,8 @@ fn attend<B: SieveBackend>(
 }
 
 impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
+    /// Attends in whole rows; with caches, in a prompt that fills the empty cache, or from new tokens to the cached
+    /// ones.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -96,6 +98,7 @@ impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
         let o = match caches {
             None => context.attend(qkv, of_rows),
             Some(caches) => match caches.empty() {
+                // The tokens are a prompt, which fills the cache.
                 Some(cache) => {
                     cache.keep_recent(&on_device(qkv.clone()), spec);
                     of_rows(qkv, context.documents)

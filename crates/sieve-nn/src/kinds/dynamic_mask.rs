@@ -84,6 +84,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
 }
 
 impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
+    /// Attends to the chosen keys; only a pass over whole rows returns the mask and the scores.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -106,6 +107,7 @@ impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
                 result.o
             }),
             Some(caches) => match caches.empty() {
+                // The tokens are a prompt, which fills the cache.
                 Some(cache) => {
                     let DmaAttention { o, rank, expire } = self.attend(qkv.clone(), context.documents, spec);
                     let expire = Tensor::from_primitive(expire.into_primitive());

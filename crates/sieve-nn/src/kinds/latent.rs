@@ -233,7 +233,9 @@ impl<B: SieveBackend> LatentAttention<B> {
         NewLatents { latents: on_device(Tensor::cat(vec![latent, k_rope], 2)), key_scale: key_scale.map(on_device) }
     }
 
-    /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`.
+    /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`. The columns of a query
+    /// without rotation are multiplied by W_UK, so that their product with a latent is the logit; outputs are
+    /// multiplied by W_UV.
     fn attend_to_latents(&self, packed: Tensor<B, 3>, cache: &LatentCache<B::Inner>) -> Tensor<B, 4> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
@@ -258,7 +260,7 @@ impl<B: SieveBackend> LatentAttention<B> {
 }
 
 impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
-    // The context's rotary tables must be `qk_rope_head_dim` wide.
+    /// The context's rotary tables must be `qk_rope_head_dim` wide.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -274,6 +276,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         LayerOutput::of(residual + y)
     }
 
+    /// The weights of the layer as the op for one new token takes them. A head has unrotated and rotated columns.
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
         Some(TokenAttention {
             sinks: None,
@@ -292,6 +295,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         })
     }
 
+    /// The weight of each key, as attention gives it where the key's value is one-hot.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.packed_of(x, context), self.spec());
         let [_, seq_len, width] = packed.dims();

@@ -317,6 +317,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
 }
 
 impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
+    /// `residual` plus the gated branches: of whole rows, or of new tokens after the cached ones.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -332,7 +333,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
         LayerOutput::of(residual + y)
     }
 
-    // The blocks whose tokens each query reads in the selected branch, counted from the first token of the document.
+    /// The blocks whose tokens each query reads in the selected branch, counted from the first token of the document.
     fn block_indices(
         &self,
         x: &dyn Fn() -> Tensor<B, 3>,
@@ -345,6 +346,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
         Some(sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices)
     }
 
+    /// The weights of all branches as the op for one new token takes them.
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
         let weights = |mlp: &BlockMlp<B>| {
             let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
@@ -363,12 +365,14 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
         Some(TokenAttention { extra, ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
     }
 
+    /// The weight of each key over all branches; the tokens of a compressed block share its weight.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);
         let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
         let [_, rows, head_dim] = compressed.dims();
         let keys = compressed.narrow(0, 0, 1);
+        // The weights are the layer's output where a key's value is one-hot.
         by_key(&branches.window, |one_hot| {
             let [_, seq_len, _] = one_hot.dims();
             // The value of a compressed block is the mean of its tokens' values. Slots after the last block are not

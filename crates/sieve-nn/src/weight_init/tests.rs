@@ -44,7 +44,7 @@ fn a_parameter_depends_on_its_number_and_the_seed_alone() {
     assert_ne!(draw(&mut WeightInit::new(6, 0.02), [4, 10]), first);
 }
 
-// Drawn by rand_chacha 0.9 and rand_distr 0.5: a model of a seed is the same one with every version of Sieve.
+/// Drawn by rand_chacha 0.9 and rand_distr 0.5: a model of a seed is the same one with every version of Sieve.
 #[test]
 fn values_of_a_seed_do_not_change() {
     let mut init = WeightInit::new(5, 0.02);

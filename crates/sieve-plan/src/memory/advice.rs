@@ -55,7 +55,9 @@ fn other_sharding(recipe: &Recipe, ranks: usize, is_shared: bool) -> impl Iterat
     // (`parallelism.zero_stage`, whether gradients are stored in bf16).
     let ways = [(2, false), (stage, true), (2, true), (3, false), (3, true)].into_iter();
     let ways = ways.filter(move |&(other, rounds)| {
-        (other == stage || may_take(other)) && (other != stage || rounds) && (may_round || !rounds)
+        let is_change = other != stage || rounds;
+        let saves_by_stage = other == stage || may_take(other);
+        is_change && saves_by_stage && (may_round || !rounds)
     });
     ways.map(move |(other, rounds)| {
         let (mut changed, mut settings) = (recipe.clone(), Vec::new());

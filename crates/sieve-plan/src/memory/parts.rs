@@ -110,7 +110,7 @@ impl MemoryParts {
             + self.checkpoint_bytes
     }
 
-    /// The plan of a process, one of `ranks`, whose peak has these parts; `moment` is the name of that point.
+    /// The plan of a process, one of `ranks`, whose peak has these parts; `moment` names the time of the peak.
     pub(super) fn plan(self, moment: &'static str, target: &Target, ranks: usize) -> MemoryPlan {
         let program_bytes = match target {
             Target::Cpu { .. } => CPU_PROGRAM_BYTES,

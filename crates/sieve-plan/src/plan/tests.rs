@@ -152,7 +152,7 @@ fn tokens_are_counted_per_parameter_besides_the_embedding() {
     assert_eq!(plan.tokens_per_parameter, 13_500.0 * 131_072.0 / 84_956_928.0);
 }
 
-// `o_low` is the low 16 bits of attention's f32 output, which its bf16 output lacks.
+/// `o_low` is the low 16 bits of attention's f32 output, which its bf16 output lacks.
 #[test]
 fn o_low_of_long_rows_is_kept_where_memory_allows() {
     let memory = |seq_len: usize, mode: &str| {
@@ -572,7 +572,7 @@ fn several_processes_share_masters_and_moments() {
     assert!(four < alone, "{four} {alone}");
 }
 
-// Four H200s, one row of 131,072 tokens in four parts; the measurements are in docs/scale.md.
+/// Four H200s, one row of 131,072 tokens in four parts; the measurements are in docs/scale.md.
 #[test]
 fn context_parallel_rows_have_the_measured_memory_and_speed() {
     let planned_on = |target: &Target, degree: usize, more: &[&str]| {
@@ -624,7 +624,7 @@ fn context_parallel_rows_have_the_measured_memory_and_speed() {
     assert!((short - long).abs() < 1e-9, "{short} {long}");
 }
 
-// Each process validates on whole rows; in training it has a part of each row.
+/// Each process validates on whole rows; in training it has a part of each row.
 #[test]
 fn whole_rows_of_a_validation_count_beside_rows_in_parts() {
     let mut recipe = recipe(

@@ -89,9 +89,11 @@ impl H2o {
         }
     }
 
-    /// Evicts the keys with the least attention that are not recent; of equal ones the older.
+    /// Evicts the keys beyond `heavy + recent`: of those that are not recent, the keys with the least attention, and of
+    /// keys with equal attention the older. `tokens` is the length of the text so far.
     fn evict(&mut self, kv_head: usize, tokens: usize) {
         let whole = if self.prompt_tokens > 0 { self.prompt_tokens } else { tokens };
+        // A setting that is a share is a share of `whole`.
         let (heavy, recent) = (amount(self.config.heavy, whole), amount(self.config.recent, whole));
         let kept = &mut self.kept[kv_head];
         let surplus = kept.len().saturating_sub(heavy + recent);
@@ -100,7 +102,8 @@ impl H2o {
         }
         let num_old = kept.len() - recent;
         let mut order: Vec<usize> = (0..num_old).collect();
-        order.sort_by(|&a, &b| kept[a].1.total_cmp(&kept[b].1).then(a.cmp(&b)));
+        let attention = |at: usize| kept[at].1;
+        order.sort_by(|&a, &b| attention(a).total_cmp(&attention(b)).then(a.cmp(&b)));
         let evicted: std::collections::HashSet<u32> = order[..surplus].iter().map(|&at| kept[at].0).collect();
         kept.retain(|key| !evicted.contains(&key.0));
     }

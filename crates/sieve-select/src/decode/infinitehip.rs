@@ -45,7 +45,7 @@ impl Infinitehip {
         let due: Vec<bool> = stages.iter().map(|stage| self.steps.is_multiple_of(stage.refresh)).collect();
         if due[0] {
             // The first stage ranks the keys from the sink to here; later keys are in the window.
-            self.end = self.config.candidates(position).1;
+            (_, self.end) = self.config.candidates(position);
         }
         self.steps += 1;
         let first = self.config.first_chunks((self.config.sink, self.end));

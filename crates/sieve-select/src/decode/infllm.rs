@@ -58,6 +58,7 @@ pub(crate) struct Infllm {
 }
 
 impl Infllm {
+    /// Fails without `rope_theta`: the method rotates keys to other positions.
     pub(crate) fn new(mut config: InfllmConfig, shape: LayerShape) -> Result<Self, SelectError> {
         // Positions are u32; larger settings mean the same, but their sums would overflow.
         for tokens in [&mut config.init, &mut config.local, &mut config.block] {

@@ -54,6 +54,7 @@ impl Quest {
     pub(crate) fn extend(&mut self, cache: &Cache) {
         let width = cache.shape.num_kv_heads * cache.shape.head_dim;
         for key in self.len..cache.len {
+            // The key begins a new page.
             if key % self.config.page == 0 {
                 self.min.extend(std::iter::repeat_n(f32::INFINITY, width));
                 self.max.extend(std::iter::repeat_n(f32::NEG_INFINITY, width));

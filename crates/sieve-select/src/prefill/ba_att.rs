@@ -111,7 +111,7 @@ impl PrefillMethod for BaAttConfig {
         permute::select(call, segments, gqa, self.causal, orders, kept_tiles)
     }
 
-    /// Device steps exist only for the causal form, in calls longer than a segment.
+    /// Device steps exist only for the causal form, in calls longer than a segment; `None` otherwise.
     fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.compensates(call.layer, call.num_layers) {
             false => BlockScores::Means { variances: 0.0 },

@@ -97,7 +97,7 @@ impl PrefillMethod for BflaConfig {
         chosen
     }
 
-    /// Device steps exist only for two of the poolings.
+    /// Device steps exist only for two of the poolings; `None` for the others.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.pooling {
             Pooling::Flat => BlockScores::LargestOfGroups(self.group),

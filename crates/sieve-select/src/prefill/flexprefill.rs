@@ -45,6 +45,7 @@ impl PrefillMethod for FlexprefillConfig {
         }
     }
 
+    /// Each head's tiles by its own pattern; a short prompt is dense.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         if self.is_short(call.shape.num_keys) {
             return Selected::dense(call.shape);
@@ -63,6 +64,7 @@ impl PrefillMethod for FlexprefillConfig {
         chosen
     }
 
+    /// `None` for a short prompt, which is dense.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let n = call.shape.num_keys;
         let scores = BlockScores::Patterns {
@@ -70,6 +72,7 @@ impl PrefillMethod for FlexprefillConfig {
             tau: self.tau,
             blocks: [self.min_budget / self.block, self.max_budget.map_or(n, |most| most / self.block)],
         };
+        // The patterns keep blocks by rules of their own.
         let ignored = KeepBlocks::Mass(1.0);
         (!self.is_short(n)).then(|| BlockSelection::new(call.shape, self.block, scores, ignored))
     }
@@ -92,8 +95,8 @@ impl FlexprefillConfig {
         let factor = 1.0 / probe.len() as f32;
         let mut sums = probe_sums(call, &[head], probe.clone())?;
         sums.column.iter_mut().chain(&mut sums.diagonal).for_each(|x| *x *= factor);
-        let column = block_sums(&sums.column, self.block);
-        let diagonal = block_sums(&sums.diagonal, self.block);
+        let column_blocks = block_sums(&sums.column, self.block);
+        let diagonal_blocks = block_sums(&sums.diagonal, self.block);
 
         let d = call.shape.head_dim;
         let q = mean_pool(std::iter::once(probe.map(|row| call.query(head, row))), d);
@@ -102,12 +105,12 @@ impl FlexprefillConfig {
         if !softmax(&mut estimate) {
             return None;
         }
-        let is_query_aware = jensen_shannon(&estimate, &column) < self.tau;
-        let numbers = match is_query_aware {
+        let is_query_aware = jensen_shannon(&estimate, &column_blocks) < self.tau;
+        let num_kept = match is_query_aware {
             true => [self.min_budget / self.block; 2],
             false => [&sums.column, &sums.diagonal].map(|sums| self.num_blocks(sums)),
         };
-        let mut kept = slashes(tiles, [&column, &diagonal], numbers);
+        let mut kept = slashes(tiles, [&column_blocks, &diagonal_blocks], num_kept);
         if is_query_aware {
             self.add_query_aware(call, tiles, head, &mut kept)?;
         }
@@ -147,6 +150,7 @@ impl FlexprefillConfig {
                 return None;
             }
         }
+        // A gamma of 1 keeps all entries, whatever rounding makes of their sum.
         let goal = if self.gamma < 1.0 { self.gamma * tiles.num_query_tiles() as f64 } else { f64::INFINITY };
         let mut sum = 0.0_f64;
         for at in falling(&map) {
@@ -163,7 +167,8 @@ impl FlexprefillConfig {
 }
 
 /// Whether each tile is in one of the best block columns or block diagonals, `[query tiles][admissible key tiles]`, by
-/// their `sums`. `numbers` of each are kept; column 0 and diagonal 0 are always among them.
+/// their `sums`. `numbers` gives how many columns and how many diagonals are kept; column 0 and diagonal 0 are always
+/// among them.
 fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool>> {
     let best = |sums: &[f32], number: usize| top_k_forced(sums, number.max(1), |at| at == 0);
     let (columns, diagonals) = (best(sums[0], numbers[0]), best(sums[1], numbers[1]));

@@ -64,13 +64,14 @@ pub(crate) struct Stage {
     pub(crate) stride: usize,
     /// Number of chunks that the stage keeps.
     pub(crate) num_kept: usize,
-    /// Keys of the chunks that the kept ones are then cut into.
+    /// Keys of the chunks into which the kept chunks are then cut.
     pub(crate) next_chunk: usize,
     /// Decoding steps between two runs of this stage.
     pub(crate) refresh: usize,
 }
 
 impl PrefillMethod for InfinitehipConfig {
+    /// Sizes are positive, and each stage's chunk and interval divide those of the stage before it.
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("infinitehip");
         for (key, value) in [
@@ -144,11 +145,11 @@ impl InfinitehipConfig {
 
     /// Key tiles (of `chunk_3` keys) that a query block keeps: sink, window and chosen chunks; `None` on NaN.
     fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<usize>> {
-        let candidates = self.candidates(tiles.first(i));
+        let (sink_end, window_start) = self.candidates(tiles.first(i));
         let admissible = tiles.admissible(i);
         let mut kept: Vec<usize> = (0..(self.sink / self.chunk_3).min(admissible)).collect();
-        kept.extend(candidates.1 / self.chunk_3..admissible);
-        let mut chunks = self.first_chunks(candidates);
+        kept.extend(window_start / self.chunk_3..admissible);
+        let mut chunks = self.first_chunks((sink_end, window_start));
         for stage in self.stages() {
             let queries: Vec<f32> =
                 tiles.rows(i).step_by(stage.stride).flat_map(|row| call.query(head, row).iter().copied()).collect();

@@ -45,7 +45,7 @@ pub enum Pattern {
         /// Diagonals kept: the distances with the most attention.
         slash: usize,
     },
-    /// The best blocks of 64 by their means.
+    /// The best blocks of 64 tokens, by their means.
     BlockSparse {
         /// Blocks that a row of blocks keeps.
         topk: usize,
@@ -79,7 +79,7 @@ impl PrefillMethod for MinferenceConfig {
         of_patterns(call, &self.patterns.of(call))
     }
 
-    /// Only if no head of the layer has the pattern a-shape.
+    /// `None` if a head of the layer has the pattern a-shape or keeps no block: only the host selects so.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let means = BlockScores::Means { variances: 0.0 };
         let mut selection = BlockSelection::new(call.shape, TILE, means, KeepBlocks::Mass(1.0));

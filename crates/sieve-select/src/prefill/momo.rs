@@ -91,20 +91,22 @@ impl PrefillMethod for MomoConfig {
         rules.no_mean(gqa, "gqa=mean is not defined: probes choose blocks one by one")
     }
 
+    /// The blocks that probe rows choose, and the probes' dense outputs as a correction.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.chi, self.beta);
         let probes = probe_rows(call.shape, self.gamma);
         let mut chosen = gqa::mask(call, tiles, gqa, |heads| {
             let chunks = probes.par_chunks(CHUNK_PROBES);
-            let found: Option<Vec<Vec<Chosen>>> =
+            let of_chunks: Option<Vec<Vec<Chosen>>> =
                 chunks.map(|rows| self.choices(call, tiles, heads[0], rows, &probes)).collect();
-            let found = found?.concat();
-            Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, &found)))
+            let of_probes = of_chunks?.concat();
+            Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, &of_probes)))
         });
         chosen.correction = Some(correction(call, &probes, self.mode));
         chosen
     }
 
+    /// `None` for settings and shapes that the kernels do not take.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let num_exact = match self.topk {
             TopK::Hybrid => self.k_exact,
@@ -166,13 +168,13 @@ impl MomoConfig {
             let blocks = x[..=context + row].chunks_mut(self.beta);
             let scores: Option<Vec<f32>> = blocks.map(log_sum_exp).collect();
             let (scores, stream) = (scores?, self.stream(tiles, row, probes));
-            let lse = match self.score {
+            let subtracted = match self.score {
                 ProbeScore::Raw => 0.0,
                 ProbeScore::Normalised => log_sum_exp(&mut scores.clone())?,
             };
             let candidates = &scores[stream.clone()];
             let best = self.best(candidates);
-            Some(best.into_iter().map(|j| (stream.start + j, candidates[j] - lse)).collect())
+            Some(best.into_iter().map(|j| (stream.start + j, candidates[j] - subtracted)).collect())
         };
         rows.iter().zip(x.chunks_exact_mut(end)).map(choice).collect()
     }
@@ -189,19 +191,20 @@ impl MomoConfig {
         }
     }
 
-    /// Union of the choices of a tile's probes, trimmed by mean score (algorithm 2), with sink and local blocks.
-    fn tile_row(&self, tiles: Tiles, i: usize, probes: &[usize], found: &[Chosen]) -> Vec<usize> {
+    /// The key blocks of query tile `i`: the union of the blocks that its probes chose (`of_probes`, in the order of
+    /// `probes`), trimmed by mean score (algorithm 2), with sink and local blocks.
+    fn tile_row(&self, tiles: Tiles, i: usize, probes: &[usize], of_probes: &[Chosen]) -> Vec<usize> {
         let blocks = tiles.admissible(i);
         let first = first_probe(tiles, i, probes);
         let rows = tiles.rows(i);
         let mut sum = vec![0.0_f32; blocks];
         let mut votes = vec![0_u32; blocks];
-        for (probe, found) in probes.iter().zip(found).skip(first) {
-            // The first of these may lie before the tile, which then has no probe of its own.
+        for (probe, choices) in probes.iter().zip(of_probes).skip(first) {
+            // The first probe may lie before the tile, which then has no probe of its own.
             if *probe >= rows.end {
                 break;
             }
-            for &(j, score) in found {
+            for &(j, score) in choices {
                 sum[j] += score;
                 votes[j] += 1;
             }

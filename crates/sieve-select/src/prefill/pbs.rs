@@ -193,18 +193,18 @@ impl PbsConfig {
         let tiles = segments.tiles;
         let order = orders.keys_of(heads[0], call.shape.num_heads);
         let tile_of_token_0 = order.iter().position(|&key| key == 0).unwrap_or(0) / self.block;
-        let mut p: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
+        let mut masses: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
         for &head in heads {
             let rows = match self.select {
                 PbsSelect::Meanpool => self.pooled(call, segments, head, orders)?,
                 PbsSelect::Xattention => self.antidiagonals(call, segments, head, orders)?,
             };
-            for (p, row) in p.iter_mut().zip(rows) {
-                add(p, row);
+            for (mass, row) in masses.iter_mut().zip(rows) {
+                add(mass, row);
             }
         }
         Some(gqa::rows(tiles, |i| {
-            let mut kept = keep_mass(&p[i], self.tau);
+            let mut kept = keep_mass(&masses[i], self.tau);
             kept.extend(segments.own(i));
             // Token 0 is the attention sink.
             kept.push(tile_of_token_0);
@@ -212,7 +212,7 @@ impl PbsConfig {
         }))
     }
 
-    /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`.
+    /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`; `None` on NaN.
     fn pooled(&self, call: &Call<'_>, segments: Segments, head: usize, orders: &Orders) -> Option<Vec<Vec<f32>>> {
         let (shape, tiles) = (call.shape, segments.tiles);
         let order = orders.keys_of(head, shape.num_heads);
@@ -229,7 +229,7 @@ impl PbsConfig {
     }
 
     /// Softmax over blocks of earlier segments by antidiagonal sums, `[query tiles][earlier blocks]`. A cell is
-    /// `stride` tokens; the cells of queries count from the tile's first row.
+    /// `stride` tokens; the cells of queries count from the tile's first row. `None` on NaN.
     fn antidiagonals(
         &self,
         call: &Call<'_>,
@@ -277,7 +277,8 @@ fn key_order(call: &Call<'_>, segments: Segments, heads: &[usize], queries: &[Ve
     let rows = last_rows(call, segments.tiles.key_tile);
     let mut importance = vec![0.0; n];
     for &head in heads {
-        // Where queries are permuted, these are the rows in the last block of slots, not the last rows of the call.
+        // Where queries are permuted, the last queries are the rows in the last block of slots, not the last rows of
+        // the call.
         let rows: Vec<usize> = match queries.get(head) {
             Some(order) => order[rows.clone()].iter().map(|&row| row as usize).collect(),
             None => rows.clone().collect(),

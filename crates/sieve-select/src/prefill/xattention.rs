@@ -71,6 +71,7 @@ impl PrefillMethod for XattentionConfig {
         }
     }
 
+    /// Thresholds from a file must be those of this model: a list for each layer, a number for each head.
     fn check_call(&self, call: &Call<'_>) -> Result<(), SelectError> {
         let heads = call.shape.num_heads;
         let knows_depth = call.num_layers > 0;
@@ -106,6 +107,7 @@ impl PrefillMethod for XattentionConfig {
         })
     }
 
+    /// `None` with a tau for each head or with random samples: only the host selects by these.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let cells = BlockScores::Cells {
             stride: self.stride,
@@ -117,7 +119,6 @@ impl PrefillMethod for XattentionConfig {
         // kept first and count towards tau.
         selection.scores.offset = Tiles::aligned(call.shape, self.block).query_offset;
         selection.keep.counts_own = true;
-        // With a tau per head or a random order only the host can select.
         (self.head_taus.is_empty() && self.mode != SampleMode::Random).then_some(selection)
     }
 

@@ -193,7 +193,7 @@ fn pieces(text: &str) -> Vec<(&str, &str)> {
     parts.filter_map(|part| part.split_once('=')).collect()
 }
 
-/// Parses a range of layers: `4`, `0-3` or `4-`.
+/// Parses a range of layers, `4`, `0-3` or `4-`, into its first and last layer; `None` for an open end.
 fn range(text: &str) -> Result<(usize, Option<usize>), SelectError> {
     let text = text.trim();
     let number = |digits: &str| digits.parse::<usize>().ok();

@@ -21,7 +21,7 @@ const SAME: &[(&str, usize)] = &[
          prefill_dense_below=0,first_dense_layers=0",
         8,
     ),
-    // These keep ranges of single tokens, so chunks of any size give the same lists.
+    // The next methods keep ranges of single tokens, so chunks of any size give the same lists.
     ("a_shape:n_init=5,n_local=20", 50),
     ("streamingllm:n_init=3,n_local=20", 25),
 ];

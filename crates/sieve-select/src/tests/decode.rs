@@ -394,7 +394,9 @@ fn infllm_equals_a_naive_version() {
     let mut representatives: Vec<Vec<f64>> = Vec::new();
     for t in 0..n {
         let first_local = (t + 1).saturating_sub(local);
+        // Key `j` as if at position 0.
         let flat = |j: usize| rotated(call.key(0, j), -(j as i64));
+        // A block that the local window has left keeps the mean of the `repr` keys that received the most attention.
         while init + (representatives.len() + 1) * block <= first_local {
             let start = init + representatives.len() * block;
             let mut keys: Vec<usize> = (start..start + block).collect();
@@ -405,6 +407,7 @@ fn infllm_equals_a_naive_version() {
             }
             representatives.push(mean);
         }
+        // All far keys lie `local` tokens before the query.
         let far = |head: usize| rotated(call.query(head, t), local as i64 - t as i64);
         let mut order: Vec<usize> = (0..representatives.len()).collect();
         let score = |b: usize| (0..2).map(|head| product(&far(head), &representatives[b])).sum::<f64>();

@@ -45,10 +45,12 @@ fn sorted_by_norm(x: &[f32], d: usize) -> Vec<f32> {
     tokens.concat()
 }
 
-/// Rank correlation of the block scores with the log-mean-exp of the blocks' logits: per row, averaged over rows.
+/// Spearman's rank correlation of the block scores with the log-mean-exp of the blocks' logits, averaged over
+/// rows of blocks.
 fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compensation>) -> f64 {
     let (block, tokens) = (32, q.len() / d);
     let blocks = tokens / block;
+    // Block scores read only the head dimension, the scale and the layer of this call.
     let data = TestCall::random(&mut Random(1), 1, 1, [1, 1], d);
     let call = data.call();
     let pool = |x: &[f32]| {

@@ -46,7 +46,8 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
                 keys.filter(|&key| key < end).map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>()).sum()
             };
             let masses: Vec<f32> = (0..tiles.num_key_tiles()).map(mass).collect();
-            // Every mask must keep the tiles with a row's own keys, also where keys are permuted. They count.
+            // Every mask must keep the tiles with a row's own keys, also where keys are permuted. These tiles count
+            // too.
             let own: Vec<i32> = chosen
                 .mask
                 .row(list, i)

@@ -288,18 +288,18 @@ mod tests {
 
     #[test]
     fn a_rate_below_four_fifths_of_the_median_and_memory_errors_give_warnings() {
-        let of = |all: [[f64; 2]; 4]| {
+        let slow = |all: [[f64; 2]; 4]| {
             let all = all.map(|[gemm, copy]| rates(gemm * 1e12, copy * 1e9, 0));
             let slow = slow_ranks(&all).into_iter();
             slow.map(|(rank, _)| rank).collect::<Vec<_>>()
         };
-        // TFLOP/s of the GEMM, GB/s of the copy. Four fifths of them are 480 and 3200.
+        // TFLOP/s of the GEMM, GB/s of the copy. Four fifths of these rates are 480 and 3200.
         let well = [600.0, 4000.0];
-        assert_eq!(of([well, [481.0, 3300.0], well, well]), [0; 0]);
-        assert_eq!(of([well, well, [479.0, 4000.0], well]), [2]);
-        assert_eq!(of([well, [600.0, 3000.0], [300.0, 4000.0], well]), [2, 1]);
+        assert_eq!(slow([well, [481.0, 3300.0], well, well]), [0; 0]);
+        assert_eq!(slow([well, well, [479.0, 4000.0], well]), [2]);
+        assert_eq!(slow([well, [600.0, 3000.0], [300.0, 4000.0], well]), [2, 1]);
         // A rank with a rate of 0 is slow.
-        assert_eq!(of([[0.0, 4000.0], well, well, well]), [0]);
+        assert_eq!(slow([[0.0, 4000.0], well, well, well]), [0]);
         let warnings = warnings_of(&[rates(6e14, 4e12, 0), rates(3e14, 4e12, 2)]);
         let [slow, errors] = &warnings[..] else {
             panic!("{warnings:?}");

@@ -157,6 +157,7 @@ impl<B: TrainBackend> WholeWeights<<B as AutodiffBackend>::InnerBackend> for Sha
 }
 
 impl<B: TrainBackend> ModuleMapper<B::InnerBackend> for PieceKeeper<'_, B> {
+    /// Keeps this rank's piece of a divided weight and releases the whole weight; leaves other weights alone.
     fn map_float<const D: usize>(
         &mut self,
         param: Param<Tensor<B::InnerBackend, D>>,

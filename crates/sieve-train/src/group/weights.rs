@@ -18,8 +18,8 @@ use std::collections::HashMap;
 /// This rank's piece of each divided weight, flat.
 pub(crate) type WeightPieces<B> = HashMap<ParamId, Primitive<B>>;
 
-/// The weights of a group's model during a pass. With other stages than ZeRO-3 they are whole: a segment's updated
-/// weights are waited for, and none is released.
+/// The weights of a group's model during a pass. Without ZeRO-3 all weights are whole: a pass only waits until a
+/// segment's updated weights have arrived, and releases none.
 pub(crate) struct Weights<'a, B: TrainBackend> {
     pub(crate) group: &'a mut Group<B>,
     pub(crate) pieces: &'a WeightPieces<B>,
@@ -65,7 +65,8 @@ impl<B: TrainBackend> Weights<'_, B> {
         let missing = before.filter(|other| !self.group.held.contains(other)).last();
         match missing {
             Some(missing) => self.start(model, missing),
-            // The next micro-batch begins with it: behind this pass, its gather would wait for the last sums.
+            // The next micro-batch begins with the embedding. A gather that began after this pass would wait for the
+            // last sums.
             None if segment == Segment::Block(0) && !self.group.is_last => self.start(model, Segment::Embedding),
             None => Ok(()),
         }
@@ -89,7 +90,8 @@ impl<B: TrainBackend> Weights<'_, B> {
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`, with the weights of one or two segments at a time.
-    /// All ranks must call it equally often; a rank without a batch takes part in gathering the weights.
+    /// All ranks must call it equally often; a rank without a batch takes part in gathering the weights, and gets
+    /// `None`.
     ///
     /// # Errors
     /// A rank is lost.
@@ -106,8 +108,8 @@ impl<B: TrainBackend> Weights<'_, B> {
             self.group.tick_in_pass()?;
             self.before_forward(model, segment)?;
             if let (Some(batch), Some(context)) = (batch, &context) {
-                let x = stream.take();
-                let x = || x.expect("the segment before has computed it");
+                let before = stream.take();
+                let x = || before.expect("the segment before has computed it");
                 match segment {
                     Segment::Embedding => {
                         let x = model.embed_tokens.valid().forward(batch.tokens.clone());
@@ -207,7 +209,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
     }
 }
 
-/// What is left of a weight whose piece is `piece`: its shape, with the one value `nan`.
+/// A released weight, of which only `piece` stays elsewhere: its shape, with one NaN as every value. `nan` holds that
+/// one number for the next weight of the same type.
 pub(crate) fn released<B: TrainBackend, const D: usize>(
     piece: &Primitive<B>,
     shape: [usize; D],

@@ -138,6 +138,7 @@ pub(super) fn orthogonalised_parts<B: TrainBackend>(
     };
     let mut gathering = all.first().map(|first| rounds.gather(first)).transpose()?;
     let mut returning = None;
+    // While this rank works on a round, the next one is gathered and the one before is returned.
     for (number, &round) in all.iter().enumerate() {
         let own = rounds.whole(round, gathering.take().expect("each round is gathered before it is worked on"))?;
         gathering = all.get(number + 1).map(|next| rounds.gather(next)).transpose()?;
@@ -262,6 +263,7 @@ mod tests {
 
     #[test]
     fn parts_cover_each_projection_and_each_piece_once() {
+        // 33 rows, so that with most numbers of ranks a piece begins inside a projection.
         let rows = [128, 64, 64, 33];
         let columns = 96;
         for size in 2..=9 {

@@ -15,8 +15,8 @@ pub struct BestCheckpoint {
     pub loss: f64,
 }
 
-/// The best checkpoint in a run's folder by the validations in `metrics.jsonl`; `None` if no checkpoint has one. Of
-/// equal ones it is the earliest.
+/// The checkpoint in a run's folder with the lowest loss by the validations in `metrics.jsonl`, of equal losses the
+/// earliest; `None` if no checkpoint has a validation.
 ///
 /// # Errors
 /// A folder or a file that cannot be read.

@@ -53,7 +53,7 @@ impl<B: TrainBackend> Trainer<B> {
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.progress.step);
         let snapshot = self.learner.optimizer.snapshot(self.model(), &self.machine.device, distance);
-        let (step, disturbance) = (self.progress.step, self.disturbance.clone());
+        let (step, disturbance) = (self.progress.step, self.machine.disturbance.clone());
         let files = move || {
             disturbance.at(step, Moment::Writing);
             let (model, optimizer, replica) = snapshot.read()?;
@@ -150,7 +150,7 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         };
         let step = state.step;
-        self.disturbance.at(step, Moment::Naming);
+        self.machine.disturbance.at(step, Moment::Naming);
         self.checkpoints.all_written = false;
         let writes = self.ranks.writes();
         let discard = || {

@@ -123,6 +123,7 @@ pub(super) struct Unread<B: TrainBackend> {
 }
 
 impl<B: TrainBackend> GuardLog<B> {
+    /// A log without steps; in f32 every step is read at once.
     pub(super) fn new(precision: Precision, loss_mean: LossMean) -> Self {
         Self {
             unread: VecDeque::new(),

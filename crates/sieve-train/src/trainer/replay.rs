@@ -114,7 +114,7 @@ impl<B: TrainBackend> Trainer<B> {
             ..BlockSettings::from(&self.recipe)
         };
         let loss_scale =
-            self.disturbance.at(self.progress.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
+            self.machine.disturbance.at(self.progress.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
         let group = self.ranks.group_mut().filter(|group| !group.share().keeps_whole);
         let weights = group.map(|group| Weights { group, pieces: self.learner.optimizer.pieces() });
         let mut hashes = Hashes { hash: Xxh3::default(), weights };

@@ -14,7 +14,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Sets what writes the texts of `generation.interval`. It must leave the model and the device's random numbers as
     /// they are: a run's losses do not depend on its samples.
     pub fn set_samples(&mut self, write: WriteSamples<B::InnerBackend>) {
-        self.samples = Some(write);
+        self.lines.samples = Some(write);
     }
 
     /// Whether texts are written after the present step. The last step's are written by the caller, after the run.
@@ -28,12 +28,12 @@ impl<B: TrainBackend> Trainer<B> {
     /// Writes a text for each prompt, into the log and TensorBoard. All ranks call it; rank 0 writes.
     pub(super) fn sample(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         self.finish_leaves()?;
-        let Some(mut write) = self.samples.take() else {
+        let Some(mut write) = self.lines.samples.take() else {
             return Ok(());
         };
         let model = self.model().valid();
         let written = write(&model, &self.stage.shape, &self.data.tokenizer);
-        self.samples = Some(write);
+        self.lines.samples = Some(write);
         self.ranks.tick();
         match written {
             Ok(texts) => {

@@ -252,7 +252,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(words.into_iter().chain(self.converted_losses(checkpoint, &recipe, &saved)?).collect())
     }
 
-    /// The losses of the same held-out rows before and after a conversion, in words.
+    /// The losses of the same held-out rows before and after a conversion, in words; with divided weights (ZeRO-3) the
+    /// loss after it alone. `None` on ranks that have no losses.
     fn converted_losses(
         &mut self,
         checkpoint: &Checkpoint,

@@ -49,7 +49,7 @@ impl<B: TrainBackend> Trainer<B> {
             // A first step compiles kernels, so other ranks wait longer for it.
             self.ranks.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut batches = self.take_batches(&mut pace)?;
-            self.disturbance.at(self.progress.next_sample, Moment::Batches(&mut batches));
+            self.machine.disturbance.at(self.progress.next_sample, Moment::Batches(&mut batches));
             let agreed = self.agree(&batches, stop)?;
             self.checkpoints.all_written = agreed.all_written;
             self.checkpoints.is_due |= agreed.saves;
@@ -97,7 +97,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(true)
     }
 
-    /// Takes the step of these rows, or passes over them if no rank's hold a label.
+    /// Takes the step of these rows, or passes over it if no rank has a row with a label.
     fn take_step(
         &mut self,
         batches: &[Batch],
@@ -198,8 +198,8 @@ impl<B: TrainBackend> Trainer<B> {
         let has_indexer = kinds.any(|(attention, _)| attention.as_kind().has_indexer());
         let taken = (0..self.stage.micro_batches).map(|_| {
             let mut batch = batches.next().expect("the plan has no end")?;
-            // Split into documents of one token, what no label depends on adds nothing to an indexer's loss: a query
-            // that attends only to itself has a divergence of 0.
+            // Tokens that no label depends on become documents of one token each. Such a query attends only to itself,
+            // with a divergence of 0, so it adds nothing to an indexer's loss.
             if has_indexer {
                 batch.part_padding();
             }
@@ -233,7 +233,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// The report of the last step; `None` if it was skipped, which [`TrainEvent::Skipped`] has reported.
     fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Option<StepReport> {
         let numbers = self.guard_log.last_taken(self.progress.step)?;
-        let (lr, result) = self.last_step.as_ref()?;
+        let (lr, result) = self.learner.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
         let attention = AttentionStatistics {

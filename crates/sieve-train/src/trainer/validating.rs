@@ -13,7 +13,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Validates the model. Several processes share the batches, and only rank 0 gets the report; `None` on the others.
     pub(super) fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
-        self.disturbance.at(self.progress.step, Moment::Validating);
+        self.machine.disturbance.at(self.progress.step, Moment::Validating);
         let size = self.stage.validation_size();
         let report = ValidationReport { step: self.progress.step, ..self.present_report(size)? };
         if !self.ranks.writes() {

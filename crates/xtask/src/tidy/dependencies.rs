@@ -1,5 +1,6 @@
 //! Checks external dependencies: their licences and sources, duplicate versions, and dependencies that no file uses.
-//! `cargo deny` checks the first three too; here they come from `cargo metadata`, so that it need not be installed.
+//! `cargo deny` checks licences, sources and versions too; here they come from `cargo metadata`, so that `cargo deny`
+//! need not be installed.
 use crate::workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;

@@ -1,4 +1,4 @@
-//! Where rules put what breaks them.
+//! Collects the mistakes of a recipe that its rules find.
 
 use crate::keys::{Bound, Number, Section, short_number};
 use crate::recipe::mistake::Mistake;

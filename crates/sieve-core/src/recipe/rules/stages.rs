@@ -72,7 +72,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
     if let Some(attention) = attention {
         check_stage_layers(number, stage, attention, parts.model.as_ref(), rules);
     }
-    // The stage's own kind, without its window and warm-up, which are checked here.
+    // The attention of the stage without its window and warm-up, which are checked against this attention below.
     let kind_alone = StageSection { window: None, index_warmup: None, ..stage.clone() };
     let attention = attention.map(|attention| attention.of_stage(&kind_alone));
     if let (Some(window), Some(attention)) = (stage.window, &attention) {

@@ -65,6 +65,7 @@ fn the_tokens_of_a_process_fit_fp8_gemms_in_every_stage() {
         let part = format!("[parallelism]\ncontext_parallel_degree = {degree}\n[optimizer]");
         text.replace("[optimizer]", &part)
     };
+    // A process has 5 rows, and an fp8 GEMM takes a multiple of 16 tokens: 240 and 80 fit, 120 and 40 do not.
     for (text, expected) in [
         (stages(48), None),
         (stages(24), Some("stage.2.local_batch_size: times seq_len is 120, but")),

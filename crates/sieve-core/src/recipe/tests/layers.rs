@@ -68,7 +68,7 @@ fn each_layer_may_have_a_kind_of_its_own() {
     let recipe = load(types, tables, &[]).unwrap_or_else(|error| panic!("{error}"));
     let shape = recipe.model_shape(512).expect("large enough");
     let of = |layer| shape.attention_of(layer);
-    // What a table leaves out has the default that the kind has as the model's own.
+    // A key that a table leaves out has the same default as where its kind is the model's own.
     let alone =
         load_with(MINIMAL, &["attention.kind=msa", "attention.select_block_size=8"]).expect("valid").attention.own;
     assert_eq!([of(0), of(1), of(2)], [Attention::swa(9), alone, recipe.attention.own]);

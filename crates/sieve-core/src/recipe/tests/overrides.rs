@@ -231,7 +231,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
     let short = with_attention("kind = \"dma\"\nkeep_window_size = 7\npreset = \"paper\"");
     let recipe = Recipe::load(&short, "r.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(recipe.attention.own, published);
-    // What contradicts it is refused, in the text and in an override.
+    // A key that contradicts the preset is refused, in the text and in an override.
     let both = with_attention(&format!("{SLOPED}\npreset = \"paper\""));
     refusal(
         Recipe::load(&both, "r.toml", &[]),

@@ -217,7 +217,7 @@ impl Draw {
         recipe.generation.prompts = (0..num_prompts).map(|_| self.text()).collect();
         recipe.generation.max_new_tokens = self.between(1, 1000);
         recipe.generation.interval = if num_prompts > 0 { self.between(0, 1000) } else { 0 };
-        // Half of them in two stages.
+        // Half of the recipes have two stages.
         let steps = (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
         let stage = steps.into_iter().flatten().map(|steps| StageSection {
             steps,

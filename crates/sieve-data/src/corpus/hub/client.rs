@@ -371,7 +371,7 @@ impl Client {
 /// The header by which the hub says why it refuses a request.
 const ERROR_CODE: &str = "x-error-code";
 
-/// What a code of the hub means; `None` for an unknown one, or none.
+/// What a code of the hub means; `None` for an unknown code, or without a code.
 fn refused(code: Option<&str>) -> Option<&'static str> {
     Some(match code? {
         "RepoNotFound" => "there is none of this name, or the token may not see it",

@@ -33,7 +33,7 @@ pub enum HubModelEvent<'a> {
     Fetching {
         /// Number of files.
         num_files: usize,
-        /// Their bytes, without those that an earlier call fetched.
+        /// Bytes of these files, without the bytes that an earlier call fetched.
         num_bytes: u64,
         /// Folder of the model in the cache.
         dir: &'a Path,

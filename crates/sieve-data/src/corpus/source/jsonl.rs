@@ -84,6 +84,7 @@ impl JsonLines {
 
     /// Reads the next line, or the first bytes of one that is too long. Returns the number of bytes, 0 at the end.
     fn read_line(&mut self) -> std::io::Result<u64> {
+        // The rest of a line that was too long ends with the next newline.
         while std::mem::take(&mut self.skips_rest) {
             let bytes = self.reader.fill_buf()?;
             let end = bytes.iter().position(|byte| *byte == b'\n');

@@ -119,6 +119,7 @@ impl ParquetSource {
                     format!("{num_rows} rows hold {num_values} values, but their levels say {num_found} in {len}");
                 return Err(unreadable(&self.path, &reason));
             }
+            // The next row is taken from the end.
             self.rows.reverse();
         }
         Ok(())

@@ -119,6 +119,7 @@ impl<R: BufRead> Gzip<R> {
 }
 
 impl<R: BufRead> Read for Gzip<R> {
+    /// Decompresses the members of a gzip file one after another, and skips zeros behind each member.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let Some(member) = &mut self.member else {
@@ -128,6 +129,7 @@ impl<R: BufRead> Read for Gzip<R> {
             if num_bytes > 0 || buffer.is_empty() {
                 return Ok(num_bytes);
             }
+            // The member has ended. Another one follows if a byte other than zero comes before the file's end.
             let mut file = self.member.take().expect("found above").into_inner();
             let has_more = loop {
                 let bytes = file.fill_buf()?;

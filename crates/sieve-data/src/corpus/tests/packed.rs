@@ -41,7 +41,7 @@ fn the_size_limit_holds_for_the_unpacked_text() {
     refusal(texts(config(99_999)), "over the limit of 99999");
 }
 
-// Text that compresses badly, so that damage in the middle of the file damages the middle of the text.
+/// Text that compresses badly, so that damage in the middle of the file damages the middle of the text.
 fn many_lines() -> String {
     let line = |number: u64| format!("{{\"text\": \"{:x}\"}}\n", number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     (0..20_000).map(line).collect()
@@ -199,7 +199,7 @@ fn a_file_that_is_cut_or_not_parquet_is_an_error() {
     }
 }
 
-// From its cursor and the hashes seen, a reading that stopped after any file returns the other documents.
+/// From its cursor and the hashes seen, a reading that stopped after any file returns the other documents.
 #[test]
 fn reading_resumes_from_a_cursor_with_the_same_documents() {
     let dir = tempfile::tempdir().unwrap();

@@ -103,7 +103,7 @@ fn a_corpus_with_enough_documents_is_not_cut() {
     assert!(!meta.contains("is_cut"), "{meta}");
 }
 
-// A corpus with enough documents to hold whole ones out gets the same shards as from every earlier version.
+/// A corpus with enough documents to hold whole ones out gets the same shards as from every earlier version.
 #[test]
 fn the_split_by_hash_gives_the_same_shards_as_earlier_versions() {
     let place = Place::new();

@@ -139,8 +139,8 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     assert!(!config.dir.join("train.bin").exists() && config.dir.join("train-001.bin").exists());
 }
 
-// The progress callback stops the work after each of its calls in turn, as a kill would; whatever the moment, the next
-// call reads no finished source file again, and the files equal an uninterrupted preparation's.
+/// The progress callback stops the work after each of its calls in turn, as a kill would; whatever the moment, the next
+/// call reads no finished source file again, and the files equal an uninterrupted preparation's.
 #[test]
 fn a_preparation_stopped_anywhere_resumes_and_gives_the_same_files() {
     let mixture = Mixture::new();
@@ -205,7 +205,7 @@ fn an_unfinished_preparation_that_does_not_fit_is_begun_again() {
     assert_eq!(mixture.files("other"), mixture.files("whole"));
 }
 
-// A truncated text file is an error. After its repair the preparation starts again, because the file has changed.
+/// A truncated text file is an error. After its repair the preparation starts again, because the file has changed.
 #[test]
 fn after_repair_of_a_damaged_file_the_preparation_is_whole() {
     let mixture = Mixture::new();
@@ -258,6 +258,7 @@ fn killed_in_the_first_a_middle_and_the_last_file_it_ends_the_same() {
     let mixture = Mixture::new();
     let whole = mixture.fifth("whole");
     prepare_at_pace(&[mixture.corpus("[ab]/*")], &mixture.tokenizer, &whole, &|_| {}, PACE).unwrap();
+    // The file at which each child continues, and the file in which it is killed.
     for (start, stop) in [("0", "0"), ("0", "3"), ("3", "5"), ("5", "none")] {
         let folder = mixture.dir.path();
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())

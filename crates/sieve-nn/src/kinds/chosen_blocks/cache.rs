@@ -150,7 +150,7 @@ impl<B: Backend> KindCache<B> for ChosenCache<B> {
         Some(TokenCache::Chosen { keys: &mut self.keys, pooled: &mut self.pooled, choice: self.choice })
     }
 
-    // The token, and the pooled key that ends with it, if any.
+    /// The token, and the pooled key that ends with it, if any.
     fn count_token(&mut self) {
         self.keys.count_token();
         let ended = self.choice.blocks.num_compressed_blocks(self.num_tokens());
@@ -253,11 +253,11 @@ pub(in crate::kinds) fn chosen_blocks<B: Backend>(
     let num_pooled = pooled.dims()[TOKENS];
     // Scores are f32: bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
     let (q, k) = (at_least_f32(q), at_least_f32(pooled));
-    let scores = q.reshape([batch, kv_heads, num_heads / kv_heads, d]).matmul(k.swap_dims(2, 3));
+    let products = q.reshape([batch, kv_heads, num_heads / kv_heads, d]).matmul(k.swap_dims(2, 3));
     let scores = match choice.rule {
-        ChoiceRule::MeanKey | ChoiceRule::LargestScore => scores,
-        ChoiceRule::SumOfHeads => scores.clamp_min(0.0).sum_dim(2),
-        _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
+        ChoiceRule::MeanKey | ChoiceRule::LargestScore => products,
+        ChoiceRule::SumOfHeads => products.clamp_min(0.0).sum_dim(2),
+        _ => softmax(products * spec.softmax_scale, 3).sum_dim(2),
     };
     let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
     let rows = scores.chunks_exact(num_pooled).map(|row| choose(block_scores(row, choice, own_block + 1)));

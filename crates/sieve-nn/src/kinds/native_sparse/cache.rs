@@ -81,7 +81,7 @@ impl<B: Backend> KindCache<B> for BlockCache<B> {
         Some(TokenCache::Branches { compressed, selected, window, tail, blocks: *blocks })
     }
 
-    // The token, and the compressed block that ends with it, if any.
+    /// The token, and the compressed block that ends with it, if any.
     fn count_token(&mut self) {
         let caches = [&mut self.selected, &mut self.window, &mut self.tail];
         caches.into_iter().for_each(KeyCache::count_token);

@@ -35,9 +35,9 @@ fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
         // Half of every piece stays where it is.
         assert_eq!(of_muon.gather_bytes - of_adamw.gather_bytes, (2 * 2 * orthogonalised / 2) as f64 / 2.0);
     }
-    let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
+    let unsharded = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
     // Nothing is sharded: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.
-    let [whole_sums, cut_sums] = [&muon, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
+    let [whole_sums, cut_sums] = [&unsharded, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
     assert_eq!(whole_sums.gather_bytes, 0.0);
     assert_eq!(whole_sums.sum_bytes, 2.0 * cut_sums.sum_bytes);
     let written = |stage: &str, size: usize| {
@@ -48,7 +48,7 @@ fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
     let [one, four] = [1, 4].map(|size| written("parallelism.zero_stage=0", size));
     // With ZeRO-1 each of four ranks writes a quarter of the f32 values, of 4 bytes each.
     assert_eq!((one, written("parallelism.zero_stage=1", 4)), (four, 4 * four.div_ceil(16)));
-    assert_eq!(muon.memory.host_checkpoint_bytes, muon.disk.checkpoint_bytes);
+    assert_eq!(unsharded.memory.host_checkpoint_bytes, unsharded.disk.checkpoint_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
     // Gradients in bf16 save up to two bytes a parameter, sharded ones up to four.
@@ -96,15 +96,14 @@ fn sharding_within_a_host_is_planned_beside_sharding_over_all_ranks() {
         planned_of_ranks(&recipe, size, hosts, &h200())
     };
     for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
-        let [inside, of_four] =
-            [(8, "training.global_batch_size=8"), (4, "training.global_batch_size=4")].map(|(size, rows)| {
-                let group = if size == 8 { "parallelism.shard_ranks=4" } else { stage };
-                planned(size, 1, &[stage, group, rows])
-            });
+        // Eight ranks in two groups of four take as much memory as four ranks: a rank has a row in both.
+        let inside = planned(8, 1, &[stage, "training.global_batch_size=8", "parallelism.shard_ranks=4"]);
+        let of_four = planned(4, 1, &[stage, "training.global_batch_size=4"]);
         assert_eq!(inside.memory.total_bytes, of_four.memory.total_bytes, "{stage}");
         assert_eq!(inside.memory.host_checkpoint_bytes, of_four.memory.host_checkpoint_bytes, "{stage}");
     }
-    // Two hosts of four: every stage over all ranks (0) and inside a host (4), each with f32 and with bf16 gradients.
+    // Two hosts of four: every stage over all ranks (0) and inside a host (4). Each stands twice: with gradients in f32
+    // and in bf16.
     let two_hosts = planned(8, 2, &[]);
     let ways = two_hosts.zero_stages.iter().map(|way| (way.shard_ranks, way.zero_stage));
     let expected = [(0, 1), (0, 1), (0, 2), (0, 2), (0, 3), (0, 3), (4, 1), (4, 1), (4, 2), (4, 2), (4, 3), (4, 3)];
@@ -193,8 +192,8 @@ fn kinds_that_exchange_heads_divide_activations_among_ranks() {
     }
 }
 
-// notes/experiments.md, "Moved from docs/scale.md": peak of the tensors on one and two H200s, 8.2B parameters, rows of
-// 2048, full recomputation.
+/// notes/experiments.md, "Moved from docs/scale.md": peak of the tensors on one and two H200s, 8.2B parameters, rows of
+/// 2048, full recomputation.
 #[test]
 fn memory_of_an_8b_model_is_within_a_hundredth_of_the_measured() {
     let eight = "model.hidden_size=4096 model.intermediate_size=12288 model.num_hidden_layers=36 \

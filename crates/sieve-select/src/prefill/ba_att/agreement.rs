@@ -71,13 +71,13 @@ impl BaAttConfig {
             }
             let reach_q = Reach::of(tiles.rows(i).map(query), &q.mean[i * d..][..d]);
             let means_of_tile = &means[i * num_key_tiles..][..competing];
-            let (error, mass) = errors_and_mass(tiles, i, means_of_tile, |slot| {
-                let (q, position) = (query(slot), call.shape.context() + orders.query_row(head, slot));
-                let logits =
-                    (0..key_order.len()).map(|slot| match !self.causal || key_order[slot] as usize <= position {
-                        true => dot(q, key(slot)) * scale,
-                        false => f32::NEG_INFINITY,
-                    });
+            let (error, mass) = errors_and_mass(tiles, i, means_of_tile, |query_slot| {
+                let (q, position) = (query(query_slot), call.shape.context() + orders.query_row(head, query_slot));
+                let is_seen = |key_slot: usize| !self.causal || key_order[key_slot] as usize <= position;
+                let logits = (0..key_order.len()).map(|key_slot| match is_seen(key_slot) {
+                    true => dot(q, key(key_slot)) * scale,
+                    false => f32::NEG_INFINITY,
+                });
                 logits.collect()
             });
             let mut estimate = estimates[i * num_key_tiles..][..competing].to_vec();
