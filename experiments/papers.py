@@ -140,7 +140,7 @@ def figure2():
     learned = "" if any(one[answered] for one in rows) else "; it learned neither task"
     return [claim, condition, said, judged([one[column] >= least for one in rows for column, least in (
         (answered, 90), (far, 10))]),
-            "2.5M parameters, texts of 512 tokens, 4000 steps, one seed" + learned, "`figure2`"]
+            f"2.5M parameters, texts of 512 tokens, {rows[0]['steps']} steps, one seed{learned}", "`figure2`"]
 
 
 def dma():

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs/papers.md"
 PARTS = ("trim", "topk", "permute", "far", "million", "more")
 SELECTORS = {"method": "{}", "tokens": "{}", "heads": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}",
              "selection, ms": "{:.2f}", "pairs, %": "{:.2f}", "mass, %": "{:.1f}"}
-FIGURE = {"form": "{}", "task": "{}", "answered, % at 512": "{:.0f}", "at 1024": "{:.0f}",
+FIGURE = {"form": "{}", "task": "{}", "steps": "{:,}", "answered, % at 512": "{:.0f}", "at 1024": "{:.0f}",
           "keys outside a window of as many, % in the layer with most": "{:.1f}"}
 
 
@@ -50,24 +50,26 @@ def selectors(folder):
 
 
 def figure2(folder):
-    """The rows of figure2.sh: what is answered, and which keys are read by the layer that reads most far ones."""
+    """The rows of figure2.sh: what is answered, and which keys are read by the layer that reads most far ones; dense
+    attention chooses none."""
     rows, lacks = [], []
-    for kind, form in (("paper", "as published"), ("slope", "with the slope")):
+    for kind, form in (("paper", "as published"), ("slope", "with the slope"), ("dense", "dense")):
         path = folder / f"{kind}-ruler.json"
         if not path.is_file():
             lacks.append(kind)
             continue
-        tasks = json.loads(path.read_text(encoding="utf-8"))["methods"][0]["tasks"]
-        for task in tasks:
+        scores = json.loads(path.read_text(encoding="utf-8"))
+        for task in scores["methods"][0]["tasks"]:
             attention = folder / f"{kind}-{task['task']}.json"
             if not attention.is_file():
                 lacks.append(attention.name)
                 continue
             layers = json.loads(attention.read_text(encoding="utf-8"))["layers"]
             score = {one["length"]: 100 * one["score"] for one in task["lengths"]}
-            rows.append({"table": "figure2", "form": form, "task": task["task"],
+            far = [100 * (1 - layer["chosen"]["in_window"]) for layer in layers if layer["chosen"]]
+            rows.append({"table": "figure2", "form": form, "task": task["task"], "steps": scores["step"],
                          "answered, % at 512": rounded(score[512]), "at 1024": rounded(score[1024]),
-                         list(FIGURE)[-1]: rounded(100 * max(1 - layer["chosen"]["in_window"] for layer in layers))})
+                         list(FIGURE)[-1]: rounded(max(far)) if far else "-"})
     return "figure2", rows, FIGURE, None, lacks, "experiments/figure2.sh SIEVE OUT"
 
 
