@@ -517,8 +517,15 @@ def main():
             print(f"{line[3].strip('*'):14}  {paper}, {line[0]}  [{', '.join(rows_of(line)) or '-'}]")
 
 
-TABLES = {"papers": verdicts, "papers_dma": dma, "papers_bfla": bfla, "papers_momo": momo, "papers_pbs": pbs,
-          "papers_ba_att": ba_att, "papers_commands": commands}
+def shown(of_paper):
+    """The table of a paper without its last column: names of rows are long, and `main` prints them."""
+    head, lines = of_paper()
+    return head[:-1], [line[:-1] for line in lines]
+
+
+TABLES = {"papers": verdicts, "papers_commands": commands} | {
+    f"papers_{name.lower().removesuffix('-attn').replace('-', '_')}": functools.partial(shown, of_paper)
+    for name, of_paper in PAPERS.items()}
 
 if __name__ == "__main__":
     main()

@@ -278,16 +278,30 @@ def smollm2_imported():
     return ["", *found[0][1]], [[name, *row.values()] for name, row in found]
 
 
-@table("smollm2_trained")
-def smollm2_trained():
-    lines = []
+def smollm2_of_seeds():
+    """Of each form the runs of its seeds, and their numbers by column, a cell for all seeds."""
     for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows"):
         seeds = runs("smollm2", phase="trained", kind=kind)
         cells = [of_smollm2(row) for row in seeds]
-        lines.append([SMOLLM2[kind], rate(seeds[0]["rate"]), str(seeds[0]["steps"]),
-                      *(", ".join(row[key] for row in cells) for key in cells[0]),
-                      f"{round(statistics.median(row['tokens_per_second'] for row in seeds), -2):,.0f}"])
-    return ["", "rate", "steps", *cells[0], "tokens/s"], lines
+        yield SMOLLM2[kind], seeds, {key: ", ".join(row[key] for row in cells) for key in cells[0]}
+
+
+LOSSES = 4  # of_smollm2's columns before needles and tasks
+
+
+@table("smollm2_trained")
+def smollm2_trained():
+    lines = []
+    for name, seeds, cells in smollm2_of_seeds():
+        speed = round(statistics.median(row["tokens_per_second"] for row in seeds), -2)
+        lines.append([name, rate(seeds[0]["rate"]), str(seeds[0]["steps"]), f"{speed:,.0f}", *[*cells.values()][:LOSSES]])
+    return ["", "rate", "steps", "tokens/s", *[*cells][:LOSSES]], lines
+
+
+@table("smollm2_trained_tasks")
+def smollm2_trained_tasks():
+    lines = [[name, *[*cells.values()][LOSSES:]] for name, _, cells in smollm2_of_seeds()]
+    return ["", *[*of_smollm2(runs("smollm2", phase="trained")[0])][LOSSES:]], lines
 
 
 @table("smollm2_rates")
