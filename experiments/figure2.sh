@@ -2,7 +2,7 @@
 # Figure 2 of arXiv:2508.02124: which keys copying, selecting and inducing need. Trains DMA on the three tasks, asks for
 # their scores, and draws the weights of every head on one unseen sample of each, with the share of pairs that it reads.
 #
-#   experiments/figure2.sh SIEVE OUT           at most 170 s on one H200, of which LIMIT (120) for training
+#   experiments/figure2.sh SIEVE OUT           at most 200 s on one H100, of which LIMIT (150) for training
 #   DEVICE=cpu TEXTS=300 STEPS=6 SAMPLES=1 experiments/figure2.sh SIEVE OUT     tries it on two cores, in a minute
 #   python3 experiments/papers_rows.py OUT     then: the rows behind docs/papers.md
 #
@@ -13,7 +13,7 @@
 # call makes what is missing.
 set -euo pipefail
 [ $# -eq 2 ] || { echo "usage: $0 SIEVE OUT"; exit 1; }
-sieve="$(realpath "$1")" device="${DEVICE:-cuda}" texts="${TEXTS:-80000}" steps="${STEPS:-8000}" limit="${LIMIT:-120}"
+sieve="$(realpath "$1")" device="${DEVICE:-cuda}" texts="${TEXTS:-80000}" steps="${STEPS:-8000}" limit="${LIMIT:-150}"
 mkdir -p "$2" && out="$(realpath "$2")"
 cd "$(dirname "$0")/.."
 tasks="copy select induce" tokenizer="$PWD/checkpoints/tiny/tokenizer.json"
@@ -35,7 +35,7 @@ kind() {
     dense) form=(--set attention.kind=mha) ;;
   esac
   [ ! -d "$run" ] || resume=(--resume)
-  timeout --signal=TERM "$limit" "$sieve" train --recipe quickstart.toml --out "$run" --device "$device" "${form[@]}" \
+  timeout --foreground --signal=TERM "$limit" "$sieve" train --recipe quickstart.toml --out "$run" --device "$device" "${form[@]}" \
     "${resume[@]}" --set "data.paths=[\"$out/train-?.jsonl\"]" --set data.format=jsonl \
     --set 'data.prompt_column="prompt"' --set 'data.text_column="answer"' \
     --set data.max_bytes=1_000_000_000 --set "data.cache_dir=\"$out/tokens\"" \

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs/papers.md"
 PARTS = ("trim", "topk", "permute", "far", "million", "more")
 SELECTORS = {"method": "{}", "tokens": "{}", "heads": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}",
              "selection, ms": "{:.2f}", "pairs, %": "{:.2f}", "mass, %": "{:.1f}"}
-FIGURE = {"form": "{}", "task": "{}", "steps": "{:,}", "answered, % at 512": "{:.0f}", "at 1024": "{:.0f}",
+FIGURE = {"form": "{}", "task": "{}", "loss of": "{}", "steps": "{:,}", "answered, % at 512": "{:.0f}", "at 1024": "{:.0f}",
           "keys outside a window of as many, % in the layer with most": "{:.1f}"}
 
 
@@ -67,8 +67,8 @@ def figure2(folder):
             layers = json.loads(attention.read_text(encoding="utf-8"))["layers"]
             score = {one["length"]: 100 * one["score"] for one in task["lengths"]}
             far = [100 * (1 - layer["chosen"]["in_window"]) for layer in layers if layer["chosen"]]
-            rows.append({"table": "figure2", "form": form, "task": task["task"], "steps": scores["step"],
-                         "answered, % at 512": rounded(score[512]), "at 1024": rounded(score[1024]),
+            rows.append({"table": "figure2", "form": form, "task": task["task"], "loss of": "answers",
+                         "steps": scores["step"], "answered, % at 512": rounded(score[512]), "at 1024": rounded(score[1024]),
                          list(FIGURE)[-1]: rounded(max(far)) if far else "-"})
     return "figure2", rows, FIGURE, None, lacks, "experiments/figure2.sh SIEVE OUT"
 

@@ -177,7 +177,7 @@ class Tables(unittest.TestCase):
             name, rows, columns, _, lacks, _ = papers_rows.figure2(out)
         self.assertEqual(lacks, ["slope"])
         self.assertEqual([list(row.values())[1:] for row in rows if row["form"] == "dense"],
-                         [["dense", "copy", 700, 95.0, 95.0, "-"], ["dense", "select", 700, 40.0, 40.0, "-"]])
+                         [["dense", "copy", "answers", 700, 95.0, 95.0, "-"], ["dense", "select", "answers", 700, 40.0, 40.0, "-"]])
         with unittest.mock.patch.object(papers, "noted", lambda: {name: ({"columns": columns}, rows)}):
             claim = papers.figure2()
         self.assertEqual(claim[2:4], ["copy: 95 % answered, 50 % of the keys; select: 40 % answered, 5 % of the keys",
