@@ -35,8 +35,8 @@ kind() {
     dense) form=(--set attention.kind=mha) ;;
   esac
   [ ! -d "$run" ] || resume=(--resume)
-  timeout --foreground --signal=TERM "$limit" "$sieve" train --recipe quickstart.toml --out "$run" --device "$device" "${form[@]}" \
-    "${resume[@]}" --set "data.paths=[\"$out/train-?.jsonl\"]" --set data.format=jsonl \
+  timeout --foreground --signal=TERM "$limit" "$sieve" train --recipe quickstart.toml --out "$run" \
+    --device "$device" "${form[@]}" "${resume[@]}" --set "data.paths=[\"$out/train-?.jsonl\"]" --set data.format=jsonl \
     --set 'data.prompt_column="prompt"' --set 'data.text_column="answer"' \
     --set data.max_bytes=1_000_000_000 --set "data.cache_dir=\"$out/tokens\"" \
     --set "tokenizer.path=\"$tokenizer\"" --set training.seq_len=1024 --set model.max_position_embeddings=1024 \

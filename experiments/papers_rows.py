@@ -67,7 +67,8 @@ def figure2(folder):
             score = {one["length"]: 100 * one["score"] for one in task["lengths"]}
             far = [100 * (1 - layer["chosen"]["in_window"]) for layer in layers if layer["chosen"]]
             rows.append({"table": "figure2", "form": form, "task": task["task"], "loss of": "answers",
-                         "steps": scores["step"], "answered, % at 512": rounded(score[512]), "at 1024": rounded(score[1024]),
+                         "steps": scores["step"], "answered, % at 512": rounded(score[512]),
+                         "at 1024": rounded(score[1024]),
                          list(FIGURE)[-1]: rounded(max(far)) if far else "-"})
     return "figure2", rows, FIGURE, None, lacks, "experiments/figure2.sh SIEVE OUT"
 
