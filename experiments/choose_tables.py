@@ -201,7 +201,7 @@ def which(links=None):
         ["about 8192 tokens", "`dma`, one layer in four dense, as the `dma_*` recipes have it",
          f"learns faster than dense, at {over_dense} times its tokens a second"],
         ["32,768 tokens and more", "`dma`, or a window with DMA's slope, in all layers",
-         f"DMA's attention is {dma_over_cudnn():.0f} times as fast as cuDNN's dense attention"],
+         f"DMA's attention is {dma_over_cudnn():.1f} times as fast as cuDNN's dense attention"],
         ["exact recall of pairs", "`msa`", "learns MQAR's hard form with each of three seeds"],
         ["decoding with a small cache", "`mla`, `swa`, or `dma` in all layers",
          "the cache is narrow, or does not grow"],

@@ -2,16 +2,18 @@
 # Figure 2 of arXiv:2508.02124: which keys copying, selecting and inducing need. Trains DMA on the three tasks, asks for
 # their scores, and draws the weights of every head on one unseen sample of each, with the share of pairs that it reads.
 #
-#   experiments/figure2.sh SIEVE OUT           at most 150 s on one H200, of which LIMIT (105) for training
+#   experiments/figure2.sh SIEVE OUT           at most 200 s on one H100, of which LIMIT (150) for training
 #   DEVICE=cpu TEXTS=300 STEPS=6 SAMPLES=1 experiments/figure2.sh SIEVE OUT     tries it on two cores, in a minute
 #   python3 experiments/papers_rows.py OUT     then: the rows behind docs/papers.md
 #
-# A text has 512 to 1023 tokens of checkpoints/tiny's tokenizer; a query keeps 128 keys. `paper` is the published form,
-# `slope` this project's; both train side by side. Training that LIMIT ends writes its checkpoint, undecayed, and is
-# scored as it is. OUT/KIND-ruler.json and OUT/KIND-TASK.{json,svg} are results; a second call makes what is missing.
+# A text has 512 to 1023 tokens of checkpoints/tiny's tokenizer; a query keeps 128 keys. The loss is of the answers
+# alone, a small part of a text. `paper` is the published form, `slope` this project's; `dense` shows what the same
+# steps teach without a choice of keys. They train side by side; KINDS names some. Training that LIMIT ends writes its
+# checkpoint, undecayed, and is scored as it is. OUT/KIND-ruler.json and OUT/KIND-TASK.{json,svg} are results; a second
+# call makes what is missing.
 set -euo pipefail
 [ $# -eq 2 ] || { echo "usage: $0 SIEVE OUT"; exit 1; }
-sieve="$(realpath "$1")" device="${DEVICE:-cuda}" texts="${TEXTS:-40000}" steps="${STEPS:-4000}" limit="${LIMIT:-105}"
+sieve="$(realpath "$1")" device="${DEVICE:-cuda}" texts="${TEXTS:-80000}" steps="${STEPS:-8000}" limit="${LIMIT:-150}"
 mkdir -p "$2" && out="$(realpath "$2")"
 cd "$(dirname "$0")/.."
 tasks="copy select induce" tokenizer="$PWD/checkpoints/tiny/tokenizer.json"
@@ -28,10 +30,14 @@ generate() {
 }
 kind() {
   local kind="$1" run="$out/$1" form=(--set attention.keep_window_size=128) resume=()
-  [ "$kind" = slope ] || form+=(--set attention.preset=paper)
+  case "$kind" in
+    paper) form+=(--set attention.preset=paper) ;;
+    dense) form=(--set attention.kind=mha) ;;
+  esac
   [ ! -d "$run" ] || resume=(--resume)
-  timeout --signal=TERM "$limit" "$sieve" train --recipe quickstart.toml --out "$run" --device "$device" "${form[@]}" \
-    "${resume[@]}" --set "data.paths=[\"$out/train-?.jsonl\"]" --set data.format=jsonl \
+  timeout --foreground --signal=TERM "$limit" "$sieve" train --recipe quickstart.toml --out "$run" \
+    --device "$device" "${form[@]}" "${resume[@]}" --set "data.paths=[\"$out/train-?.jsonl\"]" --set data.format=jsonl \
+    --set 'data.prompt_column="prompt"' --set 'data.text_column="answer"' \
     --set data.max_bytes=1_000_000_000 --set "data.cache_dir=\"$out/tokens\"" \
     --set "tokenizer.path=\"$tokenizer\"" --set training.seq_len=1024 --set model.max_position_embeddings=1024 \
     --set training.local_batch_size=16 --set "training.steps=$steps" --set optimizer.lr=2e-3 \
@@ -45,16 +51,16 @@ kind() {
   done
   echo "$kind: done after $SECONDS s"
 }
-# Eight files side by side: one would take a minute.
+# Eight files side by side: one would take two minutes.
 for part in 1 2 3 4 5 6 7 8; do
   generate "$out/train-$part.jsonl" --tasks "${tasks// /,}" --samples $((texts / 8)) --seed "$part" &
 done
 wait
 for task in $tasks; do generate "$out/$task.jsonl" --tasks "$task" --samples 1 --seed 77; done
-kind paper &
-paper=$!
-kind slope &
-slope=$! failed=0
-wait "$paper" || failed=1
-wait "$slope" || failed=1
+failed=0 trained=()
+for one in ${KINDS:-paper slope dense}; do
+  kind "$one" &
+  trained+=($!)
+done
+for one in "${trained[@]}"; do wait "$one" || failed=1; done
 exit "$failed"

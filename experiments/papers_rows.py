@@ -17,10 +17,10 @@ from run_tables import ROOT, ROWS
 FILE = ROWS / "papers.jsonl"
 PAGE = ROOT / "docs/papers.md"
 PARTS = ("trim", "topk", "permute", "far", "million", "more")
-SELECTORS = {"method": "{}", "tokens": "{}", "heads": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}",
-             "selection, ms": "{:.2f}", "pairs, %": "{:.2f}", "mass, %": "{:.1f}"}
-FIGURE = {"form": "{}", "task": "{}", "answered, % at 512": "{:.0f}", "at 1024": "{:.0f}",
-          "keys outside a window of as many, % in the layer with most": "{:.1f}"}
+SELECTORS = {"method": "{}", "tokens": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}", "selection, ms": "{:.2f}",
+             "pairs, %": "{:.2f}", "mass, %": "{:.1f}"}
+FIGURE = {"form": "{}", "task": "{}", "loss of": "{}", "steps": "{:,}", "answered, % at 512": "{:.0f}",
+          "at 1024": "{:.0f}", "keys outside a window of as many, % in the layer with most": "{:.1f}"}
 
 
 def rounded(value, digits=4):
@@ -42,32 +42,34 @@ def selectors(folder):
                 continue
             rows.setdefault((one["method"], one["tokens"]), {
                 "table": "selectors_alone", "method": f"`{one['method']}`", "tokens": f"{one['tokens']:,}",
-                "heads": str(one["heads"]), "dense, ms": rounded(one["dense_ms"]),
-                "whole, ms": rounded(one["whole_ms"]), "selection, ms": rounded(one["selection_ms"] or 0.0),
-                "pairs, %": rounded(100 * one["density"]),
+                "dense, ms": rounded(one["dense_ms"]), "whole, ms": rounded(one["whole_ms"]),
+                "selection, ms": rounded(one["selection_ms"] or 0.0), "pairs, %": rounded(100 * one["density"]),
                 "mass, %": rounded(100 * one["mass"], 2)})
     return "selectors_alone", list(rows.values()), SELECTORS, card, lacks, "experiments/papers_gpu.sh SIEVE OUT"
 
 
 def figure2(folder):
-    """The rows of figure2.sh: what is answered, and which keys are read by the layer that reads most far ones."""
+    """The rows of figure2.sh: what is answered, and which keys are read by the layer that reads most far ones; dense
+    attention chooses none."""
     rows, lacks = [], []
-    for kind, form in (("paper", "as published"), ("slope", "with the slope")):
+    for kind, form in (("paper", "as published"), ("slope", "with the slope"), ("dense", "dense")):
         path = folder / f"{kind}-ruler.json"
         if not path.is_file():
             lacks.append(kind)
             continue
-        tasks = json.loads(path.read_text(encoding="utf-8"))["methods"][0]["tasks"]
-        for task in tasks:
+        scores = json.loads(path.read_text(encoding="utf-8"))
+        for task in scores["methods"][0]["tasks"]:
             attention = folder / f"{kind}-{task['task']}.json"
             if not attention.is_file():
                 lacks.append(attention.name)
                 continue
             layers = json.loads(attention.read_text(encoding="utf-8"))["layers"]
             score = {one["length"]: 100 * one["score"] for one in task["lengths"]}
-            rows.append({"table": "figure2", "form": form, "task": task["task"],
-                         "answered, % at 512": rounded(score[512]), "at 1024": rounded(score[1024]),
-                         list(FIGURE)[-1]: rounded(100 * max(1 - layer["chosen"]["in_window"] for layer in layers))})
+            far = [100 * (1 - layer["chosen"]["in_window"]) for layer in layers if layer["chosen"]]
+            rows.append({"table": "figure2", "form": form, "task": task["task"], "loss of": "answers",
+                         "steps": scores["step"], "answered, % at 512": rounded(score[512]),
+                         "at 1024": rounded(score[1024]),
+                         list(FIGURE)[-1]: rounded(max(far)) if far else "-"})
     return "figure2", rows, FIGURE, None, lacks, "experiments/figure2.sh SIEVE OUT"
 
 

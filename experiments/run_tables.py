@@ -280,30 +280,40 @@ def smollm2_imported():
     return ["", *found[0][1]], [[name, *row.values()] for name, row in found]
 
 
+TRAINED_FORMS = ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows")
+LOSSES = 4  # of_smollm2's columns before needles and tasks
+
+
 def smollm2_of_seeds(kinds):
-    lines = []
+    """Of each form the runs of its seeds, and their numbers by column, a cell for all seeds."""
     for kind in kinds:
         seeds = runs("smollm2", phase="trained", kind=kind)
         cells = [of_smollm2(row) for row in seeds]
-        lines.append([kind, rate(seeds[0]["rate"]), str(seeds[0]["steps"]),
-                      *(", ".join(row[key] for row in cells) for key in cells[0]),
-                      f"{round(statistics.median(row['tokens_per_second'] for row in seeds), -2):,.0f}"])
-    return ["", "rate", "steps", *cells[0], "tokens/s"], lines
+        yield kind, seeds, {key: ", ".join(row[key] for row in cells) for key in cells[0]}
 
 
-@table("smollm2_trained")
-def smollm2_trained():
-    return smollm2_of_seeds(("dense", "DMA, one layer in four dense", "MSA, three layers in four windows"))
+def smollm2_losses(kinds):
+    lines = []
+    for name, seeds, cells in smollm2_of_seeds(kinds):
+        speed = round(statistics.median(row["tokens_per_second"] for row in seeds), -2)
+        lines.append([name, rate(seeds[0]["rate"]), str(seeds[0]["steps"]), f"{speed:,.0f}", *[*cells.values()][:LOSSES]])
+    return ["", "rate", "steps", "tokens/s", *[*cells][:LOSSES]], lines
 
 
-@table("smollm2_sinks")
-def smollm2_sinks():
-    return smollm2_of_seeds(SINKS)
+def smollm2_tasks(kinds):
+    lines = [[name, *[*cells.values()][LOSSES:]] for name, _, cells in smollm2_of_seeds(kinds)]
+    return ["", *[*of_smollm2(runs("smollm2", phase="trained")[0])][LOSSES:]], lines
+
+
+TABLES["smollm2_trained"] = lambda: smollm2_losses(TRAINED_FORMS)
+TABLES["smollm2_trained_tasks"] = lambda: smollm2_tasks(TRAINED_FORMS)
+TABLES["smollm2_sinks"] = lambda: smollm2_losses(SINKS)
+TABLES["smollm2_sinks_tasks"] = lambda: smollm2_tasks(SINKS)
 
 
 @table("smollm2_rates")
 def smollm2_rates():
     rates = sorted({row["rate"] for row in runs("smollm2", phase="rate")})
     lines = [[kind, *(fixed(runs("smollm2", phase="rate", kind=kind, rate=value)[0]["loss"], 3) for value in rates)]
-             for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows", *SINKS)]
+             for kind in (*TRAINED_FORMS, *SINKS)]
     return ["loss after 60 steps at", *map(rate, rates)], lines

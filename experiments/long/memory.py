@@ -2,6 +2,7 @@
 
     python3 experiments/long/memory.py plan target/release/sieve > experiments/long/memory.jsonl
     python3 experiments/long/memory.py measure SIEVE TEXT.jsonl OUT >> experiments/long/memory.jsonl   150 s on one GPU
+    python3 experiments/long/memory.py measure SIEVE TEXT.jsonl OUT cuda:0 msa …     these kinds alone
     python3 experiments/long/memory.py draw docs/long_memory.svg
 
 The models are those of the recipes of 80M, a row a step, on one H200; nothing is recomputed. `plan` asks `sieve plan`.
@@ -46,9 +47,9 @@ def plan(sieve):
 
 
 def two_steps(kind):
-    """The keys for a run of two steps: one of each stage where the recipe has stages (at most two)."""
+    """The keys for a run of two steps: one of each stage where the recipe has stages (two of them)."""
     stages = (ROOT / f"recipes/{kind}_80m.toml").read_text(encoding="utf-8").count("\n[[stage]]")
-    return [f"stage.{1 + stage}.steps=1" for stage in range(stages)] or ["training.steps=2"]
+    return ["training.steps=2", *(f"stage.{1 + stage}.steps=1" for stage in range(stages))]
 
 
 def measure(sieve, text, out, device="cuda:0", kinds=KINDS, lengths=MEASURED, more=()):
@@ -117,8 +118,10 @@ def main():
     match sys.argv[1:]:
         case ["plan", sieve]:
             rows = plan(sieve)
-        case ["measure", sieve, text, out, *device]:
-            rows = measure(sieve, text, out, *device)
+        case ["measure", sieve, text, out, device, *kinds] if set(kinds) <= set(KINDS):
+            rows = measure(sieve, text, out, device, kinds or KINDS)
+        case ["measure", sieve, text, out]:
+            rows = measure(sieve, text, out)
         case ["draw", path]:
             return draw(path)
         case _:

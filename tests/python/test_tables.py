@@ -84,8 +84,8 @@ class Tables(unittest.TestCase):
         self.assertEqual(tables.rate_of(row | {"ours": 1}, None), f"{4 * 128 * 32 * 8192 ** 2 / 2 / 1e9:.0f}")
 
     def test_a_claim_of_a_paper_names_rows_and_scripts_that_are_there(self):
-        for name, of_paper in papers.TABLES.items():
-            for line in of_paper()[1] if name not in ("papers", "papers_commands") else []:
+        for of_paper in papers.PAPERS.values():
+            for line in of_paper()[1]:
                 *_, verdict, why, _ = line
                 named = papers.rows_of(line)
                 self.assertLessEqual(set(named), {*tables.COMPUTED, *tables.noted()}, line)
@@ -170,13 +170,19 @@ class Tables(unittest.TestCase):
                 tasks.append({"task": task, "lengths": [{"length": n, "score": score} for n in (512, 1024)]})
                 layers = [{"chosen": {"in_window": share}} for share in (inside, 1.0)]
                 (out / f"paper-{task}.json").write_text(json.dumps({"layers": layers}), encoding="utf-8")
-            (out / "paper-ruler.json").write_text(json.dumps({"methods": [{"tasks": tasks}]}), encoding="utf-8")
+                (out / f"dense-{task}.json").write_text(json.dumps({"layers": [{"chosen": None}]}), encoding="utf-8")
+            for kind in ("paper", "dense"):
+                (out / f"{kind}-ruler.json").write_text(json.dumps({"step": 700, "methods": [{"tasks": tasks}]}),
+                                                        encoding="utf-8")
             name, rows, columns, _, lacks, _ = papers_rows.figure2(out)
         self.assertEqual(lacks, ["slope"])
+        self.assertEqual([list(row.values())[1:] for row in rows if row["form"] == "dense"],
+                         [["dense", "copy", "answers", 700, 95.0, 95.0, "-"], ["dense", "select", "answers", 700, 40.0, 40.0, "-"]])
         with unittest.mock.patch.object(papers, "noted", lambda: {name: ({"columns": columns}, rows)}):
             claim = papers.figure2()
         self.assertEqual(claim[2:4], ["copy: 95 % answered, 50 % of the keys; select: 40 % answered, 5 % of the keys",
                                       "**partly**"])
+        self.assertIn("700 steps", claim[4])
 
     def test_the_race_page_is_what_its_rows_give(self):
         for path, text in race_table.files(race_table.stored()).items():

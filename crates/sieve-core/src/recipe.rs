@@ -56,7 +56,9 @@ pub use sections::{
     TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
-pub use template::{EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_text, tokens_of_text};
+pub use template::{
+    EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_text, tokens_of_text, vocab_size_for_text,
+};
 
 pub(crate) use rules::Rules;
 pub(crate) use sections::SHARED_LAYER;

@@ -1,10 +1,44 @@
-//! SIGINT, SIGTERM and SIGHUP: the first signal asks a run to stop after its step, the second ends the process at once.
+//! SIGINT, SIGTERM and SIGHUP: the first signal asks a run to stop after its step, another one a second later or more ends
+//! the process at once.
 use crate::environment::LAUNCHED;
 use crate::exit::Exit;
 use crate::terminal;
 use anyhow::{Context, Result};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// Signals within this time of the first are the first again: `timeout` sends one to the process and one to its group, and
+/// a launcher that dies forwards one and closes its pipe.
+const ONE_REQUEST: Duration = Duration::from_secs(1);
+
+/// What a signal asks for.
+pub(crate) enum Asked {
+    Stop,
+    /// The same once more: nothing is to be done.
+    Same,
+    QuitAtOnce,
+}
+
+/// The signals that came.
+#[derive(Clone, Default)]
+pub(crate) struct Signals(Arc<OnceLock<Instant>>);
+
+impl Signals {
+    /// What a signal that comes now asks for.
+    pub(crate) fn count(&self) -> Asked {
+        let mut is_first = false;
+        let first = self.0.get_or_init(|| {
+            is_first = true;
+            Instant::now()
+        });
+        match first.elapsed() {
+            _ if is_first => Asked::Stop,
+            since if since < ONE_REQUEST => Asked::Same,
+            _ => Asked::QuitAtOnce,
+        }
+    }
+}
 
 /// Flags that the signal handler sets and reads.
 pub(crate) struct Interrupt {
@@ -17,7 +51,7 @@ impl Interrupt {
     /// Installs the signal handler. With `prints`, as on one rank of a run, it prints what happens next.
     pub(crate) fn install(prints: bool) -> Result<Self> {
         let this = Self { stop: Arc::new(AtomicBool::new(false)), has_state: Arc::new(AtomicBool::new(false)) };
-        let (stop, has_state) = (this.stop.clone(), this.has_state.clone());
+        let (stop, has_state, signals) = (this.stop.clone(), this.has_state.clone(), Signals::default());
         let ask = move || {
             if !has_state.load(Ordering::Relaxed) {
                 if prints {
@@ -25,8 +59,10 @@ impl Interrupt {
                 }
                 Exit::Interrupted.now();
             }
-            if stop.swap(true, Ordering::Relaxed) {
-                Exit::Interrupted.now();
+            match signals.count() {
+                Asked::Stop => stop.store(true, Ordering::Relaxed),
+                Asked::Same => return,
+                Asked::QuitAtOnce => Exit::Interrupted.now(),
             }
             if prints {
                 terminal::line("stopping after this step and writing a checkpoint; once more to quit at once");

@@ -1,7 +1,7 @@
 //! `sieve launch`: starts several processes on this host that train one model, possibly together with other hosts.
 use crate::environment::{LAUNCHED, variable};
 use crate::exit::Exit;
-use crate::interrupt::respect_nohup;
+use crate::interrupt::{Asked, Signals, respect_nohup};
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -177,9 +177,10 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     respect_nohup();
     // Number of signals that asked the job to stop.
     let asked = Arc::new(AtomicUsize::new(0));
-    let signals = asked.clone();
-    ctrlc::set_handler(move || {
-        signals.fetch_add(1, Ordering::Relaxed);
+    let (forwarded, signals) = (asked.clone(), Signals::default());
+    ctrlc::set_handler(move || match signals.count() {
+        Asked::Same => {}
+        Asked::Stop | Asked::QuitAtOnce => _ = forwarded.fetch_add(1, Ordering::Relaxed),
     })
     .context("installing the signal handler")?;
     let mut command = args.command.clone();

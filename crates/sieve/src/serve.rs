@@ -1,5 +1,6 @@
 //! `sieve serve`: an OpenAI-compatible server for a trained model.
 use crate::device::Place;
+use crate::interrupt::{Asked, Signals};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::out_of_memory::inference_plan;
 use crate::{hub, loaded, selector, terminal};
@@ -14,7 +15,6 @@ use sieve_serve::{Engine, Settings, Stop};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The variable that holds the key where `--api-key` is absent: other users can read a command line.
 const API_KEY: &str = "SIEVE_API_KEY";
@@ -195,15 +195,16 @@ fn run_on<B: DeviceBackend>(
     Ok(())
 }
 
-/// The first signal lets open requests end, the second ends the process.
+/// The first signal lets open requests end, a later one ends the process.
 fn stop_at_signals(stop: &Stop) -> Result<()> {
-    let (stop, has_asked) = (stop.clone(), AtomicBool::new(false));
-    let ask = move || {
-        if has_asked.swap(true, Ordering::Relaxed) {
-            crate::exit::Exit::Interrupted.now();
+    let (stop, signals) = (stop.clone(), Signals::default());
+    let ask = move || match signals.count() {
+        Asked::Stop => {
+            terminal::line("stopping when the open requests are answered; once more to quit at once");
+            stop.ask();
         }
-        terminal::line("stopping when the open requests are answered; once more to quit at once");
-        stop.ask();
+        Asked::Same => {}
+        Asked::QuitAtOnce => crate::exit::Exit::Interrupted.now(),
     };
     ctrlc::set_handler(ask).context("installing the signal handler")
 }

@@ -152,8 +152,8 @@ pub(crate) fn remark_on_missing(key: &str, paths: &[String]) {
     for path in paths {
         let expanded = sieve_core::paths::expand(path, &variable);
         let corpus = expanded.map(|path| Corpus::open(config(vec![path], None, "text")));
-        if let Ok(Err(DataError::NoFiles { .. })) = corpus {
-            crate::terminal::remark(&format!("note: {key}: {path:?} matches no file here"));
+        if let Ok(Err(DataError::NoFiles { searched, .. })) = corpus {
+            crate::terminal::remark(&format!("note: {key}: {path:?} matches no file here{searched}"));
         }
     }
 }

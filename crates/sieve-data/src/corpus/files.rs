@@ -48,6 +48,8 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
                 format!(" ending in .{}", config.extensions.join(", ."))
             } else if path.is_symlink() {
                 ": it is a link whose target is missing".to_owned()
+            } else if pattern.contains("://") {
+                ": it is an address, and only hf://datasets/OWNER/NAME is fetched".to_owned()
             } else {
                 String::new()
             };

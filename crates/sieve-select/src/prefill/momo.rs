@@ -17,7 +17,7 @@ choices! {
     pub enum TopK {
         /// A sorted buffer of the best k blocks.
         Exact,
-        /// A tournament tree, which finds the same blocks.
+        /// A tournament tree, which finds the same blocks. Here the code of `Exact` finds them.
         Tree,
         /// A Gaussian gate: keeps a block whose score is likely among the best of the stream, k at most.
         Gauss,

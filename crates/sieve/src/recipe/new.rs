@@ -11,6 +11,7 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sieve_core::recipe::{
     AttentionKind, DataFormat, StartingSize, TokenizerSource, TokenizerTraining, least_tokens, steps_for_text,
+    vocab_size_for_text,
 };
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, is_hub_tokenizer};
@@ -216,7 +217,8 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     recipe.data.format = DataFormat::Auto;
     recipe.model.vocab_size = None;
     recipe.tokenizer.path = None;
-    recipe.tokenizer.train = Some(TRAINED);
+    let vocab_size = own.map_or(TRAINED.vocab_size, |own| vocab_size_for_text(own.num_bytes, TRAINED.vocab_size));
+    recipe.tokenizer.train = Some(TokenizerTraining { vocab_size, ..TRAINED });
     if let Some(context) = context {
         set_context(&mut recipe, context)?;
     }
