@@ -1,6 +1,6 @@
 """selected_attention beside its definition: order, repeats, counts, documents, unread keys, and random draws.
 
-Four small draws on the emulator, 200 with `SIEVE_TEST_DEVICE=cuda`, or as many as SIEVE_TEST_DRAWS says.
+Four small draws on the emulator, 300 with `SIEVE_TEST_DEVICE=cuda`, or as many as SIEVE_TEST_DRAWS says.
 """
 
 import os
@@ -14,8 +14,10 @@ from parity import compare, random
 import sieve_attention as sieve
 from sieve_attention import definitions, ops
 
-NUM_DRAWS, LONGEST = (200, 700) if DEVICE == "cuda" else (4, 70)
+NUM_DRAWS, LONGEST = (300, 700) if DEVICE == "cuda" else (4, 70)
 NUM_DRAWS = int(os.environ.get("SIEVE_TEST_DRAWS", NUM_DRAWS))
+# Of every tenth draw, on a GPU: its longest row, and the pairs of queries and keys that the definition has memory for.
+LONG_ROW, PAIRS = 20_000, 4 * 10**8
 LARGEST = 2**31 - 1
 
 
@@ -164,6 +166,12 @@ def drawn(seed):
     tokens = draw.randint(30, LONGEST)
     kv_heads = draw.randint(1, 4 if group < 6 else 1)
     heads, block, batch = group * kv_heads, draw.choice([16, 32, 64, 128]), draw.randint(1, 2)
+    if DEVICE == "cuda":
+        if is_long := seed % 10 == 0:
+            tokens = round(LONGEST * (LONG_ROW / LONGEST) ** draw.random())
+        group = min(group, max(PAIRS // tokens**2, 1))
+        kv_heads = draw.randint(1, min(128, max(PAIRS // tokens**2, 1)) // group)
+        heads, batch = group * kv_heads, 1 if is_long else batch
     choosers = kv_heads * draw.choice([n for n in range(1, group + 1) if group % n == 0])
     if DEVICE == "cpu":
         heads, kv_heads, choosers, width = (2, 1, draw.randint(1, 2), 64) if seed % 2 else (2, 2, 2, 64)
