@@ -52,8 +52,7 @@ def sieve(problem, deterministic=True):
         indices = problem.blocks[None]
         return lambda q, k, v: ours.selected_attention(q, k, v, indices, block=BLOCK, **settings)
     if problem.task == "tiles":
-        refuse_documents(problem, "block_sparse has no documents")
-        tiles = ours.block_mask(problem.tiles, TILE)
+        tiles = ours.block_mask(problem.tiles, TILE, documents)
         return lambda q, k, v: ours.block_sparse(q, k, v, tiles, deterministic=deterministic)
     if problem.task == "expiring":
         rank = problem.rank
@@ -176,7 +175,7 @@ def flex(problem):
         last = -(-problem.tokens // BLOCK)
         table = torch.zeros(*chosen.shape[:2], last + 1, dtype=torch.bool, device=problem.device)
         table.scatter_(2, torch.where(chosen < 0, last, chosen), True)
-    tiles = problem.tiles if task == "tiles" else None
+    tiles, tile_of = (problem.tiles, problem.tile_of) if task == "tiles" else (None, None)
 
     def sees(b, h, i, j):
         seen = (j <= i) & (j >= start[i])
@@ -186,7 +185,7 @@ def flex(problem):
             return seen & table[h // group, i, (j - start[i]).clamp(min=0) // BLOCK]
         if task == "expiring":
             return seen & (i < expires[h // group, j])
-        return tiles[h, i // TILE, j // TILE] if task == "tiles" else seen
+        return tiles[h, tile_of[i], tile_of[j]] if task == "tiles" else seen
 
     biased = (lambda logit, b, h, i, j: logit + rank[h // group, j]) if rank is not None else None
     length = problem.tokens, problem.tokens

@@ -1,9 +1,12 @@
 """Masks of blocks as lists: of keys for each tile of queries, and of queries for each tile of keys."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
 import torch
+
+from ._library import SieveError
 
 # Queries of a step, and keys of a tile, of the backward pass under a mask of blocks.
 STEP_QUERIES, TILE_KEYS = 64, 128
@@ -19,12 +22,26 @@ QUERY_BYTES, ROW_BYTES = 32 << 20, 512
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes."""
+    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes.
+
+    places: int64 `[tokens]`, where the blocks have each token of a row of documents; None where that is its own place.
+    """
 
     words: torch.Tensor
     block: int
     shape: tuple
+    places: torch.Tensor | None = None
     _by_keys: dict = field(default_factory=dict, repr=False)
+
+    def over_documents(self, attend, q, k, v):
+        """`attend(q, k, v, mask)` of the same mask without `places`, over rows in which every document begins at a
+        block; zeros fill its last one, and no query before them sees them.
+        """
+        if q.shape[1] != len(self.places):
+            raise SieveError(f"block_sparse: the mask is one of {len(self.places)} tokens, and q has {q.shape[1]}")
+        tokens, plain = self.shape[1] * self.block, dataclasses.replace(self, places=None)
+        placed = [x.new_zeros(1, tokens, *x.shape[2:]).index_copy(1, self.places, x) for x in (q, k, v)]
+        return attend(*placed, plain).index_select(1, self.places)
 
     def by_keys(self, kv_heads, deterministic=True):
         """The mask as the backward pass reads it: for every share of a KV head's query heads (`head_shares`) and tile
@@ -68,6 +85,19 @@ def _blocks_of(device):
         return 1
     gpu = torch.cuda.get_device_properties(device)
     return gpu.multi_processor_count if gpu.major == 9 else 1
+
+
+def places_of(documents, block):
+    """Where each token of a row of documents lies when each of them begins at a block, int64 `[tokens]`, and the
+    document of each block. documents: `(start, end)` of each token, `[1, tokens]`."""
+    start, end = (x[0].long() for x in documents)
+    position = torch.arange(len(start), device=start.device)
+    first = position[position == start]
+    blocks = -(-(end[first] - first) // block)
+    document = (position == start).cumsum(0) - 1
+    begin = (blocks.cumsum(0) - blocks) * block
+    number = torch.arange(len(first), device=start.device)
+    return begin[document] + position - start, number.repeat_interleave(blocks)
 
 
 def head_shares(group):
