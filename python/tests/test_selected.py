@@ -130,6 +130,33 @@ def test_without_a_block_there_is_no_output_and_no_gradient():
     assert all((x == 0).all() for x in passes(qkv, none))
 
 
+def test_gradients_of_the_definition_are_finite_differences():
+    """In f64, where a difference is exact enough; that the kernels have the definition's gradients is tested above."""
+    generator = torch.Generator().manual_seed(8)
+    qkv = [torch.randn(1, 22, n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (4, 2, 2)]
+    indices = blocks_of(1, 22, 2, 2, 16, seed=8).cpu()
+    counts = torch.randint(0, 3, (1, 22, 2), generator=generator, dtype=torch.int32)
+    given = {"block": 16, "counts": counts, "documents": [x.cpu() for x in bounds_of(22, (0, 3, 22))]}
+    assert torch.autograd.gradcheck(lambda *x: definitions.selected_attention(*x, indices, **given), qkv)
+
+
+def test_a_step_along_the_gradient_changes_the_output_by_its_norm():
+    """A central difference of the kernels themselves, whose outputs are rounded to 2^-9."""
+    qkv, indices, settings = made("blocks of 64")
+    d_o = random(*qkv[0].shape, device=DEVICE, seed=9)
+    gradients = passes(qkv, indices, **settings)[1:]
+    for at, gradient in enumerate(gradients):
+        step = (gradient.float() * (16 / gradient.float().norm())).to(gradient.dtype)
+        moved = []
+        for sign in (1, -1):
+            there = [x + sign * step if n == at else x for n, x in enumerate(qkv)]
+            o = sieve.selected_attention(*there, indices, **settings)
+            moved.append((o.double() * d_o.double()).sum())
+        taken = (qkv[at] + step).double() - (qkv[at] - step).double()
+        expected = (taken * gradient.double()).sum()
+        assert abs(moved[0] - moved[1] - expected) <= 0.05 * expected, at
+
+
 def test_keys_that_no_query_has_are_not_read():
     q, k, v = inputs(1, 200, 4, 2, 64, seed=5)
     indices = torch.tensor([2, 0, -1], dtype=torch.int32, device=DEVICE).expand(1, 200, 2, 3).contiguous()
