@@ -99,11 +99,21 @@ class Problem:
         return torch.cat(lists)
 
     @functools.cached_property
+    def tile_of(self):
+        """The tile of each token: those of each document are counted from its first token, after earlier documents'."""
+        bounds = self.documents or [0, self.tokens]
+        tiles = [-(-(end - begin) // TILE) for begin, end in zip(bounds, bounds[1:])]
+        before = [sum(tiles[:at]) * TILE for at in range(len(tiles))]
+        places = [torch.arange(end - begin) + at for begin, end, at in zip(bounds, bounds[1:], before)]
+        return torch.cat(places).to(self.device) // TILE
+
+    @functools.cached_property
     def tiles(self):
         """Which tiles of keys a tile of queries sees, bool `[heads, tiles, tiles]`."""
-        count = -(-self.tokens // TILE)
+        count = int(self.tile_of[-1]) + 1
         number = torch.arange(count, device=self.device)
-        earlier = number < number[:, None]
+        first = torch.zeros_like(number).scatter_(0, self.tile_of, self.tile_of[self.start])
+        earlier = (number < number[:, None]) & (number >= first[:, None])
         shape = (self.heads, count, count)
         score = torch.rand(shape, device=self.device, generator=self.generator).masked_fill(~earlier, -1.0)
         least = score.topk(min(TILES, count)).values[..., -1:]
@@ -137,7 +147,7 @@ class Problem:
             block = ((key - self.start[begin:end, None]) // BLOCK).clamp(min=0)
             seen &= table.gather(1, block)
         elif self.task == "tiles":
-            seen &= self.tiles[head][query // TILE, key // TILE]
+            seen &= self.tiles[head][self.tile_of[query], self.tile_of[key]]
         elif self.task == "expiring":
             seen &= query < self.expires[head // self.group, :end]
         return seen
@@ -154,6 +164,8 @@ class Problem:
         some, whole = some & (end >= self.start[first]), whole & (begin >= self.start[last])
         if self.task == "window":
             some, whole = some & (first - end < WINDOW), whole & (last - begin < WINDOW)
+        elif self.task == "tiles" and self.documents:
+            whole = torch.zeros_like(whole)
         elif self.task == "tiles":
             some, whole = self.tiles & some, self.tiles & whole
         elif self.task == "expiring":

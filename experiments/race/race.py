@@ -4,8 +4,9 @@
 
 Each rival of rivals.py has a process of its own. First they are checked side by side: the error of o, dq, dk and dv
 against the definition in f64, and whether 100 passes are equal to the bit. Then one after another is timed while the
-others are stopped, the lengths and heads that matter most first; then odd shapes, side by side again. Every row is
-written at once, so that a run that is cut off keeps what it has. What fails, refuses or comes too late is a row too.
+others are stopped, the lengths and heads that matter most first, and some also by what a call costs the host; then odd
+shapes, side by side again. Every row is written at once, so that a run that is cut off keeps what it has. What fails,
+refuses or comes too late is a row too.
 
 `--device cpu` tries the script without a GPU: ours by the definitions, rivals replaced by plain torch, short rows.
 """
@@ -32,15 +33,17 @@ DSL = "nvidia_cutlass_dsl/dsl_packages"
 sys.path += [path for folder in sys.path if os.path.isdir(path := os.path.join(folder, DSL))]
 
 # Heads and tokens that are timed, the most telling first.
-ROUNDS = [((16, 8), 32768), ((64, 4), 32768), ((16, 8), 8192), ((64, 4), 8192), ((16, 8), 131072), ((32, 2), 32768),
-          ((128, 1), 32768), ((64, 4), 131072)]
+ROUNDS = [((16, 8), 32768), ((64, 4), 32768), ((16, 8), 8192), ((64, 4), 8192), ((16, 16), 32768), ((32, 2), 32768),
+          ((128, 1), 32768), ((16, 8), 131072), ((64, 4), 131072)]
 # Heads and tokens whose results are compared with the definition.
-CHECKED = [((16, 8), 8192), ((64, 4), 4096), ((32, 2), 2048), ((128, 1), 2048)]
+CHECKED = [((16, 8), 8192), ((64, 4), 4096), ((16, 16), 2048), ((32, 2), 2048), ((128, 1), 2048)]
 REPEATS = 100
 # By name: tokens and documents.
 ODD = {"507 tokens": (507, None), "one key": (1, None), "empty documents": (507, [0, 100, 100, 357, 507, 507])}
 TOLERANCE = 0.02  # of the norms: right is below it
-SIDE_BY_SIDE = 16  # processes that are checked at once
+# Tokens of a call whose time on the host is taken, of these tasks; how many calls, so many behind each other.
+HOST_TOKENS, HOST_TASKS, HOST_CALLS, HOST_BURST = 256, ("dense", "selected", "tiles"), 1000, 40
+SIDE_BY_SIDE = 24  # processes that are checked at once
 TIME_LIMIT = 15.0  # seconds in which one rival must give the times of one shape
 PACKAGES = ["torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-sparse-attn", "fla-core", "attn-gym",
             "flash-msa", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13"]
@@ -48,13 +51,22 @@ PACKAGES = ["torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-spar
 
 def heads_of(task, rival, heads, tokens):
     """The heads that are taken in place of `heads`; None where the shape is left out."""
+    if heads == (16, 16):  # cuDNN's backward pass by tiles takes no groups.
+        return heads if task == "tiles" and rival != "FlexAttention" else None
     if task == "shared":
         return (64, 1) if heads == (64, 4) else None
     if rival == "FlexAttention" and ((heads, tokens) not in [*ROUNDS[:3], *CHECKED[:2]]):
         return None  # Each shape is compiled anew.
-    if task == "tiles" and heads in ((32, 2), (128, 1)):
-        return (16, 16) if heads == (32, 2) else None  # cuDNN's backward pass takes no groups.
-    return None if task == "own" and (heads, tokens) in ROUNDS[5:] else heads
+    if rival == "cuDNN frontend" and heads != (16, 8) or task == "dense" and (heads, tokens) == ROUNDS[-1]:
+        return None
+    return None if task == "own" and (heads, tokens) in ROUNDS[4:] else heads
+
+
+def small_heads(task, rival):
+    """The heads of odd shapes and of calls whose time on the host is taken."""
+    if task == "shared":
+        return (64, 1)
+    return (16, 16) if rival == "cuDNN frontend" else (64, 4) if "NSA" in rival else (16, 8)
 
 
 def words(error):
@@ -131,6 +143,10 @@ class Racer:
                     self.guarded("error", shape, self.errors)
                 if not took_one:
                     took_one = self.guarded("repeats", shape, self.repeats)
+        if self.task in HOST_TASKS:  # Compiled here, since times are taken one rival after another.
+            with contextlib.suppress(Exception):
+                self.passes(*self.made(self.host_shape()))
+            self.free()
         if self.rival == "FlexAttention":
             for heads, tokens in ROUNDS:
                 if heads := heads_of(self.task, self.rival, heads, tokens):
@@ -153,9 +169,7 @@ class Racer:
     def odd(self):
         if self.task == "own":
             return
-        heads = (64, 1) if self.task == "shared" else (64, 4) if "NSA" in self.rival else (16, 8)
-        if self.rival == "cuDNN frontend":
-            heads = (16, 16)
+        heads = small_heads(self.task, self.rival)
         for name, (tokens, documents) in ODD.items():
             shape = {"heads": heads, "tokens": tokens, "documents": documents}
             self.guarded("odd", shape, lambda made, name=name: {"case": name} | self.verdict(made))
@@ -167,14 +181,40 @@ class Racer:
     def time(self, heads, tokens):
         self.guarded("time", {"heads": heads, "tokens": tokens}, self.times)
 
-    def times(self, made):
-        problem, call = made
+    def host_shape(self):
+        return {"heads": small_heads(self.task, self.rival), "tokens": HOST_TOKENS}
 
+    def host(self):
+        self.guarded("host", self.host_shape(), self.host_times)
+
+    def host_times(self, made):
+        """Microseconds of the host, the median of 1,000 calls, the GPU kept busy so that nothing waits for it."""
+        row, bursts = {}, HOST_CALLS // HOST_BURST if self.device == "cuda" else 1
+        for name, run in (("forward", self.without_gradients(*made)), ("both", lambda: self.passes(*made))):
+            for _ in range(20 if self.device == "cuda" else 1):
+                run()
+            clock = []
+            for _ in range(bursts):
+                self.wait()
+                if self.device == "cuda":
+                    self.torch.cuda._sleep(40_000_000)
+                for _ in range(HOST_BURST):
+                    began = time.perf_counter()
+                    run()
+                    clock.append(time.perf_counter() - began)
+            row[f"{name}_us"] = round(1e6 * statistics.median(clock), 1)
+        return row | {"calls": len(clock)}
+
+    def without_gradients(self, problem, call):
         def forward():
             with self.torch.no_grad():
                 call(problem.q, problem.k, problem.v)
 
-        row = {}
+        return forward
+
+    def times(self, made):
+        problem, call = made
+        row, forward = {}, self.without_gradients(problem, call)
         for name, run in (("forward", forward), ("both", lambda: self.passes(problem, call))):
             least, middle, runs = self.milliseconds(run)
             row |= {f"{name}_ms": round(middle, 4), f"{name}_least_ms": round(least, 4), f"{name}_runs": runs}
@@ -259,11 +299,11 @@ class Worker:
     """A rival's process. It is alone in its process group, so that it is stopped together with its compilers."""
 
     def __init__(self, rival, task, race):
-        self.rival, self.task, self.race = rival, task, race
+        self.rival, self.task, self.race, self.name = rival, task, race, f"{rival}|{task}"
         self.done, self.at_work, self.alive, self.checked = queue.Queue(), [], True, False
         label = f"{rival}-{task}".replace(" ", "_").replace("'", "").replace(",", "")
         self.log = race.logs / f"{label}.txt"
-        command = [sys.executable, str(HERE / "race.py"), "--worker", f"{rival}|{task}", "--device",
+        command = [sys.executable, str(HERE / "race.py"), "--worker", self.name, "--device",
                    race.arguments.device, "--shrink", str(race.arguments.shrink)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.log.open("w") as log:
@@ -337,7 +377,11 @@ class Race:
         self.write(about(self.arguments))
         try:
             self.check()
-            self.time([worker for worker in self.workers if worker.checked], self.arguments.odd)
+            ready = [worker for worker in self.workers if worker.checked]
+            texts = [text for text in self.arguments.first.split(",") if text]
+            early = [worker for worker in ready if any(text in worker.name for text in texts)]
+            for some in (early, [worker for worker in ready if worker not in early]):
+                self.time(some, self.arguments.odd)
             self.odd()
             late = [worker for worker in self.workers if not worker.checked and worker.alive]
             self.await_all(late, self.left() / 2)
@@ -373,22 +417,30 @@ class Race:
                 worker.finished(0.05)
 
     def time(self, ready, reserve):
-        """Times one rival after another, all others stopped, until `reserve` seconds are left."""
+        """Times one rival after another, all others stopped, until `reserve` seconds are left: their calls on the host
+        first, then one shape after another."""
         for worker in self.workers:
             worker.signal(signal.SIGSTOP)
+        for worker in ready:
+            if worker.task in HOST_TASKS:
+                self.alone(worker, reserve, "host")
         for heads, tokens in ROUNDS:
             for worker in ready:
-                taken = heads_of(worker.task, worker.rival, heads, tokens)
-                if not worker.alive or worker.at_work or not taken or self.left() < reserve:
-                    continue
-                worker.signal(signal.SIGCONT)
-                worker.send("time", taken, tokens)
-                if not worker.finished(min(TIME_LIMIT, self.left())):
-                    shape = f"{taken[0]}/{taken[1]} heads, {tokens} tokens"
-                    worker.late("time", f"{shape}: no times within {TIME_LIMIT:.0f} s, and none of later shapes")
-                worker.signal(signal.SIGSTOP)
+                if taken := heads_of(worker.task, worker.rival, heads, tokens):
+                    self.alone(worker, reserve, "time", taken, tokens)
         for worker in self.workers:
             worker.signal(signal.SIGCONT)
+
+    def alone(self, worker, reserve, command, *shape):
+        """Lets one worker do a command while all others are stopped; one that takes too long gets no further one."""
+        if not worker.alive or worker.at_work or self.left() < reserve:
+            return
+        worker.signal(signal.SIGCONT)
+        worker.send(command, *shape)
+        if not worker.finished(min(TIME_LIMIT, self.left())):
+            place = "{}/{} heads, {} tokens".format(*shape[0], shape[1]) if shape else "on the host"
+            worker.late(command, f"{place}: no times within {TIME_LIMIT:.0f} s, and none of later shapes")
+        worker.signal(signal.SIGSTOP)
 
     def odd(self):
         checked = [worker for worker in self.workers if worker.checked and worker.alive]
@@ -397,10 +449,16 @@ class Race:
         self.await_all(checked, self.left() - 3.0)
 
 
+def command_of(arguments):
+    """The command, without folders."""
+    only = f" --only {arguments.only.replace(' ', '_')}" if arguments.only else ""
+    return f"python3 experiments/race/race.py --out ROWS.jsonl{only} --seconds {arguments.seconds:.0f}"
+
+
 def about(arguments):
     """What was raced on, for the page."""
     row = {"kind": "about", "device": arguments.device, "date": datetime.date.today().isoformat(),
-           "seconds": arguments.seconds, "command": "python3 experiments/race/race.py --out ROWS.jsonl",
+           "seconds": arguments.seconds, "command": command_of(arguments),
            "commit": os.environ.get("COMMIT", "")}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -419,6 +477,7 @@ def main():
     parser.add_argument("--prepare", type=float, default=95.0, help="of them at most for the checks")
     parser.add_argument("--odd", type=float, default=35.0, help="of them left for odd shapes")
     parser.add_argument("--only", default="", help="rivals whose name or task has one of these: A,B")
+    parser.add_argument("--first", default="", help="rivals that are timed before all others, named as by --only")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divides the numbers of tokens over 1000")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -6,6 +6,7 @@ are written in place, lists of blocks, packed rows.
 """
 
 import contextlib
+import functools
 
 import torch
 
@@ -287,6 +288,8 @@ def msa(
 
 @_defines
 def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
+    if mask.places is not None:
+        return mask.over_documents(functools.partial(block_sparse, scale=scale), q, k, v)
     heads, queries, keys = mask.shape
     starts, tiles = mask.words[1 : 2 + heads * queries].long(), mask.words[2 + heads * queries : -1].long()
     kept = torch.zeros(heads * queries, keys, dtype=torch.bool, device=q.device)

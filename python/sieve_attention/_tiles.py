@@ -1,14 +1,20 @@
 """Masks of blocks as lists: of keys for each tile of queries, and of queries for each tile of keys."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
 import torch
 
+from ._library import SieveError
+
 # Queries of a step, and keys of a tile, of the backward pass under a mask of blocks.
 STEP_QUERIES, TILE_KEYS = 64, 128
 # Time of a list beside its steps, in steps: its keys are loaded and their gradients stored.
 LIST_STEPS = 3
+# Places, evenly apart, at which lists begin whose key tiles take turns: the lists of one round then come to the same
+# queries at different times, and wait less for each other.
+START_PLACES = 1
 # Bytes of queries and their gradients that thread blocks read at the same time, and of one query, of 128 columns: these
 # and as many bytes of sums of dq stay in an L2 cache of 50 MB.
 QUERY_BYTES, ROW_BYTES = 32 << 20, 512
@@ -16,12 +22,26 @@ QUERY_BYTES, ROW_BYTES = 32 << 20, 512
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes."""
+    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes.
+
+    places: int64 `[tokens]`, where the blocks have each token of a row of documents; None where that is its own place.
+    """
 
     words: torch.Tensor
     block: int
     shape: tuple
+    places: torch.Tensor | None = None
     _by_keys: dict = field(default_factory=dict, repr=False)
+
+    def over_documents(self, attend, q, k, v):
+        """`attend(q, k, v, mask)` of the same mask without `places`, over rows in which every document begins at a
+        block; zeros fill its last one, and no query before them sees them.
+        """
+        if q.shape[1] != len(self.places):
+            raise SieveError(f"block_sparse: the mask is one of {len(self.places)} tokens, and q has {q.shape[1]}")
+        tokens, plain = self.shape[1] * self.block, dataclasses.replace(self, places=None)
+        placed = [x.new_zeros(1, tokens, *x.shape[2:]).index_copy(1, self.places, x) for x in (q, k, v)]
+        return attend(*placed, plain).index_select(1, self.places)
 
     def by_keys(self, kv_heads, deterministic=True):
         """The mask as the backward pass reads it: for every share of a KV head's query heads (`head_shares`) and tile
@@ -67,6 +87,19 @@ def _blocks_of(device):
     return gpu.multi_processor_count if gpu.major == 9 else 1
 
 
+def places_of(documents, block):
+    """Where each token of a row of documents lies when each of them begins at a block, int64 `[tokens]`, and the
+    document of each block. documents: `(start, end)` of each token, `[1, tokens]`."""
+    start, end = (x[0].long() for x in documents)
+    position = torch.arange(len(start), device=start.device)
+    first = position[position == start]
+    blocks = -(-(end[first] - first) // block)
+    document = (position == start).cumsum(0) - 1
+    begin = (blocks.cumsum(0) - blocks) * block
+    number = torch.arange(len(first), device=start.device)
+    return begin[document] + position - start, number.repeat_interleave(blocks)
+
+
 def head_shares(group):
     """How many shares a KV head's `group` query heads are divided into: of two heads, or of one. More heads in a share
     are more queries and sums of dq at a time than the L2 cache holds; fewer are more sums of dk and dv in memory.
@@ -106,11 +139,16 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
     place, by_place = place.flatten().sort()
     starts = torch.searchsorted(place, torch.arange(lists + 1, device=device) * (queries * parts * own))
     order = torch.arange(lists, device=device)
-    turn = turn[:, None].expand_as(step).flatten()[by_place]
     if schedule is not None:
         first, order = schedule(starts.diff(), blocks)
         at = torch.arange(len(place), device=device)
         list_of = (torch.searchsorted(starts, at, right=True) - 1).clamp(max=lists - 1)
+        if START_PLACES > 1:
+            # Steps of the last row of blocks stay first: they may lie behind the row's end.
+            rows_first = torch.arange(lists, device=device) * (queries * parts * own) + parts * own
+            by_place = by_place[_rotated(starts, torch.searchsorted(place, rows_first), at, list_of, tiles)]
+    turn = turn[:, None].expand_as(step).flatten()[by_place]
+    if schedule is not None:
         by_time = (first[list_of] + at - starts[list_of]).sort(stable=True).indices
         sums = (head[:, None] * queries * parts + step).flatten()[by_place]
         sums = torch.where(at < starts[-1], sums, heads * queries * parts)
@@ -122,6 +160,17 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
     header = torch.cat([torch.full_like(starts[:1], blocks), starts, order])
     header = torch.nn.functional.pad(header, (0, len(header) % 2))
     return torch.cat([header, found.flatten()]).to(torch.int32)
+
+
+def _rotated(starts, rotates, at, list_of, tiles):
+    """Which step comes at each place when the steps of each list from `rotates` on begin at one of START_PLACES."""
+    length = starts[1:] - rotates
+    far = starts.diff().sum() // (len(length) * START_PLACES)
+    tile = torch.arange(len(length), device=at.device) % tiles
+    shift = tile % START_PLACES * far % length.clamp(min=1)
+    begin, length = rotates[list_of], length[list_of]
+    moved = begin + (at - begin + shift[list_of]) % length.clamp(min=1)
+    return torch.where((at >= begin) & (at < begin + length), moved, at)
 
 
 def _rounds(lengths, blocks, tiles, heads_at_once):

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from . import _dma, ops
 from ._arguments import MOST_HEADS, check_sinks, checked
 from ._library import SieveError
-from ._tiles import BlockMask, head_shares
+from ._tiles import BlockMask, head_shares, places_of
 
 # The exponential of a larger rank counts as this one's (ARCHITECTURE.md: it would own the softmax).
 MOST_RANK = 60.0
@@ -664,20 +664,32 @@ def _refuse_first(name, values, wrong, why):
 
 
 @checked
-def block_mask(mask, block=128):
+def block_mask(mask, block=128, documents=None):
     """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, for `block_sparse`. Waits for the GPU.
 
-    Blocks after a query's own are left out; inside a query's own block keys after the query stay unseen.
+    Blocks after a query's own are left out; inside a query's own block keys after the query stay unseen. With
+    `documents`, as of `attention`, each of them begins at a block: the mask has the blocks of the first document, its
+    last one perhaps not full, then those of the second, and so on. Blocks of another document are left out.
     """
     if block not in (64, 128):
         raise SieveError(f"block_mask: block is {block}; it must be 64 or 128")
     _, queries, keys = mask.shape
     size = torch.arange(queries, device=mask.device)
     kept = mask.bool() & (torch.arange(keys, device=mask.device) <= size[:, None])
+    places = None
+    if documents is not None:
+        places, document = places_of(documents, block)
+        if len(document) != queries or queries != keys:
+            raise SieveError(
+                f"block_mask: the mask has {queries} x {keys} blocks; the documents have {len(document)} of {block}"
+            )
+        kept &= document == document[:, None]
+        if torch.equal(places, torch.arange(len(places), device=places.device)):
+            places = None
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
     words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)
-    return BlockMask(words, block, tuple(mask.shape))
+    return BlockMask(words, block, tuple(mask.shape), places)
 
 
 @checked
@@ -687,10 +699,13 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     As in arXiv:2205.14135, section 3.3, with a mask for each query head, and gradients to q, k and v. One row: q
     `[1, tokens, heads, width]`; a query that sees no key gets 0 and no gradient, and so does a key that no query sees.
     The backward pass goes over tiles of 128 keys and 64 queries: blocks of 64 keys that lie in one tile cost it as much
-    together as one alone.
+    together as one alone. Documents that do not end at a block cost copies of q, k, v and the output.
     """
     if len(q) != 1:
         raise SieveError(f"block_sparse: q has {len(q)} rows, and must have one\n  hint: call it for each row")
+    if mask.places is not None:
+        attend = functools.partial(block_sparse, scale=scale, deterministic=deterministic)
+        return mask.over_documents(attend, q, k, v)
     blocks = -(-q.shape[1] // mask.block)
     if mask.shape != (q.shape[2], blocks, blocks):
         wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"

@@ -47,6 +47,9 @@ def calls(tokens, grad=False, **order):
     narrow = random(1, tokens, 16, 128, device=DEVICE, seed=10).requires_grad_(grad)
     q64, k64, v64 = qkv(tokens, width=64, grad=grad)
     keep, indices = min(1024, tokens // 4), indices_of(tokens)
+    count = -(-tokens // 128)
+    seen = torch.rand(16, count, count, generator=torch.Generator().manual_seed(12)) < 0.5
+    tiles = sieve.block_mask(seen.to(DEVICE), 128)
     return {
         "dense": lambda: sieve.attention(q, k, v, **order),
         "window": lambda: sieve.attention(q, k, v, window=keep, **order),
@@ -60,6 +63,7 @@ def calls(tokens, grad=False, **order):
         "moba": lambda: sieve.moba(q, k, v, block=64, num_selected=16, **order),
         "msa": lambda: sieve.msa(q, k, v, v, k[:, :, :1], block=64, num_selected=16, **order),
         "selected": lambda: sieve.selected_attention(q, k, v, indices, **{"deterministic": False, **order}),
+        "tiles": lambda: sieve.block_sparse(q, k, v, tiles, **order),
     }, [q, k, v, w_dt, a, *wide, narrow, q64, k64, v64]
 
 
@@ -114,10 +118,18 @@ def side_stream():
 def second_gpu():
     if torch.cuda.device_count() < 2:
         return "one GPU"
-    q, k, v = qkv(500)
-    expected = sieve.attention(q, k, v)
-    got = sieve.attention(*(x.to("cuda:1") for x in (q, k, v)))
-    assert torch.cuda.current_device() == 0 and torch.equal(got.to("cuda:0"), expected)
+    global DEVICE
+    found, first = {}, DEVICE
+    for DEVICE in ("cuda:0", "cuda:1"):
+        made, inputs = calls(500, grad=True, deterministic=True)
+        for name, call in made.items():
+            o = call()
+            found[DEVICE, name] = [o, *torch.autograd.grad(o, inputs, torch.ones_like(o), allow_unused=True)]
+    DEVICE = first
+    assert torch.cuda.current_device() == 0
+    for name in made:
+        for x, y in zip(found["cuda:0", name], found["cuda:1", name]):
+            assert x is None and y is None or torch.equal(x, y.to("cuda:0")), name
 
 
 def cuda_graph():

@@ -18,8 +18,6 @@ import rivals  # noqa: E402
 @pytest.mark.parametrize("documents", [None, [0, 100, 100, 357, 507, 507]])
 @pytest.mark.parametrize("task", ["dense", "window", "selected", "shared", "tiles", "expiring"])
 def test_the_races_definition_is_that_of_sieve_attention(task, documents):
-    if task == "tiles" and documents:
-        pytest.skip("block_sparse has no documents")
     for tokens in (507, 1) if documents else (1100, 507, 1):
         if documents and tokens == 1:
             continue
@@ -45,7 +43,7 @@ def test_expiry_is_what_sorting_at_each_query_gives():
 
 @pytest.mark.parametrize("task", ["dense", "window", "selected", "tiles", "expiring"])
 def test_tiles_of_a_mask_hold_all_that_is_seen(task):
-    for documents in [None] if task == "tiles" else [None, [0, 100, 100, 357, 1300]]:
+    for documents in (None, [0, 100, 100, 357, 1300]):
         problem, tile = problems.Problem(task, 4, 2, 1300, documents, "cpu"), 128
         some, whole = problem.mixed(tile)
         for head in range(4):

@@ -1,6 +1,6 @@
 """selected_attention beside its definition: order, repeats, counts, documents, unread keys, and random draws.
 
-Four small draws on the emulator, 200 with `SIEVE_TEST_DEVICE=cuda`, or as many as SIEVE_TEST_DRAWS says.
+Four small draws on the emulator, 300 with `SIEVE_TEST_DEVICE=cuda`, or as many as SIEVE_TEST_DRAWS says.
 """
 
 import os
@@ -14,8 +14,10 @@ from parity import compare, random
 import sieve_attention as sieve
 from sieve_attention import definitions, ops
 
-NUM_DRAWS, LONGEST = (200, 700) if DEVICE == "cuda" else (4, 70)
+NUM_DRAWS, LONGEST = (300, 700) if DEVICE == "cuda" else (4, 70)
 NUM_DRAWS = int(os.environ.get("SIEVE_TEST_DRAWS", NUM_DRAWS))
+# Of every tenth draw, on a GPU: its longest row, and the pairs of queries and keys that the definition has memory for.
+LONG_ROW, PAIRS = 20_000, 4 * 10**8
 LARGEST = 2**31 - 1
 
 
@@ -128,6 +130,33 @@ def test_without_a_block_there_is_no_output_and_no_gradient():
     assert all((x == 0).all() for x in passes(qkv, none))
 
 
+def test_gradients_of_the_definition_are_finite_differences():
+    """In f64, where a difference is exact enough; that the kernels have the definition's gradients is tested above."""
+    generator = torch.Generator().manual_seed(8)
+    qkv = [torch.randn(1, 22, n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (4, 2, 2)]
+    indices = blocks_of(1, 22, 2, 2, 16, seed=8).cpu()
+    counts = torch.randint(0, 3, (1, 22, 2), generator=generator, dtype=torch.int32)
+    given = {"block": 16, "counts": counts, "documents": [x.cpu() for x in bounds_of(22, (0, 3, 22))]}
+    assert torch.autograd.gradcheck(lambda *x: definitions.selected_attention(*x, indices, **given), qkv)
+
+
+def test_a_step_along_the_gradient_changes_the_output_by_its_norm():
+    """A central difference of the kernels themselves, whose outputs are rounded to 2^-9."""
+    qkv, indices, settings = made("blocks of 64")
+    d_o = random(*qkv[0].shape, device=DEVICE, seed=9)
+    gradients = passes(qkv, indices, **settings)[1:]
+    for at, gradient in enumerate(gradients):
+        step = (gradient.float() * (4 / gradient.float().norm())).to(gradient.dtype)
+        moved = []
+        for sign in (1, -1):
+            there = [x + sign * step if n == at else x for n, x in enumerate(qkv)]
+            o = sieve.selected_attention(*there, indices, **settings)
+            moved.append((o.double() * d_o.double()).sum())
+        taken = (qkv[at] + step).double() - (qkv[at] - step).double()
+        expected = (taken * gradient.double()).sum()
+        assert abs(moved[0] - moved[1] - expected) <= 0.01 * expected, at
+
+
 def test_keys_that_no_query_has_are_not_read():
     q, k, v = inputs(1, 200, 4, 2, 64, seed=5)
     indices = torch.tensor([2, 0, -1], dtype=torch.int32, device=DEVICE).expand(1, 200, 2, 3).contiguous()
@@ -164,6 +193,12 @@ def drawn(seed):
     tokens = draw.randint(30, LONGEST)
     kv_heads = draw.randint(1, 4 if group < 6 else 1)
     heads, block, batch = group * kv_heads, draw.choice([16, 32, 64, 128]), draw.randint(1, 2)
+    if DEVICE == "cuda":
+        if is_long := seed % 10 == 0:
+            tokens = round(LONGEST * (LONG_ROW / LONGEST) ** draw.random())
+        group = min(group, max(PAIRS // tokens**2, 1))
+        kv_heads = draw.randint(1, min(128, max(PAIRS // tokens**2, 1)) // group)
+        heads, batch = group * kv_heads, 1 if is_long else batch
     choosers = kv_heads * draw.choice([n for n in range(1, group + 1) if group % n == 0])
     if DEVICE == "cpu":
         heads, kv_heads, choosers, width = (2, 1, draw.randint(1, 2), 64) if seed % 2 else (2, 2, 2, 64)

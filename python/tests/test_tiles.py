@@ -51,6 +51,50 @@ def test_gradients(shape, block, deterministic):
     compare("tiles", ours(mask, block, deterministic), definition(mask, block), inputs(*shape))
 
 
+BOUNDS = [0, 100, 100, 357, 364, 620]
+
+
+def of_documents(device):
+    """The row's documents, a mask that counts their blocks of 128, and what plain torch attends to, `[heads, 620, 620]`."""
+    lengths = [100, 257, 7, 256]
+    blocks = [-(-length // 128) for length in lengths]
+    mask = torch.rand(4, sum(blocks), sum(blocks), generator=torch.Generator().manual_seed(8)) < 0.6
+    seen = torch.zeros(4, 620, 620, dtype=torch.bool)
+    begin, at = 0, 0
+    for length, count in zip(lengths, blocks):
+        part = mask[:, at : at + count, at : at + count].repeat_interleave(128, 1).repeat_interleave(128, 2)
+        seen[:, begin : begin + length, begin : begin + length] = part[:, :length, :length].tril()
+        begin, at = begin + length, at + count
+    documents = sieve.documents(torch.tensor(BOUNDS, device=device), 620)
+    return documents, mask.to(device), seen.to(device)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_documents(deterministic):
+    documents, mask, seen = of_documents(DEVICE)
+    tiles = sieve.block_mask(mask, 128, documents)
+
+    def plain(q, k, v):
+        heads = [(q[:, :, [h]], k[:, :, [h // 2]], v[:, :, [h // 2]], seen[None, [h]]) for h in range(4)]
+        return torch.cat([definitions.masked_attention(*x) for x in heads], 2)
+
+    given = inputs(620, 4, 2, 64)
+    compare("documents", lambda *x: sieve.block_sparse(*x, tiles, deterministic=deterministic), plain, given)
+
+
+def test_documents_that_end_at_blocks_take_no_copies_and_others_are_refused_by_their_blocks():
+    whole = sieve.documents(torch.tensor([0, 256, 384], device=DEVICE), 384)
+    mask = torch.ones(2, 3, 3, device=DEVICE)
+    assert sieve.block_mask(mask, 128, whole).places is None
+    # Two blocks of the second document's row of blocks see none of the first.
+    assert len(sieve.block_mask(mask, 128, whole).words) == 3 + 2 * 3 + 2 * 4
+    with pytest.raises(sieve.SieveError, match="3 x 3 blocks; the documents have 4 of 128"):
+        sieve.block_mask(mask, 128, sieve.documents(torch.tensor([0, 200, 384], device=DEVICE), 384))
+    documents, mask, _ = of_documents(DEVICE)
+    with pytest.raises(sieve.SieveError, match="the mask is one of 620 tokens, and q has 500"):
+        sieve.block_sparse(*inputs(500, 4, 2, 64), sieve.block_mask(mask, 128, documents))
+
+
 def mask_row(mask, head, row):
     """How many blocks of keys a row of the mask names."""
     at = 1 + head * mask.shape[1] + row
@@ -191,9 +235,11 @@ def test_a_fixed_order_repeats_to_the_bit():
         assert all(torch.equal(x, y) for x, y in zip(first, found))
 
 
-def test_compiled_without_a_break():
-    given = [x.requires_grad_() for x in inputs(300, 4, 2, 64)]
-    mask = sieve.block_mask(bools(4, 300, 128), 128)
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_compiled_without_a_break(has_documents):
+    given = [x.requires_grad_() for x in inputs(620 if has_documents else 300, 4, 2, 64)]
+    documents, of_each, _ = of_documents(DEVICE)
+    mask = sieve.block_mask(of_each, 128, documents) if has_documents else sieve.block_mask(bools(4, 300, 128), 128)
 
     def model(q, k, v):
         return sieve.block_sparse(q, k, v, mask, deterministic=True)
