@@ -1,4 +1,5 @@
-//! An export reads a checkpoint that several processes wrote tensor by tensor: no host holds the model.
+//! An export reads a checkpoint that several processes wrote tensor by tensor, and so does an import the files of
+//! another program: no host holds the model.
 use crate::tiny_run::{TinyRun, succeed};
 use std::fs;
 use std::time::Duration;
@@ -39,4 +40,45 @@ fn an_export_of_sharded_weights_holds_a_tensor_at_a_time() {
     assert!(written > 100 << 20, "{written} bytes of weights");
     // A tensor as it was read, its parts for the file, and the file's buffers.
     assert!(large < small + 6 * largest, "{large} bytes beside {small} of a small model");
+}
+
+/// Qwen3's 8B, 14B and 32B at an eighth of their width and a few of their blocks: blocks, width, query heads, inner width.
+const LAYOUTS: [(&str, usize, usize, usize, usize); 3] =
+    [("8b", 9, 512, 8, 1536), ("14b", 6, 640, 10, 2176), ("32b", 5, 640, 16, 3200)];
+
+#[test]
+fn an_import_of_many_files_holds_a_tensor_at_a_time() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let import = |from: &str| peak_of(&mut tiny.sieve(&format!("import --from {from} --out of-{from}")));
+    tiny.trained("small", "--stop-after 1");
+    succeed(&mut tiny.sieve("export --checkpoint small --out small-hf"));
+    // What the program itself takes.
+    let small = import("small-hf");
+    for (name, layers, width, heads, inner) in LAYOUTS {
+        let sizes = format!(
+            "num_hidden_layers={layers} hidden_size={width} num_attention_heads={heads} intermediate_size={inner} \
+             num_key_value_heads=2 head_dim=64 tie_word_embeddings=false"
+        );
+        let sets = sizes.split_whitespace().map(|set| format!("--set model.{set} ")).collect::<String>();
+        tiny.trained(name, &format!("{sets} --stop-after 1"));
+        // Gate and up, which are one tensor of ours.
+        let largest = (4 * 2 * width * inner) as u64;
+        let checkpoint = sieve_hf::Checkpoint::open_model(&tiny.path(name)).expect("it was written");
+        let options = sieve_hf::ExportOptions {
+            dtype: sieve_hf::ExportDtype::F32,
+            max_shard_bytes: 4 * largest,
+            form: None,
+            eos_token_id: 0,
+            pad_token_id: None,
+        };
+        let files = format!("{name}-hf");
+        let report = sieve_hf::export(&checkpoint, &tiny.path(&files), &options).expect("exported");
+        let shards = report.files.iter().filter(|file| file.ends_with(".safetensors")).count();
+        assert!(shards > 2 && report.num_bytes > 8 * largest, "{name}: {shards} files, {} bytes", report.num_bytes);
+        let large = import(&files);
+        assert!(large < small + 6 * largest, "{name}: {large} bytes beside {small} of a small model");
+        let [before, after] = [format!("{name}/checkpoint/step-1"), format!("of-{files}/step-0")]
+            .map(|folder| fs::read(tiny.path(&format!("{folder}/model.safetensors"))).expect("weights"));
+        assert!(before == after, "{name}: the weights are those of before");
+    }
 }

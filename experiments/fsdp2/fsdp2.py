@@ -1,6 +1,6 @@
 """Times training steps of a Qwen3 model under torch's FSDP2 (weights, gradients and AdamW sharded), the rival of ZeRO-3.
 
-    torchrun --nproc-per-node 4 experiments/fsdp2/fsdp2.py [--size 14.8B|1.7B] [MODE:EVERY:ROWS,ROWS… …]
+    torchrun --nproc-per-node 4 experiments/fsdp2/fsdp2.py [--size 14.8B|1.7B] [MODE:EVERY:ROWS,ROWS…[:STEPS] …]
     torchrun --nproc-per-node 2 experiments/fsdp2/fsdp2.py --size tiny        (no GPU: every line once, by gloo)
 
 Plain torch, without transformers, drawn on the devices shard by shard: no host holds the model. Each layer is an FSDP
@@ -8,7 +8,7 @@ unit; bf16 weights are gathered for its forward and its backward pass, gradients
 masters are f32. 14.8B reduces gradients in each micro-batch, because whole gradients do not fit; 1.7B does not. MODE
 `compiled` compiles every layer and the loss by torch.compile, `eager` nothing. One layer in EVERY is recomputed in the
 backward pass, with 0 none. Attention is SDPA by the fastest of its backends, which is measured first. Micro-batches of
-each number of ROWS are measured; one that would not fit, by the memory that fewer rows took, is left out. Tokens are
+each number of ROWS are measured, STEPS (--steps) of each; one that would not fit, by the memory that fewer rows took, is left out. Tokens are
 random, new ones in each micro-batch. Prints a line and a JSON object for each measurement: tokens/s of all GPUs together,
 the median of the steps after the warm ones, and the fastest and slowest of them; and the most memory that tensors took on
 a GPU.
@@ -184,14 +184,14 @@ def sharded(sizes, attention, device, compiled, every):
     return net
 
 
-def measured(net, optimizer, sizes, rows, args, device):
+def measured(net, optimizer, sizes, rows, steps, args, device):
     """Seconds of each step after the warm ones, the last loss, and the most GiB that tensors took."""
     *_, head_dim, _, vocabulary, _, tokens_of_row, reduces_each = sizes
     cos, sin = tables(tokens_of_row, head_dim, device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(args.warm + args.steps):
+    for _ in range(args.warm + steps):
         # Repeated rows would be learnt by heart, and GEMMs of gradients that are nearly zero take less power.
         batches = torch.randint(0, vocabulary, (args.micro, rows, tokens_of_row + 1), device=device)
         started = time.perf_counter()
@@ -217,8 +217,8 @@ def agreed(value):
 
 
 def run(args, sizes, words, device, name, backend, attention):
-    mode, every, all_rows = words.split(":")
-    every = int(every)
+    mode, every, all_rows, *own_steps = words.split(":")
+    every, steps = int(every), int(own_steps[0]) if own_steps else args.steps
     net = sharded(sizes, attention, device, mode == "compiled", every)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
     world, seen, tokens_of_row, what = dist.get_world_size(), {}, sizes[-2], f"{args.size} {mode}, recomputed {RECOMPUTED.get(every, every)}"
@@ -239,7 +239,7 @@ def run(args, sizes, words, device, name, backend, attention):
                 print(f"fsdp2 {what}, {rows} rows: left out, {reason}", flush=True)
             break
         with sdpa_kernel(backend):
-            times, loss, peak = measured(net, optimizer, sizes, rows, args, device)
+            times, loss, peak = measured(net, optimizer, sizes, rows, steps, args, device)
         seen[rows] = peak = agreed(peak)
         count = world * args.micro * rows * tokens_of_row
         rate, slowest, fastest = (round(count / seconds) for seconds in (statistics.median(times), max(times), min(times)))
@@ -256,7 +256,7 @@ def run(args, sizes, words, device, name, backend, attention):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="14.8B", choices=SIZES)
-    parser.add_argument("runs", nargs="*", metavar="MODE:EVERY:ROWS,ROWS…", help=f"by size: {RUNS}")
+    parser.add_argument("runs", nargs="*", metavar="MODE:EVERY:ROWS,ROWS…[:STEPS]", help=f"by size: {RUNS}")
     parser.add_argument("--micro", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)

@@ -15,7 +15,7 @@
 #          one step of dense and latent attention and two of the others; on four H100s by plan about 150 s for 80m and
 #          430 s for 1p7b, of them the longest 85 s each for mha and mla; LIMIT=200
 # scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS
-#          (2); about 30 s a cell
+#          (2); COUNTS ("1 GPUS") of GPUs, SIDE (2) runs of one GPU at a time; about 30 s a cell
 #
 # STEPS (3), LIMIT of seconds a run (150), FLAGS of train ("--profile 3"). DEVICE=cpu with SETS="section.key=value …", a
 # small shape, tries the script.
@@ -138,11 +138,11 @@ PYTHON
   return "$code"
 }
 
-# alone NAME KIND key=value…: on a GPU of its own, two such runs at a time
+# alone NAME KIND key=value…: on a GPU of its own, SIDE such runs at a time
 alone() {
   run "$1" "$2" 1 "${#jobs[@]}" "${@:3}" &
   jobs+=($!)
-  [ "${#jobs[@]}" -lt 2 ] || settle
+  [ "${#jobs[@]}" -lt "${SIDE:-2}" ] || settle
 }
 
 settle() {
@@ -232,7 +232,7 @@ for part in "${parts[@]}"; do
     scale) # 16,384 tokens a micro-batch and the vocabulary of tests/gpu/rivals/ranks.py
       prepare
       cells=(${CELLS:-mha:2048:1 dma:2048:1 nsa:2048:1})
-      for count in 1 $gpus; do
+      for count in ${COUNTS:-1 $gpus}; do
         for cell in "${cells[@]}"; do
           IFS=: read -r kind len micro <<< "$cell"
           rows=$((16384 / len))

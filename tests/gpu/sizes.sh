@@ -2,13 +2,14 @@
 # Files of models that one GPU or one host's memory barely holds: what is written, read and exported, in seconds, with the
 # most memory of a process. One line a step.
 #
-#   tests/gpu/sizes.sh SIEVE TEXT.jsonl OUT [checkpoint|import]…
+#   tests/gpu/sizes.sh SIEVE TEXT.jsonl OUT [checkpoint|import|divided]…
 #
 # checkpoint  14.8B on all GPUS under ZeRO-3: a checkpoint of step 2 (178 GB) is written while steps go on, the run is
 #             killed, continued from it with the same losses, and the checkpoint is exported (30 GB). By plan and 1.5 GB/s
 #             of the disk about 330 s; OUT needs 212 GB, and is emptied
 # import      a folder of random weights in Qwen3-8B's layout, made a shard at a time (16 GB); its import (33 GB), eval
-#             ppl and generate on one GPU and on all GPUS. About 200 s; OUT needs 50 GB, and is emptied
+#             ppl and generate on one GPU. About 150 s; OUT needs 50 GB, and keeps the import
+# divided     eval ppl and generate of that import on all GPUS, beside the one; about 50 s; OUT is emptied
 #
 # GPUS (4), LIMIT of seconds a step (300), PYTHON (python3): one that has numpy, for import. DEVICE=cpu with SETS="section.key=value …", a small shape, and LAYERS=4
 # WIDTH=256 VOCABULARY=4096 tries the script.
@@ -16,7 +17,7 @@ set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
 parts=("$@")
-[ "$#" -gt 0 ] || parts=(checkpoint import)
+[ "$#" -gt 0 ] || parts=(checkpoint import divided)
 device="${DEVICE:-cuda}" gpus="${GPUS:-4}" limit="${LIMIT:-300}" failed=0
 mkdir -p "$out"
 trap 'pgrep -f -- "$out/" | grep -vx "$$" | xargs -r kill -KILL' EXIT
@@ -175,17 +176,21 @@ print(f"folder: {len(shards)} shards, {sum(map(size, shapes.values())) / 1e9:.1f
 PYTHON
 }
 
+use=(--checkpoint "$out/imported" --prompt "static int " --temperature 0 --max-new-tokens 32 -q)
+ppl=(--checkpoint "$out/imported" --data "$text" --max-tokens 8192 --context 4096 --json)
+
 imported() {
-  local use=(--checkpoint "$out/imported" --prompt "static int " --temperature 0 --max-new-tokens 32 -q)
-  local ppl=(--checkpoint "$out/imported" --data "$text" --max-tokens 8192 --context 4096 --json)
   folder "$out/folder" || { fail folder "see above"; return; }
   "$sieve" tokenizer train --data "$text" --vocab-size 2048 --out "$out/folder/tokenizer.json" > "$out/tokenizer.txt" 2>&1 ||
     { fail tokenizer "$(tail -1 "$out/tokenizer.txt")"; return; }
   step import "$sieve" import --from "$out/folder" --out "$out/imported" || return
   rm -rf "$out/folder"
   step generate-one "$sieve" generate "${use[@]}" --device "$one"
-  step generate-all "$sieve" launch --nproc "$gpus" -- generate "${use[@]}" --device "$device"
   step ppl-one "$sieve" eval ppl "${ppl[@]}" --device "$one"
+}
+
+divided() {
+  step generate-all "$sieve" launch --nproc "$gpus" -- generate "${use[@]}" --device "$device"
   step ppl-all "$sieve" launch --nproc "$gpus" -- eval ppl "${ppl[@]}" --device "$device"
   python3 - "$out" << 'PYTHON' || failed=1
 import json, sys
@@ -194,7 +199,7 @@ read = lambda name: open(f"{out}/{name}.txt", encoding="utf-8").read()
 one, all_gpus = read("generate-one"), read("generate-all")
 loss = [json.loads(read(name))["loss"] for name in ("ppl-one", "ppl-all")]
 same = next((at for at, (a, b) in enumerate(zip(one, all_gpus)) if a != b), min(len(one), len(all_gpus)))
-print(f"import: the first {same} of {len(one)} characters of the texts are equal; losses {loss}", flush=True)
+print(f"divided: the first {same} of {len(one)} characters of the texts are equal; losses {loss}", flush=True)
 sys.exit(not (len(all_gpus) > 10 and abs(loss[0] - loss[1]) < 2e-3))
 PYTHON
   rm -rf "$out/imported"
@@ -214,8 +219,9 @@ for part in "${parts[@]}"; do
     checkpoint) room checkpoint 212 && checkpoint ;;
     # Folder and checkpoint are 16.4 and 32.8 GB.
     import) room import 50 && imported ;;
+    divided) divided ;;
     *)
-      echo "there is no part '$part': checkpoint or import"
+      echo "there is no part '$part': checkpoint, import or divided"
       exit 2
       ;;
   esac

@@ -3,8 +3,10 @@
 //! All files are written into `step-N.tmp` and synced; then the folder is renamed. `state.json` holds a checksum of
 //! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
+use crate::tensor_file::{TensorHeader, stream_tensor_file};
 use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
+use burn::tensor::Bytes;
 use serde::{Deserialize, Serialize};
 use sieve_core::ShownPath;
 use sieve_files::{publish_folder, sync_folder, temporary_name, write_synced};
@@ -169,10 +171,39 @@ impl Checkpoint {
     /// # Errors
     /// Any failure of the file system; an existing checkpoint is then unchanged.
     pub fn write(folder: &Path, state: CheckpointState, files: &CheckpointFiles) -> Result<PathBuf, CheckpointError> {
+        // As rank 0 of 1.
+        Self::write_by(folder, state, |step| Self::write_shard(folder, step, [0, 1], files))
+    }
+
+    /// As [`write`](Self::write), of weights that `read` returns for each index of `headers`, so that only one tensor is
+    /// in memory at a time. `texts` are recipe and tokenizer.
+    pub(crate) fn write_model(
+        folder: &Path,
+        state: CheckpointState,
+        texts: [&str; 2],
+        headers: &[TensorHeader],
+        read: impl FnMut(usize) -> Result<Bytes, CheckpointError>,
+    ) -> Result<PathBuf, CheckpointError> {
+        Self::write_by(folder, state, |step| {
+            let partial = partial(folder, step);
+            let mut checksums = write_texts(&partial, texts)?;
+            let name = TensorFiles::name(MODEL, 0, 1);
+            let sum = stream_tensor_file(&partial.join(&name), headers, None, read)?;
+            checksums.insert(name, sum);
+            sync_folder(&partial)?;
+            Ok(checksums)
+        })
+    }
+
+    /// Writes a checkpoint whose files, but its state, `write` writes into the temporary folder of a step.
+    fn write_by(
+        folder: &Path,
+        state: CheckpointState,
+        write: impl FnOnce(u64) -> Result<BTreeMap<String, String>, CheckpointError>,
+    ) -> Result<PathBuf, CheckpointError> {
         let step = state.step;
         let written = Self::begin(folder, step)
-            // Writes as rank 0 of 1.
-            .and_then(|()| Self::write_shard(folder, step, [0, 1], files))
+            .and_then(|()| write(step))
             .and_then(|checksums| Self::publish(folder, state, checksums));
         if written.is_err() {
             Self::discard(folder, step);
@@ -204,14 +235,10 @@ impl Checkpoint {
         files: &CheckpointFiles,
     ) -> Result<BTreeMap<String, String>, CheckpointError> {
         let partial = partial(folder, step);
-        let mut checksums = BTreeMap::new();
-        if rank == 0 {
-            for (name, text) in [(RECIPE, &files.recipe_toml), (TOKENIZER, &files.tokenizer_json)] {
-                write_synced(&partial.join(name), text.as_bytes())?;
-                let sum = format!("{:016x}", xxh3_64(text.as_bytes()));
-                checksums.insert(name.to_owned(), sum);
-            }
-        }
+        let mut checksums = match rank {
+            0 => write_texts(&partial, [&files.recipe_toml, &files.tokenizer_json])?,
+            _ => BTreeMap::new(),
+        };
         for (stem, tensors) in [(MODEL, &files.model), (OPTIMIZER, &files.optimizer)] {
             // With several ranks, a reader expects a file of each, even if it holds no tensor.
             if stem == MODEL || rank > 0 || !tensors.is_empty() {
@@ -429,6 +456,16 @@ impl Checkpoint {
     pub fn tokenizer_path(&self) -> PathBuf {
         self.path.join(TOKENIZER)
     }
+}
+
+/// Writes recipe and tokenizer into the temporary folder of a checkpoint; returns their checksums by name.
+fn write_texts(partial: &Path, [recipe, tokenizer]: [&str; 2]) -> Result<BTreeMap<String, String>, CheckpointError> {
+    let mut checksums = BTreeMap::new();
+    for (name, text) in [(RECIPE, recipe), (TOKENIZER, tokenizer)] {
+        write_synced(&partial.join(name), text.as_bytes())?;
+        checksums.insert(name.to_owned(), format!("{:016x}", xxh3_64(text.as_bytes())));
+    }
+    Ok(checksums)
 }
 
 /// The error of a file that cannot be read, because it is damaged or its permissions forbid it.

@@ -65,7 +65,7 @@ const MODELING: [(&str, &str); 2] = [
 /// Writes the model of `checkpoint` to the folder `out`, which must be new, empty, or an earlier export.
 ///
 /// An earlier export is replaced; other files in the folder stay. A failure leaves no incomplete file under a final
-/// name.
+/// name, and no `config.json` beside weights of another model.
 ///
 /// # Errors
 /// A model that the class asked for cannot compute, an indexer's warm-up, a folder that holds something else, weights
@@ -90,7 +90,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let beside = tokenizer_files::folder(&checkpoint.path, &recipe);
     let generation = config::generation(options, tokenizer_files::object(&beside, tokenizer_files::GENERATION)?);
     let json_files = [
-        ("config.json", config::model(&shape, architecture, options, &generation)),
+        (folder::CONFIG, config::model(&shape, architecture, options, &generation)),
         (tokenizer_files::GENERATION, json_text::to_text(&generation)),
     ];
     let tokenizer_files = tokenizer_files::read(checkpoint, &beside, shape.max_seq_len, options)?;

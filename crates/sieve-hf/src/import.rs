@@ -3,7 +3,7 @@
 //!
 //! An import is the reverse of an [`export`](crate::export) and uses the same list of tensors: importing an export
 //! gives the same weights to the last bit. A model may be imported with another attention kind, whose additional
-//! parameters are initialised as in a new model.
+//! parameters are initialised as in a new model. Tensors are read one at a time, so that no host has to hold the model.
 
 mod config;
 mod keys;
@@ -12,10 +12,9 @@ mod weights;
 
 use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
-use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel,
-    parameters::{load_parameters_then, named_parameters_but},
-};
+use crate::parameters::{load_parameters_then, visit};
+use crate::tensor_file::TensorHeader;
+use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, LoadedModel};
 use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, TensorData};
@@ -28,6 +27,7 @@ use sieve_files::write_synced;
 use sieve_nn::Qwen3;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use weights::{Weights, is_same};
 
@@ -92,35 +92,37 @@ pub fn import<B: Backend>(
     // The path is absolute, because the recipe names it and training may run in any working directory.
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
-    let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
-    let conversion = Conversion::of(&read.shape, &shape).map_err(|gap| unfit(from, &gap))?;
-    read.drop_lost(from, &conversion, drops)?;
-    let ties = attention.is_none() && read.all_scores_tie();
+    let (recipe, shape, mut found) = read_model(from, &settings, DType::F32.into())?;
+    let conversion = Conversion::of(&found.shape, &shape).map_err(|gap| unfit(from, &gap))?;
+    found.drop_lost(from, &conversion, drops)?;
+    let ties = attention.is_none() && found.all_scores_tie()?;
     let is_new_form = match attention {
         Some(kind) => is_former_form(from, kind, &recipe, &settings)?,
         None => false,
     };
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
-    let mut added = Vec::new();
-    let weights = named_parameters_but(&model, |name, wanted| {
-        let data = read.tensors.remove(name);
-        match &data {
-            Some(data) => assert_eq!(data.shape.to_vec(), wanted, "{name} is kept by the conversion"),
-            None => added.push(name.to_owned()),
+    let (mut headers, mut added) = (Vec::new(), Vec::new());
+    let mut new = HashMap::new();
+    visit(&model, |name, dims, data| {
+        match found.tensors.get(&name) {
+            Some(joined) => assert_eq!(joined.shape, dims, "{name} is kept by the conversion"),
+            None => {
+                added.push(name.clone());
+                new.insert(name.clone(), data());
+            }
         }
-        data
+        headers.push(TensorHeader { name, dtype: DType::F32, shape: dims.to_vec() });
     });
-    assert!(read.tensors.is_empty(), "the conversion drops or keeps {:?}", read.tensors.keys());
-    let state = CheckpointState::untrained(shape.vocab_size);
-    let recipe_toml = recipe.to_toml();
-    let files = CheckpointFiles {
-        model: weights,
-        optimizer: Vec::new(),
-        recipe_toml: recipe_toml.map_err(CheckpointError::bad_recipe(&from.join("config.json")))?,
-        tokenizer_json,
-    };
+    let num_found = headers.len() - added.len();
+    assert_eq!(num_found, found.tensors.len(), "the conversion drops or keeps every tensor");
+    let recipe_toml = recipe.to_toml().map_err(CheckpointError::bad_recipe(&from.join("config.json")))?;
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
-    let path = Checkpoint::write(out, state, &files)?;
+    let state = CheckpointState::untrained(shape.vocab_size);
+    let path = Checkpoint::write_model(out, state, [&recipe_toml, &tokenizer_json], &headers, |n| {
+        let name = &headers[n].name;
+        let data = new.remove(name).map_or_else(|| found.read(name), Ok)?;
+        Ok(data.bytes)
+    })?;
     // Beside the tokenizer, where a later export of the trained model finds them.
     tokenizer_files::copy(from, &path)?;
     let generation = serde_json::Value::Object(tokenizer_files::generation(from)?);
@@ -131,7 +133,7 @@ pub fn import<B: Backend>(
         recipe,
         added,
         converted: conversion.words(),
-        ignored: read.ignored,
+        ignored: found.ignored,
         all_scores_tie: ties,
         is_new_form,
     })
@@ -185,15 +187,16 @@ pub(crate) fn load<B: Backend>(
 ) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
     // `None`: the model keeps its own attention. There are no overrides.
-    let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
+    let (recipe, shape, found) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
     // No initial values are drawn from the seed.
     let seed = 0;
     let mut source = |name: &str, dims: &[usize]| {
-        let data = read.tensors.remove(name);
-        data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
+        if found.tensors.get(name).is_none_or(|joined| joined.shape != dims) {
             let problem = format!("{name} is missing or of another shape");
-            CheckpointError::not_importable(from, problem, "config.json and the weights must be of one model")
-        })
+            let hint = "config.json and the weights must be of one model";
+            return Err(CheckpointError::not_importable(from, problem, hint));
+        }
+        found.read(name)
     };
     let model = load_parameters_then(Qwen3::new(&shape, seed, device), kept, &mut source, then)?;
     Ok(LoadedModel {
@@ -212,7 +215,7 @@ fn read_model(
     from: &Path,
     settings: &[String],
     kept: Kept,
-) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
+) -> Result<(Recipe, ModelShape, FoundTensors), CheckpointError> {
     let (config, unties) = read_config(from)?;
     let weights = Weights::open(from)?;
     let untied = format!("{OUTPUT} is not the embedding, though config.json ties them: the model is read untied");
@@ -225,12 +228,12 @@ fn read_model(
     let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
     config.check_derived(from, &source_shape)?;
     let wanted = tensors_of(&source_shape, config.architecture);
-    let mut read = read_tensors(&config, &weights, &wanted, source_shape, kept)?;
-    let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
+    let mut found = find_tensors(&config, weights, &wanted, source_shape, kept)?;
+    let has_scales = config.residual_scale || (is_doge && !found.drop_unit_scales()?);
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
     let no_settings = [];
-    (_, read.shape) = recipe_and_shape(from, &config, has_scales, &no_settings)?;
-    Ok((recipe, shape, read))
+    (_, found.shape) = recipe_and_shape(from, &config, has_scales, &no_settings)?;
+    Ok((recipe, shape, found))
 }
 
 /// The configuration, and whether it was changed to untied. If the files hold an output projection that differs from
@@ -318,26 +321,56 @@ fn without_lines(mut error: RecipeError) -> RecipeError {
     error
 }
 
-/// The tensors of a folder by their names in Sieve, in the types that the model keeps; residual scales in f32.
-struct ReadTensors {
-    tensors: HashMap<String, TensorData>,
+/// The tensors of a folder by their names in Sieve. Their values are read from the files when they are asked for.
+struct FoundTensors {
+    weights: Weights,
+    tensors: HashMap<String, Joined>,
     ignored: Vec<String>,
     /// The model that the tensors are of.
     shape: ModelShape,
 }
 
-impl ReadTensors {
+/// A tensor of a model, and the folder's tensors that it is joined of.
+struct Joined {
+    shape: Vec<usize>,
+    /// The type that the model keeps; of residual scales f32.
+    dtype: DType,
+    /// Names in the folder, with the rows that each of them is.
+    parts: Vec<(String, Range<usize>)>,
+}
+
+impl FoundTensors {
+    /// The values of a tensor, by its name in Sieve, which must be among them.
+    fn read(&self, name: &str) -> Result<TensorData, CheckpointError> {
+        let Joined { shape, dtype, parts } = &self.tensors[name];
+        let row_bytes = shape[1..].iter().product::<usize>() * dtype.size();
+        let mut bytes = Bytes::from_bytes_vec(vec![0; shape[0] * row_bytes]);
+        for (theirs, rows) in parts {
+            let stored = self.weights.find(theirs)?.expect("it was found before");
+            stored.convert(*dtype, &mut bytes[rows.start * row_bytes..rows.end * row_bytes]);
+        }
+        Ok(TensorData::from_bytes(bytes, shape.clone(), *dtype))
+    }
+
+    /// Whether all tensors whose names `are_meant` hold nothing but `value`; `None` if there are none.
+    fn hold_only(&self, value: f32, are_meant: impl Fn(&str) -> bool) -> Result<Option<bool>, CheckpointError> {
+        let mut all = None;
+        for name in self.tensors.keys().filter(|name| are_meant(name)) {
+            let is_value = self.read(name)?.iter::<f32>().all(|found| found == value);
+            all = Some(is_value && all != Some(false));
+        }
+        Ok(all)
+    }
+
     /// Whether all scores of a DMA model are equal, because every A is 0.
-    fn all_scores_tie(&self) -> bool {
-        let is_a = |name: &str| name.ends_with("self_attn.a");
-        let mut a = self.tensors.iter().filter(|(name, _)| is_a(name)).peekable();
-        a.peek().is_some() && a.all(|(_, data)| data.iter::<f32>().all(|value| value == 0.0))
+    fn all_scores_tie(&self) -> Result<bool, CheckpointError> {
+        Ok(self.hold_only(0.0, |name| name.ends_with("self_attn.a"))? == Some(true))
     }
 
     /// Removes the tensors that a conversion drops. Trained ones are an error unless `drops`. If DMA's A is all zeros,
     /// then neither it nor W_dt, which it is multiplied with, counts as trained.
     fn drop_lost(&mut self, from: &Path, conversion: &Conversion, drops: bool) -> Result<(), CheckpointError> {
-        let ties = self.all_scores_tie();
+        let ties = self.all_scores_tie()?;
         let lost = conversion.dropped.iter().filter(|spec| !(ties && spec.part == Part::Mask));
         let lost = lost.cloned().collect::<Vec<_>>();
         if !lost.is_empty() && !drops {
@@ -354,13 +387,12 @@ impl ReadTensors {
     }
 
     /// Removes the residual scales if all of them are exactly one. Returns whether it did.
-    fn drop_unit_scales(&mut self) -> bool {
-        let mut scales = self.tensors.iter().filter(|(name, _)| is_residual_scale(name));
-        let all_one = scales.all(|(_, data)| data.iter::<f32>().all(|value| value == 1.0));
+    fn drop_unit_scales(&mut self) -> Result<bool, CheckpointError> {
+        let all_one = self.hold_only(1.0, is_residual_scale)?.unwrap_or(true);
         if all_one {
             self.tensors.retain(|name, _| !is_residual_scale(name));
         }
-        all_one
+        Ok(all_one)
     }
 }
 
@@ -368,17 +400,17 @@ fn is_residual_scale(name: &str) -> bool {
     name.ends_with("input_residual") || name.ends_with("post_attention_residual")
 }
 
-/// Reads the `wanted` tensors and joins the parts of packed ones. One error names all that do not fit.
-fn read_tensors(
+/// Finds the `wanted` tensors, of which packed ones have several parts. One error names all that do not fit.
+fn find_tensors(
     config: &HfConfig,
-    weights: &Weights,
+    weights: Weights,
     wanted: &[ExportTensor],
     shape: ModelShape,
     kept: Kept,
-) -> Result<ReadTensors, CheckpointError> {
+) -> Result<FoundTensors, CheckpointError> {
     let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     let is_tied = !by_name.contains_key(OUTPUT);
-    let mut tensors: HashMap<String, TensorData> = HashMap::new();
+    let mut tensors: HashMap<String, Joined> = HashMap::new();
     let mut problems = Problems { conflicts: weights.conflicts.clone(), ..Problems::default() };
     let mut ignored = Vec::new();
     for name in weights.names() {
@@ -408,16 +440,15 @@ fn read_tensors(
         };
         // bf16 would round scales near one to one, and `drop_unit_scales` would drop them.
         let dtype = if is_residual_scale(ours) { DType::F32 } else { kept.dtype(ours) };
-        let row_shape = &tensor.shape[1..];
-        let row_bytes = row_shape.iter().product::<usize>() * dtype.size();
-        let whole = tensors.entry(ours.clone()).or_insert_with(|| {
-            let bytes = Bytes::from_bytes_vec(vec![0; num_rows * row_bytes]);
-            TensorData::from_bytes(bytes, [&[*num_rows], row_shape].concat(), dtype)
+        let joined = tensors.entry(ours.clone()).or_insert_with(|| Joined {
+            shape: [&[*num_rows], &tensor.shape[1..]].concat(),
+            dtype,
+            parts: Vec::new(),
         });
-        stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
+        joined.parts.push((name.clone(), rows.clone()));
     }
     problems.check(&weights.folder, &config.assumed)?;
-    Ok(ReadTensors { tensors, ignored, shape })
+    Ok(FoundTensors { weights, tensors, ignored, shape })
 }
 
 /// Names of tensors that do not fit the model, by kind of problem.

@@ -59,20 +59,8 @@ pub type PartSource<'a, E> = dyn FnMut(&str, &[usize], Option<Range<usize>>) -> 
 
 /// All float parameters, copied to the host, in module order.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {
-    named_parameters_but(module, |_, _| None)
-}
-
-/// As [`named_parameters`], with the tensors that `instead` returns by name and shape. No initial values are drawn for
-/// parameters that it replaces.
-pub(crate) fn named_parameters_but<B: Backend, M: Module<B>>(
-    module: &M,
-    mut instead: impl FnMut(&str, &[usize]) -> Option<TensorData>,
-) -> Vec<NamedTensor> {
     let mut tensors = Vec::new();
-    visit(module, |name, shape, data| {
-        let data = instead(&name, shape).unwrap_or_else(data);
-        tensors.push(NamedTensor { name, data });
-    });
+    visit(module, |name, _shape, data| tensors.push(NamedTensor { name, data: data() }));
     tensors
 }
 
@@ -84,7 +72,8 @@ pub fn parameter_names<B: Backend, M: Module<B>>(module: &M) -> Vec<String> {
 }
 
 /// Calls `take` with the name and shape of each float parameter, and a function that copies its values to the host.
-fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &[usize], &dyn Fn() -> TensorData)) {
+/// Initial values are drawn when it is called.
+pub(crate) fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &[usize], &dyn Fn() -> TensorData)) {
     let path = Vec::new();
     module.visit(&mut Reader { path, take });
 }

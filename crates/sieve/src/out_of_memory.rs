@@ -31,8 +31,8 @@ pub(crate) struct MemoryArgs {
 /// Result of the memory check of a run that may begin.
 #[derive(Debug)]
 pub(crate) struct Admitted {
-    /// Warning to print first, if the run may not fit.
-    pub(crate) warning: Option<String>,
+    /// Warnings to print first, if the run or a copy of its state may not fit.
+    pub(crate) warnings: Vec<String>,
     /// Optional activations that fit into the memory, for the trainer.
     pub(crate) keeping: Keeping,
     /// Text for [`advise`], in case the memory runs out nevertheless.
@@ -45,8 +45,8 @@ pub(crate) fn advise(advice: String) {
 }
 
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. Of all `ranks`, the `sharers` are on
-    /// this host; on the CPU they divide its free memory equally.
+    /// Refuses a run of `recipe` that does not fit on `device`, or whose checkpoints do not fit into the host's memory.
+    /// Of all `ranks`, the `sharers` are on this host; on the CPU they divide its free memory equally.
     ///
     /// # Errors
     /// The run does not fit: the message has the needed and the free memory, the largest parts, and settings that would
@@ -62,10 +62,13 @@ impl MemoryArgs {
         if let Target::Cpu { memory_bytes, .. } = &mut target {
             *memory_bytes /= sharers.max(1) as u64;
         }
-        let ranks = Ranks { size: ranks, hosts: 1 };
-        let memory = plan_of_ranks(recipe, vocab_size, &target, ranks)?.memory;
+        let memory = plan_of_ranks(recipe, vocab_size, &target, Ranks { size: ranks, hosts: 1 })?.memory;
+        let mut warnings = Vec::from_iter(self.decide("this run", &memory)?);
+        // Other replicas of the shards write nothing.
+        let writers = sharers.min(recipe.parallelism.num_shards(ranks)) as u64;
+        warnings.extend(self.decide_host_copies(&memory, writers, MemoryProbe::Process.available())?);
         Ok(Admitted {
-            warning: self.decide("this run", &memory)?,
+            warnings,
             keeping: memory.keeping,
             advice: format!("{}\n{}", parts(&memory), fitting_settings_hint(&memory)),
         })
@@ -103,6 +106,32 @@ impl MemoryArgs {
             crate::terminal::note(&warning);
         }
         Ok(())
+    }
+
+    /// As [`decide`](Self::decide), for the copies of weights and moments that `writers` processes of this host hold in
+    /// its memory, of which `available` bytes are free, while a checkpoint is written.
+    fn decide_host_copies(self, memory: &MemoryPlan, writers: u64, available: u64) -> Result<Option<String>> {
+        let needed = writers * memory.host_checkpoint_bytes;
+        if memory.copies_on_device() || needed == 0 {
+            return Ok(None);
+        }
+        let verdict = MemoryVerdict::of(needed, available);
+        let [each, all, free] = [memory.host_checkpoint_bytes, needed, available].map(gib);
+        let text = format!(
+            "a checkpoint of this run {} into the machine's own memory, as the GPU has no room for a copy: {writers} \
+             {} of {each} {} {all} of {free} available\n  \
+             hint: free memory, or use a machine with more of it, or more machines: their processes share the copy",
+            verdict.words(),
+            if writers == 1 { "copy" } else { "copies" },
+            if writers == 1 { "takes" } else { "take" },
+        );
+        match verdict {
+            MemoryVerdict::Fits | MemoryVerdict::Unknown => Ok(None),
+            MemoryVerdict::DoesNotFit if !self.ignore_memory => {
+                bail!("{text}\n  --ignore-memory starts it all the same")
+            }
+            MemoryVerdict::MayNotFit | MemoryVerdict::DoesNotFit => Ok(Some(format!("warning: {text}"))),
+        }
     }
 
     /// The warning to print; `None` if the memory suffices or is unknown. Fails if it does not, unless
@@ -284,6 +313,33 @@ mod tests {
             assert_eq!(answer.is_some(), warned, "{share_free}");
             assert!(answer.is_none_or(|text| text.starts_with("warning: this run ")));
         }
+    }
+
+    #[test]
+    fn a_copy_that_the_host_cannot_hold_is_refused_with_numbers() {
+        // 6.8 GB of 8: a second copy of 1.4 GB of state, and a quarter, do not fit beside the step.
+        let full = memory(8.0, &["training.local_batch_size=8", "training.global_batch_size=8"]);
+        let each = full.host_checkpoint_bytes;
+        assert!(!full.copies_on_device() && each > 900 << 20, "{} of {}", full.total_bytes, full.available_bytes);
+        let refuse = |available| REFUSE.decide_host_copies(&full, 4, available);
+        let error = refuse(3 * each).expect_err("too large").to_string();
+        for word in [
+            "a checkpoint of this run does not fit into the machine's own memory",
+            &format!("4 copies of {} take {} of {} available", gib(each), gib(4 * each), gib(3 * each)),
+            "--ignore-memory",
+        ] {
+            assert!(error.contains(word), "no {word:?} in {error}");
+        }
+        assert_eq!(refuse(5 * each).expect("fits"), None);
+        assert_eq!(refuse(0).expect("unknown"), None);
+        let warning = refuse(4 * each - 1).expect("a warning").expect("it may not fit");
+        assert!(warning.starts_with("warning: a checkpoint of this run may not fit into"), "{warning}");
+        let ignore = MemoryArgs { ignore_memory: true };
+        assert!(ignore.decide_host_copies(&full, 4, 3 * each).expect("let through").is_some());
+        // With room for the copy on the GPU, the host holds none.
+        let wide = memory(80.0, &["training.local_batch_size=8", "training.global_batch_size=8"]);
+        assert!(wide.copies_on_device(), "{} of {}", wide.total_bytes, wide.available_bytes);
+        assert_eq!(REFUSE.decide_host_copies(&wide, 4, each).expect("no copy"), None);
     }
 
     #[test]

@@ -334,6 +334,25 @@ fn ranks_line(together: &RanksPlan) -> String {
     )
 }
 
+/// The line about the copy of which a checkpoint is written; `None` on a CPU, whose memory has the copy among the parts.
+fn copy_line(plan: &Plan) -> Option<String> {
+    let (each, ranks) = (plan.memory.host_checkpoint_bytes, plan.ranks.as_ref());
+    if each == 0 {
+        return None;
+    }
+    let each_in_words = gib(each);
+    if plan.memory.copies_on_device() {
+        return Some(format!("  and {each_in_words} that are free, for a copy while a checkpoint is written"));
+    }
+    // Ranks with the same shards write them once.
+    let of_host = ranks.map_or(1, |plan| (plan.ranks.size / plan.ranks.hosts).min(plan.num_shards) as u64);
+    let all = match of_host {
+        1 => String::new(),
+        count => format!(", {} for the {count} processes of a host", gib(count * each)),
+    };
+    Some(format!("  and {each_in_words} of the machine's own memory while a checkpoint is written{all}"))
+}
+
 /// The lines about memory: need and parts, settings that would fit, and the need of other `zero_stage`s and activation
 /// modes.
 fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
@@ -343,10 +362,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     for (part, bytes) in memory.parts() {
         lines.push(format!("  {part:<20} {:>12}", gib(bytes)));
     }
-    if memory.host_checkpoint_bytes > 0 {
-        let bytes = gib(memory.host_checkpoint_bytes);
-        lines.push(format!("  and {bytes} of the machine's own memory while a checkpoint is written"));
-    }
+    lines.extend(copy_line(plan));
     for fitting in &memory.would_fit {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         lines.push(format!("  would fit: {total} with {setting}"));

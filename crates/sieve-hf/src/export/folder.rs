@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 pub(super) const MARKER: &str = "sieve_export.json";
 /// A folder that holds the files until all are complete.
 const PARTIAL: &str = ".sieve_export.partial";
+/// The file without which nothing reads a folder as a model.
+pub(super) const CONFIG: &str = "config.json";
 
 /// A folder that an export may write to.
 #[derive(Debug)]
@@ -51,6 +53,9 @@ impl OutFolder {
     }
 
     /// Gives all `files` their final names and removes files of an earlier export that this one does not have.
+    ///
+    /// [`CONFIG`] goes first and comes last: an export that is stopped in between leaves no model, rather than one of
+    /// old and new weights.
     pub(super) fn publish(self, files: &[String]) -> Result<(), CheckpointError> {
         let now: BTreeSet<String> = files.iter().cloned().collect();
         for name in now.difference(&self.earlier) {
@@ -61,15 +66,19 @@ impl OutFolder {
         // The marker first lists both the old and the new files, so that a kill during the renames leaves a folder that
         // a later export recognises.
         self.write_marker(&now.union(&self.earlier).cloned().collect())?;
-        for name in &now {
-            let path = self.path.join(name);
-            fs::rename(self.partial(name), &path).map_err(CheckpointError::io("renaming", path))?;
+        if self.earlier.contains(CONFIG) {
+            self.remove(CONFIG)?;
+            sync_folder(&self.path)?;
+        }
+        for name in now.iter().filter(|name| *name != CONFIG) {
+            self.rename(name)?;
         }
         for name in self.earlier.difference(&now) {
-            let path = self.path.join(name);
-            if path.exists() {
-                fs::remove_file(&path).map_err(CheckpointError::io("removing", path))?;
-            }
+            self.remove(name)?;
+        }
+        sync_folder(&self.path)?;
+        if now.contains(CONFIG) {
+            self.rename(CONFIG)?;
         }
         self.write_marker(&now)?;
         let partial = self.path.join(PARTIAL);
@@ -77,11 +86,23 @@ impl OutFolder {
         Ok(sync_folder(&self.path)?)
     }
 
+    fn rename(&self, name: &str) -> Result<(), CheckpointError> {
+        let path = self.path.join(name);
+        fs::rename(self.partial(name), &path).map_err(CheckpointError::io("renaming", path))
+    }
+
+    fn remove(&self, name: &str) -> Result<(), CheckpointError> {
+        let path = self.path.join(name);
+        match path.exists() {
+            true => fs::remove_file(&path).map_err(CheckpointError::io("removing", path)),
+            false => Ok(()),
+        }
+    }
+
     fn write_marker(&self, files: &BTreeSet<String>) -> Result<(), CheckpointError> {
         let text = to_text(&json!({ "files": files }));
         write_synced(&self.partial(MARKER), text.as_bytes())?;
-        let path = self.path.join(MARKER);
-        fs::rename(self.partial(MARKER), &path).map_err(CheckpointError::io("renaming", path))
+        self.rename(MARKER)
     }
 
     fn in_use(&self, found: &str) -> CheckpointError {

@@ -244,6 +244,36 @@ fn exports_have_equal_bytes_and_replace_only_earlier_exports() {
 }
 
 #[test]
+fn an_export_that_stops_at_any_file_leaves_no_model_of_old_and_new_files() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let small = ExportOptions { max_shard_bytes: 4000, ..options() };
+    let [old, new] =
+        [MHA, DMA].map(|attention| checkpoint(&folder.path().join(attention.len().to_string()), TIED, attention));
+    let names = export(&new, &folder.path().join("whole"), &small).expect("exports").files;
+    let whole = folder_bytes(&folder.path().join("whole"));
+    for name in names.iter().filter(|name| !["config.json", "sieve_export.json"].contains(&name.as_str())) {
+        let out = folder.path().join("out");
+        export(&old, &out, &small).expect("exports");
+        // Where a file is a folder that holds something, the export cannot give it its name.
+        let _ = fs::remove_file(out.join(name));
+        fs::create_dir(out.join(name)).expect("writable");
+        fs::write(out.join(name).join("in"), "the way").expect("writable");
+        export(&new, &out, &small).expect_err("it stops here");
+        assert!(!out.join("config.json").exists() || !was_begun(&out, &whole), "{name}");
+        fs::remove_dir_all(out.join(name)).expect("writable");
+        export(&new, &out, &small).expect("replaces what was left");
+        assert!(folder_bytes(&out) == whole, "{name}");
+        fs::remove_dir_all(out).expect("writable");
+    }
+}
+
+/// Whether the folder has weights of the new export under their final names.
+fn was_begun(out: &Path, whole: &BTreeMap<String, Vec<u8>>) -> bool {
+    let is_weights = |name: &str| name.ends_with(".safetensors");
+    whole.iter().any(|(name, bytes)| is_weights(name) && fs::read(out.join(name)).is_ok_and(|found| found == *bytes))
+}
+
+#[test]
 fn bf16_halves_the_bytes_and_rounds_to_nearest() {
     let bf16 = ExportOptions { dtype: ExportDtype::Bf16, ..options() };
     let model = exported(TIED, DMA, &bf16);

@@ -112,10 +112,10 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
     block.max(loss)
 }
 
-/// Memory of importing a model: the weights that were read, a new model, and a copy of its weights.
+/// Memory of importing a model, a tensor at a time: the largest one, and as much for its way into the file.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
-    let parameter_bytes = times(shape.parameters().total(), F32);
-    let peak = MemoryParts { parameter_bytes, workspace_bytes: 2 * parameter_bytes, ..MemoryParts::default() };
-    let moment = "the exchange of a new model's weights for those that were read";
-    peak.plan(moment, target, 1)
+    let elements = shape.all_parameters().into_iter().map(|spec| spec.dims.iter().product::<usize>());
+    let largest = times(elements.max().unwrap_or(0) as u64, F32);
+    let peak = MemoryParts { workspace_bytes: 2 * largest, ..MemoryParts::default() };
+    peak.plan("the largest tensor", target, 1)
 }

@@ -21,7 +21,7 @@ pub struct MemoryPlan {
     /// Memory at the peak, by part, without the program's own.
     #[serde(flatten)]
     pub peak: MemoryParts,
-    /// A checkpoint being written by a run on a GPU, in host memory; not in the total.
+    /// A checkpoint being written by a run on a GPU without room for a copy, in host memory; not in the total.
     pub host_checkpoint_bytes: u64,
     /// Optional activations that fit into the memory, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
@@ -62,6 +62,13 @@ impl MemoryPlan {
     /// Whether the run would fit but for its activations and workspace, which grow with the rows.
     pub fn fits_without_rows(&self) -> bool {
         self.leaves_a_tenth(self.total_bytes - self.peak.activation_bytes - self.peak.workspace_bytes)
+    }
+
+    /// Whether the GPU has room beside the step for a copy of what a checkpoint holds, and a quarter more for training
+    /// itself: then [`host_checkpoint_bytes`](Self::host_checkpoint_bytes) are not taken.
+    pub fn copies_on_device(&self) -> bool {
+        let copy = self.host_checkpoint_bytes;
+        self.available_bytes.saturating_sub(self.total_bytes) > copy + copy / 4
     }
 
     /// Whether so many bytes are at most nine tenths of the free memory.

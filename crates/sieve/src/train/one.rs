@@ -276,7 +276,7 @@ fn admit(process: &Process<'_>, session: &Session, place: &Device, log: &Log) ->
     if vocab_size.is_err() {
         return Ok(Keeping::default());
     }
-    admitted.warning.iter().for_each(|warning| log.always(warning));
+    admitted.warnings.iter().for_each(|warning| log.always(warning));
     out_of_memory::advise(admitted.advice);
     Ok(admitted.keeping)
 }
