@@ -13,8 +13,9 @@ Trains a model of each kind for two steps, exports it, opens the export with the
   what theirs do. It finds the layer's cache by module.layer_idx, reads all keys of the text or of the layer's window,
   and passes over masks;
 - saved: what save_pretrained() wrote, in `sieve logits`;
-- gguf: with --converter, a folder of llama.cpp, what its convert_hf_to_gguf.py makes of it. --only gguf tries that
-  alone. The type of the tokenizer is named to the converter, which knows published ones alone.
+- gguf: with --converter, a folder of llama.cpp, what its convert_hf_to_gguf.py makes of it, in llama.cpp's library (the
+  package xllamacpp): its log-likelihoods and greedy tokens beside those of `sieve logits`. --only gguf tries that alone.
+  The type of the tokenizer is named to the converter, which knows published ones alone.
 
 Of version 4 of transformers neither assisted decoding, which fails there with PyTorch 2.15, nor continuous batching of
 stock classes, which wants another attn_implementation, is tried.
@@ -38,6 +39,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", TRANSFORMERS_OFFLINE="1", TRANSFORMER
 os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
 NEW = 16
 TOLERANCE = 1e-4
+PROMPTS = [[(i * 37 + 11 * n) % 300 for i in range(n)] for n in (5, 60, 21)]
 RECIPE = """
 [model]
 hidden_size = 64
@@ -94,9 +96,13 @@ STOCK = dict.fromkeys(SIEVE, WORKS)
 EXPECTED = {
     **dict.fromkeys(KINDS, SIEVE),
     "mha": STOCK,
-    "swa": {**STOCK, "gguf": "WRONG: the window is lost"},
+    "swa": {**STOCK, "gguf": "WRONG: other logits"},
     # The class of transformers: a traceback is logged and no error raised.
-    "mla, no norms": {**STOCK, "continuous": "WRONG: [[], [], []]"},
+    # The library of llama.cpp wants low-rank queries of each model of this class without 26, 27 or 48 layers.
+    "mla, no norms": {
+        **STOCK, "continuous": "WRONG: [[], [], []]",
+        "gguf": "refused: key not found in model: deepseek2.attention.q_lora_rank",
+    },
     # Attention of an engine reads all keys, and no rank is added to the logits.
     "dma, preset paper": {
         **STOCK, "engine": "WRONG: other logits", "gguf": "refused: Model DogeForCausalLM is not supported",
@@ -169,7 +175,7 @@ class Export:
         # With SDPA, some releases compute Doge without its mask.
         self.options = {"attn_implementation": "eager"} if self.is_doge else {}
         self.model = load(folder, **self.options)
-        self.prompts = [[(i * 37 + 11 * n) % 300 for i in range(n)] for n in (5, 60, 21)]
+        self.prompts = PROMPTS
         self.texts = [greedy(self.model, prompt) for prompt in self.prompts]
 
     def consumers(self):
@@ -281,8 +287,8 @@ class Export:
         return close(load_file(logits)["logits"], self.model(torch.tensor([tokens]), use_cache=False).logits)
 
 
-def gguf(folder, converter):
-    """The outcome of the conversion, which has no transformers model to load."""
+def gguf(sieve, folder, converter):
+    """What the converter makes of an export, in llama.cpp's library; neither needs a model of transformers."""
     out = folder.parent / "model.gguf"
     code = (
         f"import sys; sys.path[:0] = [{str(converter)!r}, {str(converter / 'gguf-py')!r}]\n"
@@ -293,20 +299,65 @@ def gguf(folder, converter):
     done = run(sys.executable, "-c", code, folder, "--outfile", out, "--outtype", "f32")
     if done.returncode:
         return f"refused: {done.stderr.strip().splitlines()[-1].removeprefix('ERROR:hf-to-gguf:')}"
-    sys.path.insert(0, str(converter / "gguf-py"))
-    from gguf import GGUFReader
-    from safetensors import safe_open
+    # A process of its own, as the library logs to standard error.
+    loaded = run(sys.executable, __file__, "--llama", out)
+    if loaded.returncode:
+        said = [line.split(": ", 3)[-1] for line in loaded.stderr.splitlines() if "error loading model" in line]
+        return f"refused: {[*said, loaded.stderr][0]}"
+    off = max(llama_differs(sieve, folder, *text) for text in json.loads(loaded.stdout))
+    return WORKS if off < TOLERANCE else f"WRONG: other logits, by {off:.1e}"
 
-    written = GGUFReader(out)
-    sizes = sum(int(tensor.n_elements) for tensor in written.tensors)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        expected = sum(file.get_tensor(name).numel() for name in file.keys())
-    if sizes < expected:
-        return f"WRONG: {sizes} numbers of {expected}"
-    has_window = any("sliding_window" in name for name in written.fields)
-    config = json.loads((folder / "config.json").read_text())
-    is_lost = config.get("use_sliding_window") and not has_window
-    return "WRONG: the window is lost" if is_lost else WORKS
+
+def llama_texts(path):
+    """After each of PROMPTS the tokens that llama.cpp writes, and the five likeliest tokens of its steps. The library's
+    server leaves out steps at which the text ends within a character.
+    """
+    import urllib.request
+
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.warmup = str(path), 256, False
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(settings)
+    texts = []
+    for prompt in PROMPTS:
+        ask = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "n_probs": 5, "ignore_eos": True}
+        body = json.dumps({**ask, "return_tokens": True}).encode()
+        request = urllib.request.Request(f"{server.listening_address}/completion", body)
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        steps = [[(token["id"], token["logprob"]) for token in step["top_logprobs"]]
+                 for step in found["completion_probabilities"]]  # fmt: skip
+        texts.append((prompt, found["tokens"], steps))
+    return texts
+
+
+def llama_differs(sieve, folder, prompt, written, steps):
+    """The largest difference of log-likelihoods from those of `sieve logits`, relative to the largest one; infinite if
+    the tokens are not the likeliest ones.
+    """
+    import numpy
+    from safetensors.numpy import load_file
+
+    tokens, out = [*prompt, *written], folder.parent / "llama.safetensors"
+    must(sieve, "logits", "--checkpoint", folder, "--tokens", ",".join(map(str, tokens)), "--out", out)
+    logits = load_file(out)["logits"].reshape(len(tokens), -1)[len(prompt) - 1 : -1].astype(numpy.float64)
+    own = logits - numpy.log(numpy.exp(logits).sum(-1, keepdims=True))
+    without_end = own.copy()
+    without_end[:, json.loads((folder / "config.json").read_text())["eos_token_id"]] = -numpy.inf
+    if len(written) != NEW or len(steps) <= NEW // 2 or without_end.argmax(-1).tolist() != written:
+        return float("inf")
+    # A step is one of those whose token is the first of its five.
+    nearest = [
+        min(
+            (max(abs(row[token] - value) for token, value in step) for row in own if row.argmax() == step[0][0]),
+            default=float("inf"),
+        )
+        for step in steps
+    ]
+    return max(nearest) / abs(own).max()
 
 
 def outcome(consumer):
@@ -317,6 +368,9 @@ def outcome(consumer):
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--llama"]:
+        print(json.dumps(llama_texts(sys.argv[2])))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("sieve", type=Path)
     parser.add_argument("--converter", type=Path)
@@ -329,12 +383,13 @@ def main() -> None:
     kinds = [kind for kind in KINDS if given.only in ("", "gguf") or given.only == kind]
     unexpected = 0
     for kind, folder in make_exports(given.sieve.resolve(), root, kinds):
-        tried = {} if given.converter is None else {"gguf": lambda folder=folder: gguf(folder, given.converter)}
+        sieve, converter = given.sieve.resolve(), given.converter
+        tried = {} if converter is None else {"gguf": lambda folder=folder: gguf(sieve, folder, converter)}
         if given.only != "gguf":
             import torch
 
             torch.set_grad_enabled(False)
-            export = Export(given.sieve.resolve(), folder)
+            export = Export(sieve, folder)
             tried = {name: getattr(export, name) for name in export.consumers()} | tried
         for name, consumer in tried.items():
             found, expected = outcome(consumer), EXPECTED[kind][name]

@@ -19,7 +19,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::DataError;
 use crate::guard::guarded;
-use sieve_files::write_atomically;
+use sieve_files::{in_place_of, write_atomically};
 pub use stream::DecodeStream;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
@@ -94,6 +94,9 @@ impl Tokenizer {
             _ => DataError::io("read", path)(error),
         })?;
         let tokenizer = Self::from_bytes(&bytes).map_err(|reason| {
+            if let Some((what, hint)) = in_place_of(&bytes) {
+                return DataError::file(path, what, hint);
+            }
             let what = format!("not a usable tokenizer.json: {reason}");
             let hint = "name the tokenizer.json of a Hugging Face model, or one of sieve tokenizer train";
             DataError::file(path, what, hint)

@@ -1,5 +1,5 @@
-//! Files that appear whole or not at all, locks on files, free disk space, and numbers that only Python writes into
-//! JSON.
+//! Files that appear whole or not at all, locks on files, free disk space, numbers that only Python writes into JSON, and
+//! what lies in the place of a file that was fetched wrongly.
 //!
 //! A file or folder is written under a temporary name in the same folder, synced, then renamed. After a crash there is
 //! the old one or the new one, never a part. The temporary name is
@@ -13,6 +13,7 @@
 
 mod atomic_file;
 mod error;
+mod in_place_of;
 mod lock;
 mod python_number;
 mod room;
@@ -20,6 +21,7 @@ mod write;
 
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
+pub use in_place_of::in_place_of;
 pub use lock::{Taken, lock_or_wait, try_lock};
 pub use python_number::python_number;
 pub use room::free_bytes;

@@ -95,20 +95,36 @@ impl ChatTemplate {
         Ok(Some(Self { text: text.to_owned(), special_tokens, folder: folder.to_owned() }))
     }
 
+    /// Refuses a template that is not valid Jinja.
+    ///
+    /// # Errors
+    /// That one.
+    pub fn check(&self) -> Result<(), CheckpointError> {
+        let (text, _) = answers::with_generation_filter(&self.text);
+        environment().template_from_named_str("chat_template", &text).map(|_| ()).map_err(|error| self.failed(&error))
+    }
+
+    /// The error of a template that is not valid, or refuses messages.
+    fn failed(&self, error: &Error) -> CheckpointError {
+        // Without the debug feature this is one line: kind, detail, place.
+        let what = format!("{}: the chat template cannot be applied: {error}", self.folder.shown());
+        let hint = match error.kind() {
+            ErrorKind::SyntaxError => "correct the template, or take the one that was published with the model",
+            _ => {
+                "change the messages (some templates take no system message), or write the text of the chat yourself, \
+                 without the template"
+            }
+        };
+        CheckpointError::refused(what, hint)
+    }
+
     /// The text that ends where the model's answer to `messages` begins.
     ///
     /// # Errors
     /// A template that is not valid Jinja, or refuses these messages.
     pub fn render(&self, messages: &[ChatMessage<'_>]) -> Result<String, CheckpointError> {
-        let failed = |error: Error| {
-            // Without the debug feature this is one line: kind, detail, place.
-            let what = format!("{}: the chat template cannot be applied: {error}", self.folder.shown());
-            let hint = "change the messages (some templates take no system message), or write the text of the chat \
-                yourself, without the template";
-            CheckpointError::refused(what, hint)
-        };
         let begins_answer = true;
-        Ok(self.marked(messages, begins_answer).map_err(failed)?.0)
+        Ok(self.marked(messages, begins_answer).map_err(|error| self.failed(&error))?.0)
     }
 
     /// The text of `messages`, with the beginning of an answer behind them if `begins_answer`, and the bytes of its

@@ -3,6 +3,7 @@
 //! All files are written into `step-N.tmp` and synced; then the folder is renamed. `state.json` holds a checksum of
 //! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
+use crate::odd_folders::refuse_odd_model;
 use crate::tensor_file::{TensorHeader, stream_tensor_file};
 use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
@@ -342,6 +343,9 @@ impl Checkpoint {
         if path.join(STATE).is_file() {
             return Ok((path.to_owned(), previous_of(path)));
         }
+        if path.is_file() {
+            refuse_odd_model(path)?;
+        }
         let nested = path.join("checkpoint");
         let folder = if nested.is_dir() { nested.as_path() } else { path };
         let all = list_checkpoints(folder)?;
@@ -356,6 +360,7 @@ impl Checkpoint {
                 let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
                 return Err(CheckpointError::refused(what, hint));
             }
+            refuse_odd_model(path)?;
             // A checkpoint's folder would have config.toml.
             let has_weights = [SINGLE, INDEX].iter().any(|name| path.join(name).is_file());
             if has_weights && !path.join(RECIPE).is_file() {

@@ -1,6 +1,6 @@
 //! Errors of reading and writing weights.
 use sieve_core::{Refusal, ShownPath};
-use sieve_files::python_number;
+use sieve_files::{in_place_of, python_number};
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::ErrorKind;
@@ -84,6 +84,9 @@ impl CheckpointError {
 
     /// The error of a file that `error` says is not JSON.
     pub(crate) fn not_json(path: &Path, text: &str, error: &serde_json::Error) -> Self {
+        if let Some((what, hint)) = in_place_of(text.as_bytes()) {
+            return Self::refused(format!("{}: {what}", path.shown()), hint);
+        }
         let (line, column) = (error.line(), error.column());
         match python_number(text, line, column) {
             Some(word) => Self::refused(

@@ -1,11 +1,11 @@
-//! Imports weights of `transformers` as a checkpoint: Llama, Mistral, Qwen2, Qwen3, Doge and Sieve's own exports, in
-//! one file or many.
+//! Imports weights of `transformers` as a checkpoint: of the classes of [`Architecture`], in one file or many.
 //!
 //! An import is the reverse of an [`export`](crate::export) and uses the same list of tensors: importing an export
 //! gives the same weights to the last bit. A model may be imported with another attention kind, whose additional
 //! parameters are initialised as in a new model. Tensors are read one at a time, so that no host has to hold the model.
 
 mod config;
+mod families;
 mod keys;
 mod rotary;
 mod weights;
@@ -38,6 +38,24 @@ const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
 /// The output projection; in a tied model it equals [`EMBEDDING`].
 const OUTPUT: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Refuses a `config.json` that [`import`] would refuse, without a look at tokenizer and weights.
+///
+/// # Errors
+/// A file that cannot be read, or whose model no recipe can express.
+pub fn check_config(path: &Path) -> Result<(), CheckpointError> {
+    HfConfig::read(path).map(|_| ())
+}
+
+/// The families of `transformers` that [`import`] reads, as a list that ends with `or`.
+pub fn importable_families() -> String {
+    let stock = Architecture::ALL.into_iter().filter(|architecture| *architecture != Architecture::Sieve);
+    let names = stock.map(Architecture::family).collect::<Vec<_>>();
+    match names.split_last() {
+        Some((last, others)) => format!("{} or {last}", others.join(", ")),
+        None => unreachable!("several classes are listed"),
+    }
+}
 
 /// What [`import`] can make of grouped-query attention.
 fn other_kinds() -> String {

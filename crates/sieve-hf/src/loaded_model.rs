@@ -36,6 +36,12 @@ impl<B: Backend> LoadedModel<B> {
         model_line(&self.recipe, &self.shape, self.kept.number_format(), &weights)
     }
 
+    /// The tokens of a row in training, at the stage that the weights come from; `None` for weights that no run of
+    /// this recipe trained, such as an import's or an export's, which do not say it.
+    pub fn trained_len(&self) -> Option<usize> {
+        (self.state.step > 0).then_some(self.recipe.training.seq_len)
+    }
+
     /// The tokens that end a text: `eos_id`, and further end tokens in the `generation_config.json` of an imported
     /// model, as chat models have.
     ///
@@ -78,7 +84,7 @@ pub fn peek_tokenizer(path: &Path) -> Result<PathBuf, CheckpointError> {
 }
 
 /// Loads the model of a checkpoint: a folder `step-N`, or the latest one in a folder of several or in a run folder. A
-/// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, Sieve's exports) is loaded as
+/// folder of `transformers` is loaded as
 /// [`import`](crate::import) would import it. Weights that are kept in bf16 are converted without an f32 copy of the
 /// model.
 ///

@@ -5,6 +5,7 @@ use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use sieve_core::ShownPath;
+use sieve_files::in_place_of;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fs::File;
@@ -122,8 +123,16 @@ impl TensorFile {
         let file = File::open(path).map_err(CheckpointError::io("reading", path))?;
         // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and removed.
         let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?;
-        SafeTensors::deserialize(&map)
-            .map_err(|error| CheckpointError::malformed(path, format!("not a safetensors file: {error}")))?;
+        if let Err(error) = SafeTensors::deserialize(&map) {
+            return Err(match (in_place_of(&map), whole_size(&map)) {
+                (Some((what, hint)), _) => CheckpointError::refused(format!("{}: {what}", path.shown()), hint),
+                (None, Some(size)) if size > map.len() as u64 => CheckpointError::refused(
+                    format!("{}: it ends after {} of its {size} bytes", path.shown(), map.len()),
+                    "its transfer was broken off, or the disk was full: fetch or copy the file again",
+                ),
+                _ => CheckpointError::malformed(path, format!("not a safetensors file: {error}")),
+            });
+        }
         Ok(Self { path: path.to_owned(), map })
     }
 
@@ -193,6 +202,16 @@ impl TensorFile {
     pub(crate) fn other_model(&self, problem: String) -> CheckpointError {
         CheckpointError::other_model(&self.path, problem)
     }
+}
+
+/// The size that a safetensors file has by its header, in bytes; `None` if the header cannot be read.
+fn whole_size(bytes: &[u8]) -> Option<u64> {
+    let (length, rest) = bytes.split_first_chunk::<8>()?;
+    let length = u64::from_le_bytes(*length);
+    let header = rest.get(..usize::try_from(length).ok()?)?;
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
+    let ends = header.values().filter_map(|tensor| tensor["data_offsets"][1].as_u64());
+    ends.max()?.checked_add(8 + length)
 }
 
 /// Elements that a thread converts at a time.

@@ -1,7 +1,7 @@
 //! `sieve generate`: continues a prompt and prints each token as it is generated.
 use crate::environment::{LAUNCHED, variable};
 use crate::exit::Exit;
-use crate::loaded::{PlaceArgs, on_device};
+use crate::loaded::{PlaceArgs, checkpoint_help, on_device};
 use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
@@ -31,9 +31,7 @@ const BYTES_A_TOKEN: usize = 4;
 /// Arguments of `sieve generate`.
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
-    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Ministral, SmolLM3, Qwen2, Qwen3 or Doge; hf://OWNER/NAME or hf://OWNER/NAME@REVISION is one of the hub
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help = checkpoint_help())]
     checkpoint: PathBuf,
     /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input; may be repeated:
     /// up to 64 texts are written at once, a token of each a pass

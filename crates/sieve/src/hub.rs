@@ -4,7 +4,7 @@ use crate::terminal;
 use anyhow::{Context, Result};
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::World;
-use sieve_core::ShownPath;
+use sieve_core::{Refusal, ShownPath};
 use sieve_data::{HubConfig, HubModel, HubModelEvent, hub_model, is_hub_model};
 use sieve_files::lock_or_wait;
 use std::collections::BTreeMap;
@@ -31,7 +31,10 @@ pub(crate) fn model(path: &Path) -> Result<Option<HubModel>> {
             terminal::remark(words);
         }
     };
-    let model = hub_model(path, HubConfig::of_cache(&variable)?, &mut |event| match event {
+    let accepts = |config: &Path| {
+        sieve_hf::check_config(config).map_err(|error| Refusal::of_text(&error.to_string(), "name another model"))
+    };
+    let model = hub_model(path, HubConfig::of_cache(&variable)?, &accepts, &mut |event| match event {
         HubModelEvent::Waiting => remark("waiting for another process that fetches this model"),
         HubModelEvent::Fetching { num_files, num_bytes, dir } => {
             remark(&format!(

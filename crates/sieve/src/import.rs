@@ -9,15 +9,13 @@ use sieve_core::kinds::names_of_kinds;
 use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
 use sieve_core::{InitialWeights, NumberFormat, ShownPath, model_line};
 use sieve_data::Tokenizer;
-use sieve_hf::ImportReport;
+use sieve_hf::{Checkpoint, ImportReport, refuse_odd_file, refuse_odd_model};
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve import`.
 #[derive(Args, Debug)]
 pub(crate) struct ImportArgs {
-    /// Folder of a Llama, Mistral, Ministral, SmolLM3, Qwen2, Qwen3 or Doge model in the Hugging Face layout:
-    /// config.json, tokenizer.json, safetensors; or a model of the hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION
-    #[arg(long, value_name = "HF_DIR")]
+    #[arg(long, value_name = "HF_DIR", help = from_help())]
     from: PathBuf,
     /// Folder to write the checkpoint step-0 into
     #[arg(long, value_name = "DIR")]
@@ -35,6 +33,15 @@ pub(crate) struct ImportArgs {
     overrides: Vec<String>,
     #[command(flatten)]
     memory: MemoryArgs,
+}
+
+/// The help of `--from`.
+fn from_help() -> String {
+    format!(
+        "Folder of a {} model in the Hugging Face layout: config.json, tokenizer.json, safetensors; or a model of the \
+         hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
+        sieve_hf::importable_families()
+    )
 }
 
 /// The help of `--attention`.
@@ -150,34 +157,31 @@ fn recipe_text(report: &ImportReport) -> Result<String> {
 
 /// Refuses what is not a folder in the Hugging Face layout.
 fn check_folder(from: &Path) -> Result<()> {
-    if let Some(gguf) = gguf_at(from) {
+    refuse_odd_model(from)?;
+    let config = from.join("config.json");
+    if !config.is_file() {
+        if Checkpoint::peek(from).is_ok() {
+            bail!(
+                "{} is a checkpoint of Sieve, which needs no import\n  \
+                 hint: generate, serve, eval and export take it as --checkpoint; sieve train --branch-from begins with it",
+                from.shown()
+            );
+        }
+        let problem = if from.is_dir() { "config.json is missing in" } else { "there is no folder" };
+        bail!("{problem} {}\n  hint: a model of the hub is named hf://OWNER/NAME", from.shown());
+    }
+    // Before the tokenizer: of a family that cannot be imported nobody should convert one.
+    sieve_hf::check_config(&config)?;
+    let tokenizer = from.join("tokenizer.json");
+    refuse_odd_file(&tokenizer)?;
+    if !tokenizer.is_file() {
         bail!(
-            "{} is a GGUF file, which holds quantised weights in another layout\n  \
-             hint: open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages \
-             gguf and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and import that \
-             folder",
-            gguf.shown()
-        );
-    }
-    if from.is_file() {
-        let folder = from.parent().filter(|folder| folder.join("config.json").is_file());
-        let hint = folder.map_or_else(
-            || "name the folder of a model: config.json, safetensors and tokenizer.json".to_owned(),
-            |folder| format!("--from {}", terminal::shell_word(&folder.shown().to_string())),
-        );
-        bail!("--from {} is a file, and a model is a folder\n  hint: {hint}", from.shown());
-    }
-    let problem = match from.is_dir() {
-        false => "there is no folder",
-        true if !from.join("config.json").is_file() => "config.json is missing in",
-        true if !from.join("tokenizer.json").is_file() => bail!(
             "{} has no tokenizer.json\n  hint: {}",
             from.shown(),
             sieve_core::how_to_convert(&from.shown().to_string())
-        ),
-        true => return Ok(()),
-    };
-    bail!("{problem} {}\n  hint: a model of the hub is named hf://OWNER/NAME", from.shown());
+        );
+    }
+    Ok(())
 }
 
 /// Prints what differs between the imported model and the one in the folder.
@@ -221,17 +225,4 @@ fn kind(name: &str) -> Result<AttentionKind> {
         let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
         format!("--attention {name} is not known\n  hint: one of {names}")
     })
-}
-
-/// The GGUF file at `from`: the path itself, or a file in a folder without a config.json.
-fn gguf_at(from: &Path) -> Option<PathBuf> {
-    let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
-    if is_gguf(from) {
-        return Some(from.to_owned());
-    }
-    if from.join("config.json").exists() {
-        return None;
-    }
-    let files = std::fs::read_dir(from).ok()?.flatten().map(|entry| entry.path());
-    files.into_iter().find(|path| is_gguf(path))
 }

@@ -7,9 +7,18 @@ use burn::tensor::backend::Backend;
 use clap::Args;
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::Tokenizer;
-use sieve_hf::{ChatTemplate, Kept, LoadedModel, load_model, peek_model};
+use sieve_hf::{ChatTemplate, Kept, LoadedModel, importable_families, load_model, peek_model};
 use sieve_plan::InferenceSize;
 use std::path::Path;
+
+/// The help of `--checkpoint` where a command reads every model.
+pub(crate) fn checkpoint_help() -> String {
+    format!(
+        "A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of {}; \
+         hf://OWNER/NAME or hf://OWNER/NAME@REVISION is one of the hub",
+        importable_families()
+    )
+}
 
 /// `--device`, `--dtype` and `--ignore-memory`.
 #[derive(Args, Clone, Copy, Debug)]

@@ -96,7 +96,7 @@ enum Command {
     /// Write a trained model in the Hugging Face layout
     #[command(after_help = "Example: sieve export --checkpoint out/quickstart --out exported")]
     Export(export::ExportArgs),
-    /// Read a Llama, Mistral, Qwen2, Qwen3 or Doge model, a folder's or one of the hub, as a checkpoint
+    /// Read a model in the Hugging Face layout, a folder's or one of the hub, as a checkpoint
     #[command(after_help = "Example: sieve import --from qwen --out in/qwen --attention dma \
                       --set attention.keep_window_size=1024")]
     Import(import::ImportArgs),

@@ -1,7 +1,7 @@
 //! `sieve serve`: an OpenAI-compatible server for a trained model.
 use crate::device::Place;
 use crate::interrupt::{Asked, Signals};
-use crate::loaded::{PlaceArgs, on_device};
+use crate::loaded::{PlaceArgs, checkpoint_help, on_device};
 use crate::out_of_memory::inference_plan;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, ensure};
@@ -22,9 +22,7 @@ const API_KEY: &str = "SIEVE_API_KEY";
 /// Arguments of `sieve serve`.
 #[derive(Args, Debug)]
 pub(crate) struct ServeArgs {
-    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Ministral, SmolLM3, Qwen2, Qwen3 or Doge; hf://OWNER/NAME or hf://OWNER/NAME@REVISION is one of the hub
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help = checkpoint_help())]
     checkpoint: PathBuf,
     /// Address to listen at; only this machine reaches the default, 0.0.0.0 is open to the network
     #[arg(long, default_value = "127.0.0.1")]
@@ -165,6 +163,9 @@ fn run_on<B: DeviceBackend>(
         tokenizer: Arc::new(tokenizer),
         selection: args.sparse.selection(&loaded.shape)?,
     };
+    let template = ChatTemplate::of_model(&args.checkpoint)?;
+    // A template that no chat can be written with is refused here, and not at the first request.
+    template.as_ref().map_or(Ok(()), ChatTemplate::check)?;
     let settings = Settings {
         name: args.model_name(),
         api_key: args.api_key.clone().or_else(|| crate::environment::variable(API_KEY).filter(|key| !key.is_empty())),
@@ -173,7 +174,7 @@ fn run_on<B: DeviceBackend>(
         context,
         vocab_size: loaded.shape.vocab_size,
         eos_id,
-        template: ChatTemplate::of_model(&args.checkpoint)?,
+        template,
         attention: attention_label(&loaded.shape),
         selector: args.sparse.selector.as_ref().map(ToString::to_string),
     };

@@ -131,6 +131,14 @@ impl Architecture {
         Class { name, model_type, qk_norm, qkv_bias, windows, nope }
     }
 
+    /// The family's name, with what a model of it must be like to be imported.
+    pub(crate) fn family(self) -> &'static str {
+        match self {
+            Self::DeepseekV3 => "DeepSeek-V3 (dense layers alone)",
+            _ => self.class().name.trim_end_matches("ForCausalLM"),
+        }
+    }
+
     /// Whether the attention is grouped-query attention with or without a window.
     pub(crate) fn is_grouped(self) -> bool {
         !matches!(self, Self::Doge | Self::DeepseekV3 | Self::Sieve)

@@ -241,6 +241,12 @@ pub(crate) fn generation(from: &Path) -> Result<Map<String, Value>, CheckpointEr
         {
             all.insert(key.to_owned(), id.clone());
         }
+        let ids = all.get(key).unwrap_or(&Value::Null);
+        let is_id = |id: &Value| id.is_u64();
+        if !(ids.is_null() || is_id(ids) || ids.as_array().is_some_and(|ids| ids.iter().all(is_id))) {
+            let what = format!("{key} is {ids}, neither a token's number nor a list of numbers");
+            return Err(CheckpointError::malformed(&from.join(GENERATION), what));
+        }
     }
     Ok(all)
 }

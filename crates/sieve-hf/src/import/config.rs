@@ -1,4 +1,5 @@
 //! Converts `config.json` of `transformers` into a recipe, with the meaning that transformers 5 gives it.
+use super::families::lacking;
 use super::keys::{Use, defaults, use_of};
 use crate::CheckpointError;
 use crate::export::config::LAYER_KEYS;
@@ -12,10 +13,15 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, SmolLM3ForCausalLM, Qwen2ForCausalLM, \
-    Qwen3ForCausalLM (rotary embedding plain or scaled as linear, llama3 or yarn), DogeForCausalLM, \
-    DeepseekV3ForCausalLM (q_lora_rank null, rope_interleave false) and own exports can be imported, all with dense \
-    SiLU feed-forward layers";
+/// The hint for a configuration that no recipe describes: what can be imported.
+fn hint() -> String {
+    let classes = Architecture::ALL.into_iter().filter(|architecture| *architecture != Architecture::Sieve);
+    let classes = classes.map(|architecture| architecture.class().name).collect::<Vec<_>>().join(", ");
+    format!(
+        "{classes} and own exports can be imported, all with dense SiLU feed-forward layers, their rotary embedding \
+         plain or scaled as linear, llama3 or yarn; DeepSeek-V3 with q_lora_rank null and rope_interleave false"
+    )
+}
 /// The hint for a wrong value of a class that can be imported.
 const VALUE_HINT: &str = "correct this value, or take the config.json that was published or exported with the weights";
 /// The keys of `config.json` that decide the shapes of tensors.
@@ -65,11 +71,15 @@ pub(super) struct Reader {
 impl Reader {
     fn new(path: &Path, text: &str) -> Result<Self, CheckpointError> {
         let value: Value = serde_json::from_str(text).map_err(|error| CheckpointError::not_json(path, text, &error))?;
+        if !value.is_object() {
+            return Err(CheckpointError::malformed(path, "it is not a JSON object"));
+        }
         let model_type = value["model_type"].as_str();
         let known = Architecture::ALL.into_iter().find(|known| Some(known.class().model_type) == model_type);
         let Some(architecture) = known else {
-            let problem = format!("model_type is {}", value["model_type"]);
-            return Err(CheckpointError::not_importable(path, problem, HINT));
+            let lacking = model_type.and_then(lacking).map(|words| format!(": {words}")).unwrap_or_default();
+            let problem = format!("model_type is {}{lacking}", value["model_type"]);
+            return Err(CheckpointError::not_importable(path, problem, hint()));
         };
         let given = value.as_object().cloned().unwrap_or_default();
         let mut all = defaults(architecture);
@@ -88,7 +98,7 @@ impl Reader {
     }
 
     pub(super) fn refuse(&self, problem: impl Into<String>) -> CheckpointError {
-        CheckpointError::not_importable(&self.path, problem.into(), HINT)
+        CheckpointError::not_importable(&self.path, problem.into(), hint())
     }
 
     pub(super) fn bad_value(&self, problem: impl Into<String>) -> CheckpointError {

@@ -1,4 +1,5 @@
 //! The files of weights in a folder of `transformers`, and which file each tensor is read from.
+use crate::odd_folders::{refuse_odd_file, weights_of_other_names};
 use crate::tensor_file::Stored;
 use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, TensorFile};
@@ -30,6 +31,9 @@ impl Weights {
     /// No file of weights, an index that cannot be read, or a missing or unreadable file.
     pub(super) fn open(from: &Path) -> Result<Self, CheckpointError> {
         let (index, single) = (from.join(INDEX), from.join(SINGLE));
+        for path in [&single, &index] {
+            refuse_odd_file(path)?;
+        }
         let mut notes = Vec::new();
         let (names, owners) = match (single.is_file(), index.is_file()) {
             (true, has_index) => {
@@ -47,14 +51,28 @@ impl Weights {
             }
             (false, false) => {
                 let has_pickles = PICKLES.iter().any(|name| from.join(name).is_file());
-                let hint = match has_pickles {
-                    true => sieve_core::how_to_convert(&from.shown().to_string()),
-                    false => "name a folder with weights as safetensors".to_owned(),
+                let others = weights_of_other_names(from);
+                let hint = match (has_pickles, others.is_empty()) {
+                    (true, _) => sieve_core::how_to_convert(&from.shown().to_string()),
+                    (false, false) => format!(
+                        "fetch the model again: {SINGLE}, or {INDEX} and the files that it names; other files are not \
+                         read"
+                    ),
+                    (false, true) => "name a folder with weights as safetensors".to_owned(),
                 };
-                let problem = format!("it has neither {SINGLE} nor {INDEX}");
+                let has = if others.is_empty() { String::new() } else { format!(", but {}", others.join(", ")) };
+                let problem = format!("it has neither {SINGLE} nor {INDEX}{has}");
                 return Err(CheckpointError::not_importable(from, problem, hint));
             }
         };
+        let lost = names.iter().filter(|name| !from.join(name).is_file()).cloned().collect::<Vec<_>>();
+        if !lost.is_empty() {
+            return Err(CheckpointError::not_importable(
+                from,
+                format!("of {} files that {INDEX} names {} are missing: {}", names.len(), lost.len(), lost.join(", ")),
+                "fetch or copy them into the folder: a transfer may have been broken off",
+            ));
+        }
         let files = names.iter().map(|name| TensorFile::open(&from.join(name))).collect::<Result<Vec<_>, _>>()?;
         let (folder, file_of, conflicts) = (from.to_owned(), BTreeMap::new(), BTreeSet::new());
         let mut weights = Self { folder, files, file_of, conflicts, notes };
@@ -118,9 +136,10 @@ pub(super) fn is_same(a: &Stored<'_>, b: &Stored<'_>) -> bool {
 fn read_index(index: &Path) -> Result<BTreeMap<String, String>, CheckpointError> {
     let text = fs::read_to_string(index).map_err(CheckpointError::io("reading", index))?;
     let malformed = |problem: String| CheckpointError::malformed(index, problem);
-    let value: Value = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+    let value: Value = serde_json::from_str(&text).map_err(|error| CheckpointError::not_json(index, &text, &error))?;
     let map = value["weight_map"].as_object();
-    let map = map.ok_or_else(|| malformed("it has no weight_map".to_owned()))?;
+    let map =
+        map.filter(|map| !map.is_empty()).ok_or_else(|| malformed("its weight_map names no tensor".to_owned()))?;
     let owners = map.iter().map(|(tensor, file)| {
         let plain = file.as_str().filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
         let file = plain.ok_or_else(|| malformed(format!("{tensor} is in no file of its folder: {file}")))?;

@@ -7,8 +7,8 @@ use sieve_eval::NUM_DISTRACTORS;
 pub(crate) struct Picture {
     /// Heading above all maps.
     pub(crate) title: String,
-    /// Tokens of a training row. A dashed line marks it between the lengths.
-    pub(crate) trained_len: usize,
+    /// Tokens of a training row, where they are known. A dashed line marks it between the lengths.
+    pub(crate) trained_len: Option<usize>,
     /// A heat map for each method or task.
     pub(crate) maps: Vec<Map>,
 }
@@ -184,13 +184,13 @@ impl Picture {
     /// Draws a dashed line between the lengths up to `trained_len` and the longer ones, and the label of the length
     /// axis.
     fn trained_mark(&self, svg: &mut Svg, lengths: &[usize], [left, top, cell_width]: [f64; 3]) {
-        let within = lengths.partition_point(|&length| length <= self.trained_len);
+        let trained = self.trained_len.unwrap_or(usize::MAX);
+        let within = lengths.partition_point(|&length| length <= trained);
         let text = match within {
             _ if lengths.is_empty() => return,
-            0 => format!("all longer than the {} tokens of training", self.trained_len),
-            n if n == lengths.len() => {
-                format!("none longer than the {} tokens of training", self.trained_len)
-            }
+            _ if self.trained_len.is_none() => "tokens".to_owned(),
+            0 => format!("all longer than the {trained} tokens of training"),
+            n if n == lengths.len() => format!("none longer than the {trained} tokens of training"),
             _ => {
                 let (x, bottom) = (left + within as f64 * cell_width, top + PANEL_HEIGHT + 4.0);
                 svg.put(&format!(
@@ -198,7 +198,7 @@ impl Picture {
                      stroke-width=\"1.5\" stroke-dasharray=\"5 3\"/>",
                     top - 4.0,
                 ));
-                format!("tokens; dashed: trained up to {}", self.trained_len)
+                format!("tokens; dashed: trained up to {trained}")
             }
         };
         svg.text([left + PANEL_WIDTH / 2.0, top + PANEL_HEIGHT + 31.0], MIDDLE_GREY, text);
@@ -264,7 +264,8 @@ mod tests {
         }
     }
 
-    fn svg(maps: Vec<Map>, trained_len: usize) -> String {
+    fn svg(maps: Vec<Map>, trained_len: impl Into<Option<usize>>) -> String {
+        let trained_len = trained_len.into();
         Picture { title: "a & b".to_owned(), trained_len, maps }.svg()
     }
 
@@ -286,6 +287,8 @@ mod tests {
         assert!(drawn(100).contains("all longer than the 100 tokens"));
         assert!(drawn(512).contains("none longer than the 512 tokens"));
         assert!(!drawn(512).contains("dasharray"));
+        let unknown = svg(vec![map("mha", &[256, 512], &[0.0])], None);
+        assert!(!unknown.contains("of training") && !unknown.contains("dasharray") && unknown.contains(">tokens<"));
         let many: Vec<usize> = (1..=35).map(|n| 100 * n).collect();
         let depths: Vec<f64> = (0..35).map(|n| f64::from(n) * 100.0 / 34.0).collect();
         let large = svg(vec![map("mha", &many, &depths)], 1000);

@@ -103,7 +103,7 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
         let own = attention_label(&loaded.shape);
         let picture = Picture {
             title: format!("Needle in a haystack: {}", output::model_name(&loaded)),
-            trained_len: loaded.recipe.training.seq_len,
+            trained_len: loaded.trained_len(),
             maps: reports.iter().map(|report| map(&config, report, &own)).collect(),
         };
         output::write(path, &picture.svg())?;
@@ -189,7 +189,7 @@ fn print<B: DeviceBackend>(
 ) -> Result<()> {
     let json = serde_json::json!({
         "attention": attention_label(&loaded.shape),
-        "trained_length": loaded.recipe.training.seq_len,
+        "trained_length": loaded.trained_len(),
         "data": args.data,
         "chunk": args.sparse.chunk,
         "stream": args.sparse.stream,
@@ -201,11 +201,11 @@ fn print<B: DeviceBackend>(
         return Ok(());
     }
     terminal::line(&format!(
-        "{}, trained on {} tokens; {} by {}, {} of each\n\
+        "{}, {}; {} by {}, {} of each\n\
          found: the number is in the greedy continuation; rank: of its likelihood among {} others, 1 is best, a \
          guess {}",
         output::heading(loaded),
-        loaded.recipe.training.seq_len,
+        output::trained_words(loaded),
         terminal::counted(config.lengths.len() as u64, "length"),
         terminal::counted(config.depths.len() as u64, "depth"),
         terminal::counted(config.num_needles as u64, "needle"),

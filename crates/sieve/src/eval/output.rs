@@ -23,6 +23,14 @@ pub(super) fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     format!("model: {}\n{} (step {})", loaded.line(), loaded.path.shown(), loaded.state.step)
 }
 
+/// What is known of the lengths that the model was trained for, for a heading.
+pub(super) fn trained_words<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
+    match loaded.trained_len() {
+        Some(tokens) => format!("trained on {tokens} tokens"),
+        None => format!("with a context of {} tokens", loaded.shape.max_seq_len),
+    }
+}
+
 /// `--json` and `--save`: where a command's numbers go.
 #[derive(Args, Debug)]
 pub(super) struct ResultArgs {

@@ -286,7 +286,7 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
 fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) -> Result<()> {
     let json = serde_json::json!({
         "attention": attention_label(&loaded.shape),
-        "trained_length": loaded.recipe.training.seq_len,
+        "trained_length": loaded.trained_len(),
         "samples": args.samples,
         "seed": args.seed,
         "chunk": args.sparse.chunk,
@@ -297,11 +297,11 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
         return Ok(());
     }
     terminal::line(&format!(
-        "{}, trained on {} tokens; {} samples of each task and length\n\
+        "{}, {}; {} samples of each task and length\n\
          score: the answers in the generated text, in percent; rank: of the answer's likelihood among {NUM_WRONG} \
          others, 1 is best, a guess {}",
         output::heading(loaded),
-        loaded.recipe.training.seq_len,
+        output::trained_words(loaded),
         args.samples,
         1 + NUM_WRONG / 2,
     ));
@@ -352,7 +352,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
             Some([task]) => format!("RULER's {}: {}", task.task, output::model_name(loaded)),
             _ => format!("RULER: {}", output::model_name(loaded)),
         },
-        trained_len: loaded.recipe.training.seq_len,
+        trained_len: loaded.trained_len(),
         maps,
     }
 }

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use sieve_core::ShownPath;
+use sieve_core::{Refusal, ShownPath};
 use sieve_files::{free_bytes, lock_or_wait, temporary_name};
 
 use super::{Hub, HubConfig, RemoteFile, RemotePath, python_snapshot};
@@ -65,14 +65,15 @@ pub fn is_hub_model(path: &Path) -> bool {
 
 /// The folder of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`. The folder of `config` must be
 /// `huggingface_hub`'s own cache: a model that is complete there is used as it is, and any other one is fetched once
-/// into the cache's folder `sieve`.
+/// into the cache's folder `sieve`. Its `config.json` comes first, and nothing else if `accepts` refuses that file.
 ///
 /// # Errors
-/// A path of another form; a hub that cannot be reached; a repository without this model, or with files that are not
+/// A path of another form; the error of `accepts`; a hub that cannot be reached; a repository without this model, or with files that are not
 /// read; more bytes than the disk has free.
 pub fn hub_model(
     path: &Path,
     mut config: HubConfig,
+    accepts: &dyn Fn(&Path) -> Result<(), Refusal>,
     observe: &mut dyn FnMut(HubModelEvent<'_>),
 ) -> Result<HubModel, DataError> {
     let remote = RemotePath::parse_model(&path.to_string_lossy(), "model")?;
@@ -94,7 +95,7 @@ pub fn hub_model(
     let commit = listing.sha.clone();
     let dir = models.join(&commit).join(&folder);
     let fetch = Fetch { hub: &hub, remote: &remote, folder: &folder, dir: &dir, files: hub.files(&remote, listing) };
-    fetch.all(observe)?;
+    fetch.all(accepts, observe)?;
     Ok(HubModel { path: dir, name, commit })
 }
 
@@ -140,15 +141,23 @@ struct Fetch<'a> {
 }
 
 impl Fetch<'_> {
-    /// Fetches the model's files that are not on this disk yet.
-    fn all(&self, observe: &mut dyn FnMut(HubModelEvent<'_>)) -> Result<(), DataError> {
+    /// Fetches the model's files that are not on this disk yet, once `accepts` has seen `config.json`.
+    fn all(
+        &self,
+        accepts: &dyn Fn(&Path) -> Result<(), Refusal>,
+        observe: &mut dyn FnMut(HubModelEvent<'_>),
+    ) -> Result<(), DataError> {
         let Some(config) = self.find(CONFIG) else {
             return Err(self.lacks(CONFIG, "name a repository, or with /FOLDER a folder of one, that holds a model"));
         };
-        let tokenizer = self.find(TOKENIZER).ok_or_else(|| self.needs_conversion(TOKENIZER))?;
-        let mut wanted = vec![config, tokenizer];
-        wanted.extend(OPTIONAL.iter().filter_map(|name| self.find(name)));
         fs::create_dir_all(self.dir).map_err(DataError::io("create", self.dir))?;
+        if !self.path(config).is_file() {
+            self.fetch(config)?;
+        }
+        accepts(&self.path(config))?;
+        let tokenizer = self.find(TOKENIZER).ok_or_else(|| self.needs_conversion(TOKENIZER))?;
+        let mut wanted = vec![tokenizer];
+        wanted.extend(OPTIONAL.iter().filter_map(|name| self.find(name)));
         match (self.find(SINGLE), self.find(INDEX)) {
             (Some(single), _) => wanted.push(single),
             (None, Some(index)) => {

@@ -1,0 +1,60 @@
+//! What a program finds where a file of a model should be, after a fetch that did not do what was meant.
+
+/// What a file is, by its bytes, where it is something that often lies in the place of another one; and how to get the
+/// one that was meant. `None` for any other file.
+pub fn in_place_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    const AGAIN: &str = "fetch or copy the file again";
+    let text = bytes.trim_ascii_start();
+    let begins = |with: &str| text.get(..with.len()).is_some_and(|start| start.eq_ignore_ascii_case(with.as_bytes()));
+    if begins("version https://git-lfs") {
+        return Some((
+            "it is a pointer of Git LFS, which only names the file",
+            "git lfs pull in its folder fetches the file itself; so does hf download",
+        ));
+    }
+    if begins("<!doctype html") || begins("<html") || begins("<?xml") {
+        return Some((
+            "it is a web page",
+            "fetch the file itself: on the hub its address has /resolve/ where the page's has /blob/",
+        ));
+    }
+    if bytes.starts_with(b"PK\x03\x04") {
+        return Some((
+            "it is a zip archive, as PyTorch writes pickles",
+            "load it with PyTorch or transformers, and save it as safetensors (save_pretrained)",
+        ));
+    }
+    if bytes.starts_with(b"\xef\xbb\xbf") {
+        return Some(("it begins with a byte order mark", "save it as UTF-8 without one"));
+    }
+    match bytes.iter().all(|byte| *byte == 0) {
+        true if bytes.is_empty() => Some(("it is empty", AGAIN)),
+        true => Some(("it holds zeros alone", AGAIN)),
+        false => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_place_of;
+
+    #[test]
+    fn files_in_the_place_of_others_are_recognised() {
+        let what = |bytes: &[u8]| in_place_of(bytes).map_or("", |(what, _)| what);
+        for (bytes, word) in [
+            (&b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"[..], "Git LFS"),
+            (b"\n <!DOCTYPE HTML><html>", "web page"),
+            (b"<HTML>", "web page"),
+            (b"<?xml version=\"1.0\"?><Error>", "web page"),
+            (b"PK\x03\x04rest", "zip archive"),
+            (b"\xef\xbb\xbf{}", "byte order mark"),
+            (b"", "empty"),
+            (&[0; 9], "zeros"),
+        ] {
+            assert!(what(bytes).contains(word), "{word}: {}", what(bytes));
+        }
+        for other in [&b"{}"[..], b"<", b"version", &[16, 0, 0, 0, 0, 0, 0, 0, b'{']] {
+            assert_eq!(in_place_of(other), None);
+        }
+    }
+}
