@@ -14,8 +14,8 @@ Trains a model of each kind for two steps, exports it, opens the export with the
   and passes over masks;
 - saved: what save_pretrained() wrote, in `sieve logits`;
 - gguf: with --converter, a folder of llama.cpp, what its convert_hf_to_gguf.py makes of it, in llama.cpp's library (the
-  package xllamacpp): its log-likelihoods and greedy tokens beside those of `sieve logits`. --only gguf tries that alone.
-  The type of the tokenizer is named to the converter, which knows published ones alone.
+  package xllamacpp): its log-likelihoods and greedy tokens beside those of `sieve logits`. --only gguf tries this
+  alone. The type of the tokenizer is named to the converter, which knows published ones alone.
 
 Of version 4 of transformers neither assisted decoding, which fails there with PyTorch 2.15, nor continuous batching of
 stock classes, which wants another attn_implementation, is tried.

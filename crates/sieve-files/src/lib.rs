@@ -1,5 +1,5 @@
-//! Files that appear whole or not at all, locks on files, free disk space, numbers that only Python writes into JSON, and
-//! what lies in the place of a file that was fetched wrongly.
+//! Files that appear whole or not at all, locks on files, free disk space, numbers that only Python writes into JSON,
+//! and what lies in the place of a file that was fetched wrongly.
 //!
 //! A file or folder is written under a temporary name in the same folder, synced, then renamed. After a crash there is
 //! the old one or the new one, never a part. The temporary name is

@@ -110,6 +110,9 @@ pub fn import<B: Backend>(
     // The path is absolute, because the recipe names it and training may run in any working directory.
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
+    // All that can be refused is read before anything is written.
+    let generation = serde_json::Value::Object(tokenizer_files::generation(from)?);
+    tokenizer_files::Templates::read(from)?;
     let (recipe, shape, mut found) = read_model(from, &settings, DType::F32.into())?;
     let conversion = Conversion::of(&found.shape, &shape).map_err(|gap| unfit(from, &gap))?;
     found.drop_lost(from, &conversion, drops)?;
@@ -143,7 +146,6 @@ pub fn import<B: Backend>(
     })?;
     // Beside the tokenizer, where a later export of the trained model finds them.
     tokenizer_files::copy(from, &path)?;
-    let generation = serde_json::Value::Object(tokenizer_files::generation(from)?);
     write_synced(&path.join(tokenizer_files::GENERATION), generation.to_string().as_bytes())?;
     Ok(ImportReport {
         path,

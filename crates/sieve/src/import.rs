@@ -163,7 +163,8 @@ fn check_folder(from: &Path) -> Result<()> {
         if Checkpoint::peek(from).is_ok() {
             bail!(
                 "{} is a checkpoint of Sieve, which needs no import\n  \
-                 hint: generate, serve, eval and export take it as --checkpoint; sieve train --branch-from begins with it",
+                 hint: generate, serve, eval and export take it as --checkpoint; sieve train --branch-from begins \
+                 with it",
                 from.shown()
             );
         }

@@ -68,7 +68,8 @@ pub fn is_hub_model(path: &Path) -> bool {
 /// into the cache's folder `sieve`. Its `config.json` comes first, and nothing else if `accepts` refuses that file.
 ///
 /// # Errors
-/// A path of another form; the error of `accepts`; a hub that cannot be reached; a repository without this model, or with files that are not
+/// A path of another form; the error of `accepts`; a hub that cannot be reached; a repository without this model, or
+/// with files that are not
 /// read; more bytes than the disk has free.
 pub fn hub_model(
     path: &Path,
