@@ -197,14 +197,14 @@ def which(links=None):
     over_dense = f"{speed['DMA, 1 of 4 dense'] / speed['dense']:.1f}"
     imported = noted_row("dense_to_blocks", attention="InfLLM-V2", steps="50")["code, over dense"]
     lines = [
-        ["up to 2048 tokens", "`mha` (dense)", f"no other kind trains more than {faster:.0f} % faster there"],
+        ["up to 2048 tokens", "`mha` (dense)", f"the fastest other kind trains {faster:.0f} % faster there"],
         ["about 8192 tokens", "`dma`, one layer in four dense, as the `dma_*` recipes have it",
          f"learns faster than dense, at {over_dense} times its tokens a second"],
         ["32,768 tokens and more", "`dma`, or a window with DMA's slope, in all layers",
          f"DMA's attention is {dma_over_cudnn():.1f} times as fast as cuDNN's dense attention"],
         ["exact recall of pairs", "`msa`", "learns MQAR's hard form with each of three seeds"],
         ["decoding with a small cache", "`mla`, `swa`, or `dma` in all layers",
-         "the cache is narrow, or does not grow"],
+         "`mla` has a narrow cache, the others one that does not grow"],
         ["a dense model, trained on as sparse", "`sieve import --attention infllm_v2`",
          f"no new parameter; SmolLM2 loses {imported:.2f} nats after 50 steps"],
         ["a dense model, long prompts", "a [selector](docs/selectors.md)",
