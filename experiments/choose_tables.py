@@ -197,7 +197,7 @@ def which(links=None):
     over_dense = f"{speed['DMA, 1 of 4 dense'] / speed['dense']:.1f}"
     imported = noted_row("dense_to_blocks", attention="InfLLM-V2", steps="50")["code, over dense"]
     lines = [
-        ["up to 2048 tokens", "`mha` (dense)", f"the fastest other kind trains {faster:.0f} % faster there"],
+        ["up to 2048 tokens", "`mha` (dense)", f"another kind trains at most {faster:.0f} % faster there"],
         ["about 8192 tokens", "`dma`, one layer in four dense, as the `dma_*` recipes have it",
          f"learns faster than dense, at {over_dense} times its tokens a second"],
         ["32,768 tokens and more", "`dma`, or a window with DMA's slope, in all layers",
