@@ -121,3 +121,15 @@ pub(crate) fn have_large_files_refused() {
         let _ = unsafe { signal(SIGXFSZ, SigHandler::SigIgn) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Asked, Signals};
+
+    #[test]
+    fn signals_that_come_together_ask_once() {
+        let signals = Signals::default();
+        assert!(matches!(signals.count(), Asked::Stop));
+        assert!(matches!(signals.clone().count(), Asked::Same));
+    }
+}
