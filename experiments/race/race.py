@@ -134,6 +134,17 @@ class Racer:
             self.torch.cuda.synchronize()
 
     # The commands.
+    def warm(self, shapes):
+        """Compiles what the shapes need, on short rows."""
+        for heads in shapes:
+            with contextlib.suppress(Exception):  # A row says so when it is timed.
+                self.passes(*self.made({"heads": heads, "tokens": 512}))
+            self.free()
+        with contextlib.suppress(Exception):
+            self.passes(*self.made(self.host_shape()))
+        self.free()
+        self.wait()
+
     def check(self):
         took_one = False
         for heads, tokens in CHECKED:
@@ -298,10 +309,11 @@ def serve(arguments):
 class Worker:
     """A rival's process. It is alone in its process group, so that it is stopped together with its compilers."""
 
-    def __init__(self, rival, task, race):
+    def __init__(self, rival, task, race, heads=None):
         self.rival, self.task, self.race, self.name = rival, task, race, f"{rival}|{task}"
+        self.heads = heads  # the only ones that it is timed with; None is all
         self.done, self.at_work, self.alive, self.checked = queue.Queue(), [], True, False
-        label = f"{rival}-{task}".replace(" ", "_").replace("'", "").replace(",", "")
+        label = f"{rival}-{task}{heads or ''}".replace(" ", "_").replace("'", "").replace(",", "")
         self.log = race.logs / f"{label}.txt"
         command = [sys.executable, str(HERE / "race.py"), "--worker", self.name, "--device",
                    race.arguments.device, "--shrink", str(race.arguments.shrink)]
@@ -335,7 +347,7 @@ class Worker:
             self.lost(f"its process ended, {self.last_words()}")
         else:
             self.at_work.remove(ended)
-            self.checked |= ended == "check"
+            self.checked |= ended in ("check", "warm")
         return True
 
     def last_words(self):
@@ -382,7 +394,8 @@ class Race:
             early = [worker for worker in ready if any(text in worker.name for text in texts)]
             for some in (early, [worker for worker in ready if worker not in early]):
                 self.time(some, self.arguments.odd)
-            self.odd()
+            if not self.arguments.times_only:
+                self.odd()
             late = [worker for worker in self.workers if not worker.checked and worker.alive]
             self.await_all(late, self.left() / 2)
             self.time([worker for worker in late if worker.checked], 2.0)
@@ -399,15 +412,20 @@ class Race:
         while time.monotonic() < end and self.left() > 0:
             busy = [worker for worker in self.workers if worker.alive and worker.at_work]
             while waiting and len(busy) < SIDE_BY_SIDE:
-                worker = Worker(*waiting.pop(0), self)
-                worker.send("check")
+                rival, task, heads = waiting.pop(0)
+                worker = Worker(rival, task, self, heads)
+                if self.arguments.times_only:
+                    shapes = (heads_of(task, rival, *shape) for shape in ROUNDS)
+                    worker.send("warm", [heads] if heads else list(dict.fromkeys(filter(None, shapes))))
+                else:
+                    worker.send("check")
                 self.workers.append(worker)
                 busy.append(worker)
             if not busy:
                 break
             for worker in busy:
                 worker.finished(0.02)
-        for rival, task in waiting:
+        for rival, task, _ in waiting:
             self.write({"kind": "late", "rival": rival, "task": task, "of": "start", "why": "no time was left"})
 
     def await_all(self, workers, seconds):
@@ -422,11 +440,12 @@ class Race:
         for worker in self.workers:
             worker.signal(signal.SIGSTOP)
         for worker in ready:
-            if worker.task in HOST_TASKS:
+            if worker.task in HOST_TASKS and worker.heads in (None, small_heads(worker.task, worker.rival)):
                 self.alone(worker, reserve, "host")
         for heads, tokens in ROUNDS:
             for worker in ready:
-                if taken := heads_of(worker.task, worker.rival, heads, tokens):
+                taken = heads_of(worker.task, worker.rival, heads, tokens)
+                if taken and worker.heads in (None, taken):
                     self.alone(worker, reserve, "time", taken, tokens)
         for worker in self.workers:
             worker.signal(signal.SIGCONT)
@@ -470,6 +489,13 @@ def about(arguments):
     return row
 
 
+def split(field):
+    """Rivals with the heads of each of their processes: FlashAttention-4 compiles each number of them anew."""
+    for rival, task in field:
+        shapes = dict.fromkeys(filter(None, (heads_of(task, rival, *shape) for shape in ROUNDS)))
+        yield from ((rival, task, heads) for heads in (shapes if "FlashAttention" in rival else [None]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("race.jsonl"), help="rows are added here")
@@ -478,6 +504,8 @@ def main():
     parser.add_argument("--odd", type=float, default=35.0, help="of them left for odd shapes")
     parser.add_argument("--only", default="", help="rivals whose name or task has one of these: A,B")
     parser.add_argument("--first", default="", help="rivals that are timed before all others, named as by --only")
+    parser.add_argument("--times-only", action="store_true", help="no checks and no odd shapes; slow compilers side by "
+                        "side, a process for each number of heads")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divides the numbers of tokens over 1000")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -492,7 +520,7 @@ def main():
     if not field:
         names = ", ".join(sorted({rival for rival, _ in rivals.RIVALS}))
         parser.error(f"--only: no rival's name or task holds {arguments.only}\n  hint: rivals are {names}")
-    race = Race(arguments, field)
+    race = Race(arguments, split(field) if arguments.times_only else [(*key, None) for key in field])
     for (rival, task), why in rivals.ABSENT.items():
         race.write({"kind": "absent", "rival": rival, "task": task, "why": why})
     race.run()

@@ -12,9 +12,6 @@ from ._library import SieveError
 STEP_QUERIES, TILE_KEYS = 64, 128
 # Time of a list beside its steps, in steps: its keys are loaded and their gradients stored.
 LIST_STEPS = 3
-# Places, evenly apart, at which lists begin whose key tiles take turns: the lists of one round then come to the same
-# queries at different times, and wait less for each other.
-START_PLACES = 1
 # Bytes of queries and their gradients that thread blocks read at the same time, and of one query, of 128 columns: these
 # and as many bytes of sums of dq stay in an L2 cache of 50 MB.
 QUERY_BYTES, ROW_BYTES = 32 << 20, 512
@@ -139,16 +136,11 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
     place, by_place = place.flatten().sort()
     starts = torch.searchsorted(place, torch.arange(lists + 1, device=device) * (queries * parts * own))
     order = torch.arange(lists, device=device)
+    turn = turn[:, None].expand_as(step).flatten()[by_place]
     if schedule is not None:
         first, order = schedule(starts.diff(), blocks)
         at = torch.arange(len(place), device=device)
         list_of = (torch.searchsorted(starts, at, right=True) - 1).clamp(max=lists - 1)
-        if START_PLACES > 1:
-            # Steps of the last row of blocks stay first: they may lie behind the row's end.
-            rows_first = torch.arange(lists, device=device) * (queries * parts * own) + parts * own
-            by_place = by_place[_rotated(starts, torch.searchsorted(place, rows_first), at, list_of, tiles)]
-    turn = turn[:, None].expand_as(step).flatten()[by_place]
-    if schedule is not None:
         by_time = (first[list_of] + at - starts[list_of]).sort(stable=True).indices
         sums = (head[:, None] * queries * parts + step).flatten()[by_place]
         sums = torch.where(at < starts[-1], sums, heads * queries * parts)
@@ -160,17 +152,6 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
     header = torch.cat([torch.full_like(starts[:1], blocks), starts, order])
     header = torch.nn.functional.pad(header, (0, len(header) % 2))
     return torch.cat([header, found.flatten()]).to(torch.int32)
-
-
-def _rotated(starts, rotates, at, list_of, tiles):
-    """Which step comes at each place when the steps of each list from `rotates` on begin at one of START_PLACES."""
-    length = starts[1:] - rotates
-    far = starts.diff().sum() // (len(length) * START_PLACES)
-    tile = torch.arange(len(length), device=at.device) % tiles
-    shift = tile % START_PLACES * far % length.clamp(min=1)
-    begin, length = rotates[list_of], length[list_of]
-    moved = begin + (at - begin + shift[list_of]) % length.clamp(min=1)
-    return torch.where((at >= begin) & (at < begin + length), moved, at)
 
 
 def _rounds(lengths, blocks, tiles, heads_at_once):
