@@ -23,8 +23,6 @@ struct Pace {
     peak_is_new: bool,
     /// Whether the next step is the first one of this process.
     is_first: bool,
-    /// Whether the device has the memory back that the stage's first step and what came before it took.
-    is_tidy: bool,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -42,7 +40,6 @@ impl<B: TrainBackend> Trainer<B> {
             watch: PeakWatch::start(self.machine.memory),
             peak_is_new: true,
             is_first: true,
-            is_tidy: false,
         };
         self.checkpoints.is_due = false;
         self.expect_gradients();
@@ -63,9 +60,6 @@ impl<B: TrainBackend> Trainer<B> {
             }
             self.take_step(&batches, agreed, reporter)?;
             self.ranks.set_work(Work::Long);
-            if !std::mem::replace(&mut pace.is_tidy, true) {
-                self.release_unused_memory()?;
-            }
             pace.clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             pace.watch.step();
             if self.went_back(agreed, &mut pace, reporter)? {
@@ -97,7 +91,7 @@ impl<B: TrainBackend> Trainer<B> {
         pace.batches = None;
         let notes = pace.clock.pause(|| self.enter_or_save(next, reporter))?;
         self.release_unused_memory()?;
-        pace.is_tidy = false;
+        self.expect_gradients();
         pace.watch.restart();
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));
