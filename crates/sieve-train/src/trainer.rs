@@ -2,7 +2,6 @@
 mod best;
 mod checkpoints;
 mod clock;
-mod device_memory;
 mod faults;
 mod guard_log;
 mod guarding;

@@ -42,7 +42,6 @@ impl<B: TrainBackend> Trainer<B> {
             is_first: true,
         };
         self.checkpoints.is_due = false;
-        self.expect_gradients();
         // Ranks of a group agree on the step at which they stop.
         let stops_alone = self.ranks.is_alone();
         while self.progress.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
@@ -90,8 +89,6 @@ impl<B: TrainBackend> Trainer<B> {
         };
         pace.batches = None;
         let notes = pace.clock.pause(|| self.enter_or_save(next, reporter))?;
-        self.release_unused_memory()?;
-        self.expect_gradients();
         pace.watch.restart();
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));
