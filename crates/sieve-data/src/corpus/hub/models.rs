@@ -69,8 +69,7 @@ pub fn is_hub_model(path: &Path) -> bool {
 ///
 /// # Errors
 /// A path of another form; the error of `accepts`; a hub that cannot be reached; a repository without this model, or
-/// with files that are not
-/// read; more bytes than the disk has free.
+/// with files that are not read; more bytes than the disk has free.
 pub fn hub_model(
     path: &Path,
     mut config: HubConfig,
@@ -152,6 +151,9 @@ impl Fetch<'_> {
             return Err(self.lacks(CONFIG, "name a repository, or with /FOLDER a folder of one, that holds a model"));
         };
         fs::create_dir_all(self.dir).map_err(DataError::io("create", self.dir))?;
+        // What is known of the model before its index of weights is read.
+        let known = [TOKENIZER, SINGLE].iter().chain(&OPTIONAL).filter_map(|name| self.find(name));
+        self.check_room(self.missing_bytes(known.chain([config])))?;
         if !self.path(config).is_file() {
             self.fetch(config)?;
         }
@@ -175,7 +177,7 @@ impl Fetch<'_> {
         if wanted.is_empty() {
             return Ok(());
         }
-        let num_bytes = wanted.iter().map(|file| file.num_bytes().saturating_sub(self.fetched_bytes(file))).sum();
+        let num_bytes = self.missing_bytes(wanted.iter().copied());
         self.check_room(num_bytes)?;
         observe(HubModelEvent::Fetching { num_files: wanted.len(), num_bytes, dir: self.dir });
         for file in wanted {
@@ -183,6 +185,12 @@ impl Fetch<'_> {
             observe(HubModelEvent::Fetched { name: &file.name, num_bytes: file.num_bytes() });
         }
         Ok(())
+    }
+
+    /// Bytes of these files that are not on this disk yet.
+    fn missing_bytes<'a>(&self, files: impl Iterator<Item = &'a RemoteFile>) -> u64 {
+        let missing = files.filter(|file| !self.path(file).is_file());
+        missing.map(|file| file.num_bytes().saturating_sub(self.fetched_bytes(file))).sum()
     }
 
     /// Bytes of a file that an earlier, broken transfer left.
