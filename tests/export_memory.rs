@@ -42,7 +42,8 @@ fn an_export_of_sharded_weights_holds_a_tensor_at_a_time() {
     assert!(large < small + 6 * largest, "{large} bytes beside {small} of a small model");
 }
 
-/// Qwen3's 8B, 14B and 32B at an eighth of their width and a few of their blocks: blocks, width, query heads, inner width.
+/// Qwen3's 8B, 14B and 32B at an eighth of their width and a few of their blocks: blocks, width, query heads, inner
+/// width.
 const LAYOUTS: [(&str, usize, usize, usize, usize); 3] =
     [("8b", 9, 512, 8, 1536), ("14b", 6, 640, 10, 2176), ("32b", 5, 640, 16, 3200)];
 

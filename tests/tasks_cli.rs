@@ -107,8 +107,8 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     let test = "tasks_have_the_numbers_of_lm_evaluation_harness";
     if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
         // The texts repeat tokens, and which of several equal keys Doge in transformers keeps is undefined.
-        // In one text of nope_nsa two blocks differ in score by rounding alone: there transformers' own likelihood changes
-        // by 0.05 with the length of the padding behind the text.
+        // In one text of nope_nsa two blocks differ in score by rounding alone: there transformers' own likelihood
+        // changes by 0.05 with the length of the padding behind the text.
         let kinds = kinds().into_iter().filter(|[kind, ..]| !["dma", "nope_nsa"].contains(kind));
         let runs = kinds.map(|[kind, model, attention]| (kind, random_run([model, attention]))).collect::<Vec<_>>();
         // One Python process scores all models: it takes longer to start than to score a model. All have the same rows.

@@ -176,8 +176,8 @@ impl Checkpoint {
         Self::write_by(folder, state, |step| Self::write_shard(folder, step, [0, 1], files))
     }
 
-    /// As [`write`](Self::write), of weights that `read` returns for each index of `headers`, so that only one tensor is
-    /// in memory at a time. `texts` are recipe and tokenizer.
+    /// As [`write`](Self::write), of weights that `read` returns for each index of `headers`, so that only one tensor
+    /// is in memory at a time. `texts` are recipe and tokenizer.
     pub(crate) fn write_model(
         folder: &Path,
         state: CheckpointState,

@@ -15,8 +15,8 @@ pub fn refuse_odd_model(path: &Path) -> Result<(), CheckpointError> {
     if let Some(gguf) = gguf_at(path) {
         return Err(CheckpointError::refused(
             format!("{} is a GGUF file, which holds quantised weights in another layout", gguf.shown()),
-            "open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages gguf and \
-             accelerate), save the weights in float32 and the tokenizer with save_pretrained, and take that folder",
+            "open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages gguf \
+             and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and take that folder",
         ));
     }
     if path.is_file() {

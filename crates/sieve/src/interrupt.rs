@@ -1,5 +1,5 @@
-//! SIGINT, SIGTERM and SIGHUP: the first signal asks a run to stop after its step, another one a second later or more ends
-//! the process at once.
+//! SIGINT, SIGTERM and SIGHUP: the first signal asks a run to stop after its step, another one a second later or more
+//! ends the process at once.
 use crate::environment::LAUNCHED;
 use crate::exit::Exit;
 use crate::terminal;
@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Signals within this time of the first are the first again: `timeout` sends one to the process and one to its group, and
-/// a launcher that dies forwards one and closes its pipe.
+/// Signals within this time of the first are the first again: `timeout` sends one to the process and one to its group,
+/// and a launcher that dies forwards one and closes its pipe.
 const ONE_REQUEST: Duration = Duration::from_secs(1);
 
 /// What a signal asks for.

@@ -334,7 +334,8 @@ fn ranks_line(together: &RanksPlan) -> String {
     )
 }
 
-/// The line about the copy of which a checkpoint is written; `None` on a CPU, whose memory has the copy among the parts.
+/// The line about the copy of which a checkpoint is written; `None` on a CPU, whose memory has the copy among the
+/// parts.
 fn copy_line(plan: &Plan) -> Option<String> {
     let (each, ranks) = (plan.memory.host_checkpoint_bytes, plan.ranks.as_ref());
     if each == 0 {

@@ -187,8 +187,8 @@ fn inline(value: &Value) -> String {
 const BYTES_PER_TOKEN: f64 = 3.0;
 /// The fewest bytes of text from which a tokenizer can learn one merge, in texts of a few hundred kilobytes.
 const BYTES_PER_MERGE: u64 = 64;
-/// Merges over the root of a text's bytes, at least: a larger text repeats itself. Measured: 11 in a folder with some files
-/// twice, 13 in English notes, 18 to 27 in code.
+/// Merges over the root of a text's bytes, at least: a larger text repeats itself. Measured: 11 in a folder with some
+/// files twice, 13 in English notes, 18 to 27 in code.
 const MERGES_PER_ROOT_BYTE: u64 = 10;
 /// Tokens of a trained tokenizer that are no merges: 256 bytes, end of text, padding.
 const BYTE_TOKENS: u64 = 258;
