@@ -316,7 +316,8 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
             let (loss, gradients, _) = of(true);
             let [loss, expected, chosen] = [loss, dense.0, of(false).0].map(f32::from_bits);
             assert!((loss - expected).abs() < 1e-5 * expected, "{attention}: {loss}, {expected}");
-            // Three blocks hold all keys of these short documents; two blocks do not, so that their loss must differ.
+            // Three chosen blocks hold all keys of these short documents, so the loss is the dense one. `chosen` is of
+            // two blocks, which do not hold all keys, so it must differ.
             assert!(attention != KINDS[7] || chosen != expected, "{attention}: {chosen}");
             // The dense model computes half a block in one op, and the other kinds in several, so that rounding
             // differs.

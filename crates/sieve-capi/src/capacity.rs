@@ -23,8 +23,8 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// Rounds the caches of a request up, so that one plan serves several numbers of keys. `None` if the op is not
-    /// decoding against a cache.
+    /// Rounds the caches of a request up, so that one plan serves several numbers of keys. `None` if the op does
+    /// not decode against a cache, or the request has no `k_cache` whose number of keys can be rounded.
     pub(crate) fn planned(request: &mut Request) -> Option<Self> {
         let Call::CachedDecode(_) = request.call else {
             return None;

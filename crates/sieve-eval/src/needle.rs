@@ -128,7 +128,8 @@ impl NeedleConfig {
     /// Checks the grid against a model's context.
     ///
     /// # Errors
-    /// No cell; a length beyond the context or without haystack; a depth outside 0 to 100.
+    /// No length, no depth or no needle; a length beyond the context, or too short for a haystack beside the needle; a
+    /// depth outside 0 to 100.
     pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
         let bad = |name, value: String, hint| Err(EvalError::setting(name, value, hint));
         for (name, count) in

@@ -37,7 +37,7 @@ impl Sampler {
     /// Checks the settings.
     ///
     /// # Errors
-    /// A temperature that is negative or NaN; a `top_p` outside `(0, 1]`.
+    /// A temperature that is negative, infinite or NaN; a `top_p` outside `(0, 1]`.
     pub fn new(sampling: Sampling) -> Result<Self, EvalError> {
         let Sampling { temperature, top_p, top_k, seed } = sampling;
         let bad = |name, value: f64, hint| Err(EvalError::setting(name, value, hint));

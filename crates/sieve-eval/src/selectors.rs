@@ -222,7 +222,7 @@ fn captured_pass<B: DeviceBackend>(
     Ok((pass, captured))
 }
 
-/// The prompts, and the dense model's measures on them; see [`SelectorMeasure`].
+/// How many tokens and windows the prompts have, and the dense model's measures on them; see [`SelectorMeasure`].
 struct Dense {
     num_tokens: usize,
     num_windows: usize,

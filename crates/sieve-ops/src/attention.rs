@@ -28,8 +28,8 @@ pub fn attention<B: SieveBackend>(qkv: Tensor<B, 4>, documents: &Documents<B>, s
     tensor(B::node([&qkv], output.o.clone(), move |d_o| [B::Inner::attention_backward(x, &call, output, d_o)]))
 }
 
-/// As [`attention`] with one more logit in every query's softmax, a learned one of each query head whose value is zero
-/// (a sink, as in gpt-oss, arXiv:2508.10925): weights of keys sum to less than 1.
+/// As [`attention`], with a sink (gpt-oss, arXiv:2508.10925): each query head has one more, learned logit in its
+/// softmax, with a zero vector as its value, so that the weights of the keys sum to less than 1.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

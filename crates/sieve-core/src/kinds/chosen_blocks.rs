@@ -103,7 +103,8 @@ impl Chosen {
         if self.reads_all { Dense.pairs(seq_len) } else { self.choice.blocks.selected_pairs(seq_len) }
     }
 
-    /// A dense layer's, with the indexer's projections and the products of its scores.
+    /// A dense layer's and, if the layer has an indexer, the indexer's: its projections of an index query for each KV
+    /// head and of one index key, and their products for each scored key.
     pub(super) fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let grouped = grouped_flops(layer);
         if !self.has_indexer(layer) {

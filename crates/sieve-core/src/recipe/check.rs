@@ -205,8 +205,8 @@ fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mi
 /// Name of the section `[attention]`.
 const ATTENTION: &str = "attention";
 
-/// Takes the tables `[attention.NAME]` out of `[attention]`, by the name that [`table_name`] gives. A table where a key
-/// of `[attention]` has its value stays.
+/// Takes the tables `[attention.NAME]` out of `[attention]`, by the name that [`table_name`] gives; two of one name are
+/// a mistake. A table in the place of an ordinary key of `[attention]` stays: it is refused later as a wrong value.
 fn take_layer_tables(table: &mut Table, mistakes: &mut Vec<Mistake>) -> Table {
     let is_inner = |name: &str, value: &Value| value.is_table() && schema::key(&ATTENTION_KEYS, name).is_none();
     let names = table.iter().filter(|(name, value)| is_inner(name, value)).map(|(name, _)| name.clone());

@@ -105,7 +105,7 @@ on_arch! {
     ) -> () = attend_tile_simd;
 }
 
-/// Computes [`ListedAttention::run`] block of keys by block of keys; `state` is working memory.
+/// Computes [`ListedAttention::run`] for the rows of `tile`, block of keys by block of keys; `state` is working memory.
 #[inline(always)]
 fn attend_tile_simd<S: Simd, const W: usize>(
     simd: S,

@@ -102,7 +102,7 @@ fn hashed_order_does_not_depend_on_the_folder() {
     assert_eq!(sorted, (0..40).map(|number| number.to_string()).collect::<Vec<_>>());
 }
 
-/// Opening a pipe could wait for a writer for ever, so only files are read.
+/// Only files are read: a socket cannot be, a device may never end, and a pipe could wait for a writer for ever.
 #[cfg(unix)]
 #[test]
 fn sockets_and_devices_are_refused_by_name() {

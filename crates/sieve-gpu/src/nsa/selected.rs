@@ -231,7 +231,8 @@ pub(super) struct JoinedRange<'a> {
 }
 
 impl Work {
-    /// The forward pass, range by range; `behind` is called after each range was queued.
+    /// The forward pass, one range of queries after the other; `behind` is called when a range's kernels are queued.
+    /// Returns the output and the choices of each range.
     pub(super) fn forward(
         &self,
         behind: impl Fn(JoinedRange<'_>) -> Result<(), KernelError>,

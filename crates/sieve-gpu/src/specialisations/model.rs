@@ -30,7 +30,8 @@ impl NeededKernels {
         Self::step_of(arch, &[sizes], &[1])
     }
 
-    /// The kernels of training steps of these models, and of decoding as many tokens at once.
+    /// The kernels of these models' passes over `num_tokens` tokens, for each number given: a training step's, or as
+    /// many tokens decoded at once.
     pub(super) fn step_of(arch: &str, models: &[StepSizes], num_tokens: &[usize]) -> Self {
         of_portable_family(arch, |calls| {
             step::call_with_any_width(calls);

@@ -93,7 +93,7 @@ fn memory_of_dma_80m_on_an_h200() {
     assert_eq!(memory.peak.moment_bytes, 8 * parameters);
     // A checkpoint has f32 weights and moments; its files are written tensor by tensor.
     assert_eq!((memory.peak.checkpoint_bytes, memory.host_checkpoint_bytes), (0, 12 * parameters));
-    // With four micro-batches the gradients of earlier ones exist.
+    // With several micro-batches the sum of the earlier ones' gradients is held: f32, 4 bytes a parameter.
     assert_eq!(memory.peak.gradient_bytes, 4 * parameters);
     // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as they
     // fit, two normed streams, the gated activation and the rotated heads, 2 bytes each; f32: 6 lse, z and expire of
@@ -360,7 +360,7 @@ fn a_model_too_large_for_one_gpu_fits_several() {
     assert_eq!(plan(1).verdict, MemoryVerdict::DoesNotFit);
     let four = plan(4);
     assert_eq!(four.verdict, MemoryVerdict::Fits, "{four:?}");
-    // A quarter of the weights, and the largest matrix whole.
+    // A quarter of the weights in bf16, and beside it gathered matrices, of which none is larger than the embedding.
     let (parameters, largest) = (shape.parameters().total(), 151_936 * shape.d_model as u64);
     let weights = four.peak.parameter_bytes + four.peak.gathered_bytes;
     assert!((2 * parameters / 4..=2 * parameters / 4 + 10 * largest).contains(&weights), "{four:?}");

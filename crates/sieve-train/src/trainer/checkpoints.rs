@@ -101,8 +101,12 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(write_atomically(&self.checkpoints.folder.config_path(), text.as_bytes())?)
     }
 
-    /// Creates the folder that a checkpoint is written into, and the run's folder again if it was removed. Opens
-    /// `metrics.jsonl` again if it was moved.
+    /// Prepares the folder of the next checkpoint: makes the run's folder again if it was removed, opens
+    /// `metrics.jsonl` again if it was moved, moves an earlier `step-N` out of the way in the folder of
+    /// `--checkpoint-fallback`, and begins the checkpoint.
+    ///
+    /// # Errors
+    /// The disk has too little room, or refuses a file.
     fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         if self.checkpoints.folder.regain()? {
             self.write_config()?;

@@ -17,7 +17,8 @@ pub(in crate::corpus) enum Packed {
 }
 
 impl Packed {
-    /// The compression by a file's ending, and the path without that ending.
+    /// The compression by a file's ending, and the file's name without that ending; `None` and the whole path of a file
+    /// that is not compressed.
     pub(in crate::corpus) fn of(path: &Path) -> (Option<Self>, &Path) {
         let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
         let packed = match ending.to_ascii_lowercase().as_str() {
