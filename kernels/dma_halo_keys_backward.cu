@@ -15,7 +15,7 @@ struct DmaHaloKeysBackwardParams { u64 seq_len, num_heads, num_kv_heads, head_di
 
 extern "C" __global__ void __launch_bounds__(256)
 dma_halo_keys_backward(element* d_packed, float* d_rank, const i32* kept, const element* d_keys, const float* d_ranks,
-                         const __grid_constant__ DmaHaloKeysBackwardParams params) {
+                       const __grid_constant__ DmaHaloKeysBackwardParams params) {
   const u64 slot = blockIdx.x, row = blockIdx.y, kv_heads = params.num_kv_heads, width = params.head_dim;
   const i32* row_kept = kept + row * kv_heads * params.slots + slot;
   const u32 words = (u32)(width / VECTOR), all_words = (u32)(2 * kv_heads) * words;

@@ -1,7 +1,8 @@
 //! What a program finds where a file of a model should be, after a fetch that did not do what was meant.
 
-/// What a file is, by its bytes, where it is something that often lies in the place of another one; and how to get the
-/// one that was meant. `None` for any other file.
+/// What a file really is, by its bytes, and how to get the file that was meant. `None` if it is none of the things that
+/// are often found under a model file's name: a pointer of Git LFS, a web page, a zip archive, a byte order mark,
+/// nothing or zeros.
 pub fn in_place_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     const AGAIN: &str = "fetch or copy the file again";
     let text = bytes.trim_ascii_start();

@@ -554,7 +554,7 @@ impl DmaText {
     }
 }
 
-/// Compares the positions of the keys in the slots, in any order, with those of the keys that are held.
+/// Requires that the slots of each row hold the expected `keys`, in any order; keys are compared by position.
 fn judge_positions(positions: &[i32], keys: &[Vec<Key>], kept: usize) -> Result<(), Wrong> {
     for (row, held) in keys.iter().enumerate() {
         let mut got = positions[row * kept..][..held.len()].to_vec();

@@ -146,7 +146,7 @@ impl<'a> StoredCall<'a> {
         self.place.starts_with("token-")
     }
 
-    /// The tokens whose keys are selected: those of a chunk, or a decoded one.
+    /// The query tokens for which keys are selected: the tokens of a chunk, or one decoded token.
     fn tokens(&self) -> Range<usize> {
         let number = |text: &str| text.parse::<usize>().expect("a number");
         match (self.place.strip_prefix("token-").map(number), self.place.split_once('-')) {

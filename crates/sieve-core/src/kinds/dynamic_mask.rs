@@ -409,7 +409,7 @@ impl Kind for DmaShape {
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (layer, seq_len) = (call.layer, call.seq_len);
         if self.keep_window_size >= seq_len {
-            // Every key is kept, so the pass is that of dense attention.
+            // Every key is kept, so a query reads what dense attention reads.
             return call.of_neighbours(0, seq_len);
         }
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);

@@ -239,8 +239,8 @@ impl Qkv {
     }
 }
 
-/// The first fields of every decoding kernel's params struct. `words` are those of the token's q, k and v; those of a k
-/// and v that the kernel does not read are 0.
+/// The first fields of every decoding kernel's params struct. `words` has three words for each of the token's q, k and
+/// v; for a k and v that the kernel does not read they are 0.
 pub(crate) fn token_params(shape: &AttentionShape, softmax_scale: f32, words: [[usize; 3]; 3]) -> TokenParams {
     let [q, k, v] = words;
     params!(TokenParams {
