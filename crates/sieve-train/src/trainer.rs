@@ -2,6 +2,7 @@
 mod best;
 mod checkpoints;
 mod clock;
+mod device_memory;
 mod faults;
 mod guard_log;
 mod guarding;

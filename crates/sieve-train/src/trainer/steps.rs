@@ -23,6 +23,9 @@ struct Pace {
     peak_is_new: bool,
     /// Whether the next step is the first one of this process.
     is_first: bool,
+    /// Whether the device has the memory back that the stage's first step and what came before it took. Only where ranks
+    /// have pieces of the weights is that memory needed.
+    is_tidy: bool,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -40,8 +43,10 @@ impl<B: TrainBackend> Trainer<B> {
             watch: PeakWatch::start(self.machine.memory),
             peak_is_new: true,
             is_first: true,
+            is_tidy: !self.shards_weights(),
         };
         self.checkpoints.is_due = false;
+        self.expect_gradients();
         // Ranks of a group agree on the step at which they stop.
         let stops_alone = self.ranks.is_alone();
         while self.progress.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
@@ -59,6 +64,9 @@ impl<B: TrainBackend> Trainer<B> {
             }
             self.take_step(&batches, agreed, reporter)?;
             self.ranks.set_work(Work::Long);
+            if !std::mem::replace(&mut pace.is_tidy, true) {
+                self.release_unused_memory()?;
+            }
             pace.clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             pace.watch.step();
             if self.went_back(agreed, &mut pace, reporter)? {
@@ -89,6 +97,8 @@ impl<B: TrainBackend> Trainer<B> {
         };
         pace.batches = None;
         let notes = pace.clock.pause(|| self.enter_or_save(next, reporter))?;
+        self.release_unused_memory()?;
+        pace.is_tidy = !self.shards_weights();
         pace.watch.restart();
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));
