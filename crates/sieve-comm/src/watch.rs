@@ -124,8 +124,8 @@ impl LastBeat {
 pub(crate) type GiveUp = Box<dyn FnOnce(&Failure) + Send>;
 
 impl Watch {
-    /// Starts the threads that send and receive heartbeats, and the one that calls `give_up`. They end when this rank
-    /// leaves.
+    /// Starts the threads that send and receive heartbeats, and the one that calls `give_up`. The sender and the latter
+    /// end when this rank leaves or a failure is known; the receiver of a peer, when that peer leaves or is lost.
     pub(crate) fn start(
         rank: usize,
         peers: Arc<Vec<Peer>>,

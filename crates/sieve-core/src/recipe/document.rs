@@ -73,6 +73,7 @@ impl Document {
                 }
             }
         }
+        // An override may repeat a layer's name, as the text may: `"3 swa"` becomes three entries.
         resolve::repeated_layers(&mut self.table);
         self.drop_replaced(&set);
     }

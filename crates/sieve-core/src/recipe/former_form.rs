@@ -1,10 +1,10 @@
 //! How an earlier version read a recipe.
 
-/// How an earlier version read a text of kind DMA.
+/// What a recipe of kind DMA, as it is written, meant to earlier versions of Sieve.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FormerForm {
-    /// A sentence for the user: what the text was, and how to write that now.
+    /// A sentence for the user: which form of DMA the recipe named then, and which keys name that form now.
     pub words: String,
-    /// The overrides that give the text its former form.
+    /// The overrides that give the recipe the form it named then.
     pub overrides: Vec<String>,
 }

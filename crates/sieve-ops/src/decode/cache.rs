@@ -223,15 +223,16 @@ impl<B: Backend> DmaCache<B> {
         Self::new(keys, rank, positions, self.window)
     }
 
-    /// A copy with the rows that `rows` names. A short text does not fill its slots.
+    /// A copy with the rows of the batch that `rows` names. A text of fewer tokens than the window has slots does not fill
+    /// them, but has room for all.
     #[must_use]
     pub fn rows(&self, rows: RowsOf) -> Self {
         let slots = self.window.keep_window_size;
-        let size = |tokens: usize| [tokens.min(slots), slots];
+        let used_and_room = |tokens: usize| [tokens.min(slots), slots];
         Self {
-            keys: self.keys.rows(rows, size),
-            rank: self.rank.rows(rows, size),
-            positions: self.positions.rows(rows, size),
+            keys: self.keys.rows(rows, used_and_room),
+            rank: self.rank.rows(rows, used_and_room),
+            positions: self.positions.rows(rows, used_and_room),
             window: self.window,
         }
     }

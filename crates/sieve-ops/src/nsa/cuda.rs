@@ -30,6 +30,8 @@ pub(crate) fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &Nsa
     })
 }
 
+/// Attention over the chosen blocks, whose numbers `block_indices` holds as integers: shapes as in
+/// [its reference](reference::nsa_selected_attention), which is warned of with the size of its score matrix.
 pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &NsaCall<Cuda>) -> NsaSelected<Cuda> {
     let [start, end] = bounds(&call.documents);
     let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(

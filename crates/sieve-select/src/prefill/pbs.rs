@@ -59,7 +59,8 @@ settings! {
         pub tau: f64 = 0.9,
         /// How blocks of permuted keys are scored.
         pub select: PbsSelect = PbsSelect::Meanpool,
-        /// Side of the cells of `select=xattention`; divides `block`.
+        /// With `select=xattention`, tokens on a side of the squares of scores whose antidiagonals are summed. Divides
+        /// `block`.
         pub stride: usize = 8,
         /// Whether keys, queries or both are permuted.
         pub permute: Permute = Permute::Keys,

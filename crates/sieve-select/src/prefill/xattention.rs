@@ -28,7 +28,7 @@ settings! {
     pub struct XattentionConfig {
         /// Block size in tokens.
         pub block: usize = 128,
-        /// Side of the cells whose antidiagonals are summed; divides `block`.
+        /// Tokens on a side of the squares of scores whose antidiagonals are summed; divides `block`.
         pub stride: usize = 8,
         /// Share of the estimated mass that stays.
         pub tau: f64 = 0.9,
