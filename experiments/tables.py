@@ -227,7 +227,7 @@ def speed():
         ["the same", "FlashAttention-4", shapes(128, "forward: FA4", "backward: FA4")],
         ["dense attention, three shapes of width 64, each pass", "FlashAttention-4",
          shapes(64, "forward: FA4", "backward: FA4")],
-        ["block-sparse masks (tiles), both passes, 32,768 tokens, on an H100", "FlashAttention-4", span(tiles(), 2)],
+        ["block-sparse masks (tiles), both passes, 32,768 tokens", "FlashAttention-4", span(tiles(), 2)],
         ["NSA, both passes, 8192 tokens", dense, f"{nsa_ms('16/8', 8192)[1]:.2f}"],
         ["NSA, both passes, 65,536 tokens", dense, f"{nsa_ms('16/8', 65536)[1]:.2f}"],
         ["training 1.7B, dense, rows of 2048", "compiled Qwen3 in PyTorch", step],

@@ -4,7 +4,7 @@
     python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
 
-docs/choose.md's tables `layouts` and `layouts_rates` are made of it. Needles stand in the picture, RULER's tasks in the
+The tables of docs/choose.md are made of it; the picture is of the last race. Needles stand in the picture, RULER's tasks in the
 lines alone. Needs nothing but Python.
 """
 
@@ -25,6 +25,14 @@ FAR = "4096"
 
 def stored(path=ROWS):
     return json_lines(path)
+
+
+def races(lines):
+    """The lines of each race, oldest first: two minutes of training a run, then five."""
+    found = {}
+    for row in lines:
+        found.setdefault((row["date"], row["commit"]), []).append(row)
+    return list(found.values())
 
 
 def runs_of(lines):
@@ -71,7 +79,12 @@ def rates(lines_of_all):
     return head, [[layout, *(loss.get((layout, value), "-") for value in values)] for layout in layouts]
 
 
-TABLES = {"layouts": learning, "layouts_rates": rates}
+# Each table's race, and what it has of it.
+TABLES = {
+    "layouts": lambda lines: learning(races(lines)[-1]),
+    "layouts_rates": lambda lines: rates(races(lines)[-1]),
+    "layouts_two_minutes": lambda lines: learning(races(lines)[0]),
+    "layouts_two_minutes_rates": lambda lines: rates(races(lines)[0])}
 
 
 def drawn(found):
@@ -100,12 +113,12 @@ experiments/layouts/run.sh SIEVE TEXT.jsonl OUT     # four GPUs of one host, a q
 WHAT THE NUMBERS SAY.
 
 <!-- table layouts -->
-{}
+{layouts}
 
 ![Losses of the layouts](layouts.svg)
 
 <!-- table layouts_rates -->
-{}
+{layouts_rates}
 """
 
 
@@ -118,10 +131,10 @@ def main():
     lines = stored(args.rows)
     if not runs_of(lines):
         parser.error(f"{args.rows} has no line of a run")
-    texts = [table_text(*table(lines)) for table in TABLES.values()]
-    print(SECTION.format(*texts) if args.section else "\n\n".join(texts))
+    texts = {name: table_text(*table(lines)) for name, table in TABLES.items()}
+    print(SECTION.format(**texts) if args.section else "\n\n".join(texts.values()))
     if args.draw:
-        args.draw.write_text(drawn(runs_of(lines)), encoding="utf-8")
+        args.draw.write_text(drawn(runs_of(races(lines)[-1])), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,18 @@ def in_turn(rows):
                                          turn(row["heads"], row["rival"])[0]))
 
 
+def measured_on(rows, task):
+    """On which cards a task's times were taken, and in how many calls. A call's first row says what it is about."""
+    calls, about = {}, None
+    for row in rows:
+        if row["kind"] == "about":
+            about = row
+        elif row["kind"] == "time" and row["task"] == task:
+            calls[about["commit"], about["date"]] = about["card"]
+    cards = dict.fromkeys(card.removeprefix("NVIDIA ").split(" ")[0] for card in calls.values())
+    return f"On one {cards.popitem()[0]}, in one call." if len(calls) == 1 else f"On {'s, '.join(cards)}s, in {len(calls)} calls."
+
+
 def times(rows, task):
     timed = of(rows, "time", task)
     if not timed:
@@ -127,11 +139,10 @@ def times(rows, task):
 REASONS = {
     "dense": "It sums dq in any order by default; ours has a fixed order. Its fixed order is slower than ours. "
              "Forward, thirty-six variants of what is done inside a tile gained nothing (notes/experiments.md).",
-    "tiles": "It sums dq in any order; ours has a fixed order, in which tiles of keys wait for their turn. In any order "
-             "ours takes 3.54, 14.6 and 3.54 ms at 32,768 tokens (16/8, 64/4, 16/16). By ncu (64/4, 32,768 tokens) both "
-             "are bound by the L2 cache: its backward kernel takes 9.6 ms at 74 % of the cache's rate. A form of ours in "
-             "any order takes 9.9 ms at 83 %; turns cost 10 to 19 % more. Ours was timed in a later call than the others, "
-             "on another H100 (the last column below).",
+    "tiles": "It sums dq in any order; ours has a fixed order, in which tiles of keys wait for their turn. The rows of "
+             "ours in any order have no such turns. By ncu (64/4, 32,768 tokens, an H100) both are bound by the L2 "
+             "cache: its backward kernel takes 9.6 ms at 74 % of the cache's rate. A form of ours in any order takes "
+             "9.9 ms at 83 %; turns cost 10 to 19 % more.",
     "selected": "Groups of 16 query heads fill its tile; ours writes block sums beside the output.",
 }
 
@@ -242,7 +253,7 @@ def page(rows):
     lines.append("")
     for task, (heading, meaning) in TASKS.items():
         if made := times(rows, task):
-            lines += [f"## {heading}", meaning, "", *made]
+            lines += [f"## {heading}", f"{meaning} {measured_on(rows, task)}", "", *made]
     for part in (behind, checks, repeats, host, odd, refusals, measured):
         lines += part(rows)
     return "\n".join(lines).rstrip() + "\n"
