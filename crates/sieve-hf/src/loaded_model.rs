@@ -99,7 +99,7 @@ pub fn load_model<B: Backend>(
 }
 
 /// As [`load_model`]; `then` maps each parameter that was read before the next one is, so that a mapper that keeps a
-/// piece of each never has the model whole. The tensors of a folder of `transformers` are whole in host memory.
+/// piece of each never has the model whole.
 ///
 /// # Errors
 /// As [`load_model`].

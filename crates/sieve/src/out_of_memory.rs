@@ -8,7 +8,7 @@ use sieve_core::model::gpu::Gpu;
 use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_hf::Kept;
 use sieve_plan::{
-    InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory, plan_of_ranks,
+    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory, plan_of_ranks,
 };
 use sieve_train::MemoryProbe;
 use std::path::Path;
@@ -167,7 +167,17 @@ pub(crate) fn inference_plan(shape: &ModelShape, mut size: InferenceSize, place:
         Kept::All(dtype) => dtype.size(),
         Kept::Bf16Weights => DType::BF16.size(),
     };
-    inference_memory(shape, size, &target(&place.device, None), weight_bytes as u64)
+    let target = target(&place.device, None);
+    let plan = |weight_bytes: usize| inference_memory(shape, size, &target, weight_bytes as u64);
+    let mut memory = plan(weight_bytes);
+    if memory.verdict.needs_advice() && place.kept == Kept::All(DType::F32) {
+        let rounded = plan(DType::BF16.size());
+        if rounded.verdict == MemoryVerdict::Fits {
+            let setting = "--dtype bf16".to_owned();
+            memory.would_fit.push(FittingSetting { setting, total_bytes: rounded.total_bytes });
+        }
+    }
+    memory
 }
 
 /// The plan's description of a device, with the memory that is free now. `cpu_flops` is only needed to estimate time.

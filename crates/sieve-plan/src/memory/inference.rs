@@ -39,9 +39,9 @@ impl InferenceSize {
 
 /// Memory of reading a checkpoint and of forward passes of `size`. A weight takes `weight_bytes`.
 ///
-/// A checkpoint's weights are f32. While they are read, a CPU holds the file in addition to the model, and a GPU holds
-/// all weights in f32 before it rounds them. Of several ranks each keeps its shard of a tensor before it reads the next
-/// one, and its passes hold the weights of a block or of the largest matrix whole.
+/// A tensor is read and converted before the next one is, so that the largest one stands beside the model: in f32, as
+/// some files have it, and in the model's type. Of several ranks each keeps its shard of a tensor before it reads the
+/// next one, and its passes hold the weights of a block or of the largest matrix whole.
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
@@ -52,15 +52,11 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             times(size.num_caches.max(1) as u64, one)
         }
     };
-    let largest = (shape.vocab_size * shape.d_model) as u64;
-    let (parameter_bytes, workspace_bytes) = match (size.ranks > 1, target) {
-        // The tensor that was read, on the host and the device, and its copy in the model's type.
-        (true, _) => {
-            (times(parameters.div_ceil(size.ranks as u64), weight_bytes), times(largest, 2 * F32 + weight_bytes))
-        }
-        (false, Target::Cpu { .. }) => (times(parameters, weight_bytes), times(parameters, F32)),
-        (false, Target::Gpu(_)) => (times(parameters, F32), 0),
-    };
+    let largest = largest_tensor(shape);
+    // Ranks exchange what they read, so that it is on the host and the device.
+    let read_as_f32 = if size.ranks > 1 { 2 * F32 } else { F32 };
+    let parameter_bytes = times(parameters.div_ceil(size.ranks.max(1) as u64), weight_bytes);
+    let workspace_bytes = times(largest, read_as_f32 + weight_bytes);
     let loaded = MemoryParts { parameter_bytes, workspace_bytes, ..MemoryParts::default() };
     let gathered = match size.ranks {
         1 => 0,
@@ -71,7 +67,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         ),
     };
     let forward = MemoryParts {
-        parameter_bytes: times(parameters.div_ceil(size.ranks.max(1) as u64), weight_bytes),
+        parameter_bytes,
         cache_bytes,
         gathered_bytes: gathered,
         activation_bytes: forward_bytes(shape, size, target),
@@ -114,8 +110,13 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
 
 /// Memory of importing a model, a tensor at a time: the largest one, and as much for its way into the file.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
-    let elements = shape.all_parameters().into_iter().map(|spec| spec.dims.iter().product::<usize>());
-    let largest = times(elements.max().unwrap_or(0) as u64, F32);
+    let largest = times(largest_tensor(shape), F32);
     let peak = MemoryParts { workspace_bytes: 2 * largest, ..MemoryParts::default() };
     peak.plan("the largest tensor", target, 1)
+}
+
+/// Elements of the largest tensor of a model's weights.
+fn largest_tensor(shape: &ModelShape) -> u64 {
+    let elements = shape.all_parameters().into_iter().map(|spec| spec.dims.iter().product::<usize>());
+    elements.max().unwrap_or(0) as u64
 }

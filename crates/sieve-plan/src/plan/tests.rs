@@ -323,14 +323,16 @@ fn inference_needs_the_weights_and_the_caches() {
     let shape = dma_80m();
     let parameters = shape.parameters().total();
     let size = InferenceSize { rows: 1, seq_len: 16, cached_tokens: 2048, num_caches: 1, logit_tokens: 0, ranks: 1 };
-    // The file is in memory beside the model while it is read; a few tokens need less.
-    let memory = inference_memory(&shape, size, &CPU, CPU.value_bytes());
-    assert_eq!(memory.moment, "reading the weights");
-    assert_eq!(memory.peak.parameter_bytes + memory.peak.workspace_bytes, 8 * parameters);
-    // A GPU holds f32 weights before they are rounded; many tokens need more than that.
-    let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
-    assert_eq!(memory.moment, "reading the weights");
-    assert_eq!(memory.peak.parameter_bytes, 4 * parameters);
+    // The embedding is the largest tensor. While it is read it is there twice, once as the file's f32; a few tokens need
+    // less.
+    let embedding = 50_304 * 768;
+    for (target, weight_bytes) in [(CPU, 4), (CPU, 2), (h200(), 2)] {
+        let memory = inference_memory(&shape, size, &target, weight_bytes);
+        assert_eq!(memory.moment, "reading the weights");
+        assert_eq!(memory.peak.parameter_bytes, weight_bytes * parameters);
+        assert_eq!(memory.peak.workspace_bytes, (4 + weight_bytes) * embedding);
+    }
+    // Many tokens need more than that.
     let memory = inference_memory(&shape, InferenceSize::rows_of(2048, 1 << 20), &h200(), h200().value_bytes());
     assert_eq!(memory.moment, "a forward pass");
     assert_eq!(memory.peak.parameter_bytes, 2 * parameters);
