@@ -58,9 +58,13 @@ fn write_code(to: &mut impl Write, char: char) -> Result {
     write!(to, "\\x{:02x}", u32::from(char))
 }
 
-/// A path as one word of a shell; see [`shell_word`].
+/// A path as one word of a shell; see [`shell_word`]. With a dash at its beginning it would be read as a flag.
 pub fn quoted(path: &Path) -> String {
-    shell_word(&path.to_string_lossy())
+    let text = path.to_string_lossy();
+    match text.starts_with('-') {
+        true => shell_word(&format!("./{text}")),
+        false => shell_word(&text),
+    }
 }
 
 /// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and in the form
@@ -112,6 +116,7 @@ mod tests {
             ("run/checkpoint/step-400", "run/checkpoint/step-400"),
             ("my runs/step-4", "'my runs/step-4'"),
             ("it's $HOME", "'it'\\''s $HOME'"),
+            ("-runs/a b", "'./-runs/a b'"),
             ("", "''"),
             ("a\n1'\u{1b}\u{9b}é\\", "$'a\\0121\\'\\033\\302\\233é\\\\'"),
         ] {

@@ -36,6 +36,17 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
     })
 }
 
+/// As [`replace`], but a device or a pipe at the path is written in place.
+///
+/// # Errors
+/// As [`replace`].
+pub fn replace_or_fill<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
+    match path.exists() && !path.is_file() && !path.is_dir() {
+        true => write(path),
+        false => replace(path, write),
+    }
+}
+
 /// Checks that [`replace`] can create its temporary file, by creating and removing it.
 ///
 /// # Errors
@@ -67,7 +78,8 @@ pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     write_pieces_synced(path, |write| write(bytes))
 }
 
-/// As [`write_synced`], piece by piece: `pieces` calls the given function with each piece.
+/// As [`write_synced`], piece by piece: `pieces` calls the given function with each piece. A pipe or a device is not
+/// synced.
 ///
 /// # Errors
 /// Errors of `pieces`, and errors of the file system.
@@ -77,7 +89,11 @@ pub fn write_pieces_synced<E: From<FileError>>(
 ) -> Result<(), E> {
     let mut file = File::create(path).map_err(FileError::on("create", path))?;
     pieces(&mut |piece| file.write_all(piece).map_err(FileError::on("write", path)))?;
-    Ok(file.sync_all().map_err(FileError::on("sync", path))?)
+    let is_file = file.metadata().map_err(FileError::on("read", path))?.is_file();
+    match is_file {
+        true => Ok(file.sync_all().map_err(FileError::on("sync", path))?),
+        false => Ok(()),
+    }
 }
 
 /// Makes renames inside `folder` durable. The empty path is the current folder.
@@ -161,6 +177,22 @@ mod tests {
         assert!(link.is_symlink());
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(folder.path()), ["a", "link"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_device_is_written_in_place() {
+        // A device cannot be synced.
+        replace_or_fill(Path::new("/dev/null"), |path| write_synced(path, b"new")).unwrap();
+        assert!(!Path::new("/dev/null").is_file());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        for text in ["one", "two"] {
+            replace_or_fill(&path, |partial| write_synced(partial, text.as_bytes())).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        assert_eq!(names(folder.path()), ["a"]);
+        replace_or_fill(folder.path(), |partial| write_synced(partial, b"new")).unwrap_err();
     }
 
     #[cfg(unix)]

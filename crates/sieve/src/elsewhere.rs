@@ -1,5 +1,5 @@
 //! What users of other programs type, and what is meant here: commands, flags, files without a flag.
-use crate::terminal::{print_error, shell_word};
+use crate::terminal::{print_error, quoted, shell_word};
 use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
 use std::path::Path;
@@ -265,7 +265,7 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
             // Flags of all commands may come before the command.
             let command = words.iter().skip(1).find(|word| cli.find_subcommand(word).is_some())?;
             match typed.starts_with('-') {
-                true => flag_meant(&typed, command, words),
+                true => value_meant(cli, &typed, words).or_else(|| flag_meant(&typed, command, words)),
                 false => file_meant(&typed, command),
             }
         }
@@ -280,6 +280,26 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
         }
         _ => None,
     }
+}
+
+/// The hint for the value of a flag that begins with one dash, such as a prompt that is an item of a list, and for a
+/// file with such a name. clap reads it as short flags, and names the first of them alone.
+fn value_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
+    let is_meant = |word: &String| word.starts_with(typed) && !word.starts_with("--");
+    let at = words.iter().position(is_meant)?;
+    let (value, before) = (shell_word(&words[at]), words.get(at.checked_sub(1)?)?);
+    let subcommands = words[1..at].iter().filter(|word| !word.starts_with('-'));
+    let command = subcommands.fold(cli, |command, word| command.find_subcommand(word).unwrap_or(command));
+    let takes_value = |argument: &clap::Arg| {
+        before.strip_prefix("--").is_some_and(|name| argument.get_long() == Some(name))
+            && argument.get_action().takes_values()
+    };
+    let hint = match command.get_arguments().any(takes_value) {
+        true => format!("{before}={value}"),
+        false if Path::new(&words[at]).exists() => quoted(Path::new(&words[at])),
+        false => return None,
+    };
+    Some(format!("{value} begins with a dash and is read as a flag\n  hint: write {hint}"))
 }
 
 /// The hint for a flag of other programs.
@@ -390,6 +410,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_value_with_a_dash_is_written_behind_an_equals_sign() {
+        let cli = Cli::command();
+        let hint = |words: &[&str]| {
+            let words = words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
+            let error = Cli::try_parse_from(&words).err().expect("a dash");
+            let found = meant(&cli, &error, &words)?;
+            Some(found.split_once("hint: ").expect("a hint").1.to_owned())
+        };
+        for (words, written) in [
+            (&["sieve", "generate", "--checkpoint", "c", "--prompt", "- item"][..], "write --prompt='- item'"),
+            (&["sieve", "-q", "generate", "--checkpoint", "-runs/a", "--prompt", "x"], "write --checkpoint=-runs/a"),
+            (&["sieve", "eval", "ppl", "--checkpoint", "c", "--data", "-text.txt"], "write --data=-text.txt"),
+            (&["sieve", "train", "--recipe", "r", "--out", "-a"], "write --out=-a"),
+        ] {
+            assert_eq!(hint(words).as_deref(), Some(written), "{words:?}");
+        }
+        // A short flag that does not exist, behind one that takes no value.
+        assert_eq!(hint(&["sieve", "train", "--recipe", "r", "--overwrite", "-x"]), None);
     }
 
     #[test]

@@ -185,12 +185,13 @@ fn bench(args: BenchArgs) -> Result<()> {
 
 fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value).context("writing JSON")?;
-    std::fs::write(path, text).with_context(|| format!("writing {}", path.shown()))
+    output::write(path, &text)
 }
 
 fn capture(args: &CaptureArgs) -> Result<()> {
     let checkpoint = &hub::folder(&args.checkpoint)?;
     let (text, out) = (args.text.as_deref(), &args.out);
+    output::check_place(out)?;
     on_device!(Place::new(args.device.resolve()?, None)?, capture_to(checkpoint, text, out))
 }
 
@@ -207,7 +208,9 @@ fn capture_to<B: DeviceBackend>(
         Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.shown()))?,
         None => sieve_bench::kernel_sources()?,
     };
-    let captured = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;
+    let tokens = tokenizer.encode(&text)?;
+    let captured =
+        sieve_files::replace_or_fill(out, |file| anyhow::Ok(sieve_bench::capture(&loaded, tokens, file, device)?))?;
     let (step, out) = (loaded.state.step, out.shown());
     terminal::line(&match captured {
         Captured::Scores([rows, tokens]) => format!(
@@ -224,6 +227,7 @@ fn capture_to<B: DeviceBackend>(
 
 /// Runs `sieve kernels run`.
 fn run_op(args: Box<RunArgs>) -> Result<()> {
+    output::check_place(&args.out)?;
     let nsa = args.nsa();
     let settings = RunSettings {
         op: args.op,
@@ -241,7 +245,8 @@ fn run_op(args: Box<RunArgs>) -> Result<()> {
         selector: args.selector,
     };
     let target = || args.device.resolve();
-    let (names, device) = sieve_bench::run(&settings, &args.out, target)?;
+    let (names, device) =
+        sieve_files::replace_or_fill(&args.out, |file| anyhow::Ok(sieve_bench::run(&settings, file, target)?))?;
     let (names, out) = (names.join(" "), args.out.shown());
     terminal::line(&format!("wrote {names} to {out}, computed on {device}"));
     Ok(())

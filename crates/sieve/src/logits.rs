@@ -52,7 +52,8 @@ fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Devic
     let data = sieve_eval::logits(&loaded.model, tokens, device)?;
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
-    write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;
+    let tensors = [NamedTensor { name, data }];
+    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))?;
     terminal::line(&format!("wrote logits {shape:?} of step {} to {}", loaded.state.step, args.out.shown()));
     Ok(())
 }

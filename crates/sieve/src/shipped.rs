@@ -1,5 +1,6 @@
 //! Recipes and training text embedded in the program. The text replaces a recipe's missing files (`data.fallback`).
 use crate::environment::variable;
+use crate::eval::output;
 use crate::terminal;
 use anyhow::{Context, Result};
 use sieve_core::recipe::{DataFallback, DataFormat};
@@ -48,8 +49,9 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
         }
         let folder = path.parent().unwrap_or(Path::new(FOLDER));
         std::fs::create_dir_all(folder)
-            .and_then(|()| std::fs::write(&path, text))
-            .with_context(|| format!("writing the program's own text to {}", path.shown()))?;
+            .with_context(|| format!("making {} for the program's own text", folder.shown()))?;
+        // Another run may read the file at this time.
+        output::write(&path, text)?;
     }
     recipe.data.paths = vec![FOLDER.to_owned()];
     recipe.data.weights = None;

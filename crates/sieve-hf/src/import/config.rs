@@ -523,8 +523,12 @@ local_window_size = 0"
         let attention = attention + &tables;
         if dense_layers.contains(&true) || shared_layers.contains(&true) || !layer_kinds.is_empty() {
             let is_marked = |pattern: &[bool], layer: usize| pattern.get(layer) == Some(&true);
+            let dense = Attention::DENSE.kind().name();
+            // Under another attention.kind, layers of this name become layers of that kind.
+            let own_is_dense = attention.starts_with(&format!("kind = {dense:?}"));
             let name = |layer| match (is_marked(&dense_layers, layer), is_marked(&shared_layers, layer)) {
-                (true, _) => Attention::DENSE.kind().name(),
+                (true, _) if own_is_dense => "sparse",
+                (true, _) => dense,
                 (false, true) => "shared",
                 (false, false) => layer_kinds.get(layer).and_then(Option::as_deref).unwrap_or("sparse"),
             };

@@ -456,6 +456,21 @@ fn a_doge_export_that_transformers_saved_again_is_read() {
 }
 
 #[test]
+fn dense_layers_beside_others_become_another_kind() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = "layer_types = [\"dma\", \"sparse\"]";
+    let dma = format!("{MHA}\n[attention.dma]\n{}", SLOPED.replace("kind = \"dma\"", ""));
+    let hf = exported(folder.path(), model, &dma, whole());
+    let kinds = |out: &str, kind| {
+        let report = imported(&hf, &folder.path().join(out), kind, &[]).expect("imports");
+        let layers = report.recipe.layer_pattern().types().to_vec();
+        (layers.len(), layers[1] == LayerType::OWN, report.recipe.attention.own.kind())
+    };
+    assert_eq!(kinds("same", None), (2, true, AttentionKind::Mha));
+    assert_eq!(kinds("windows", Some(AttentionKind::Swa)), (2, true, AttentionKind::Swa));
+}
+
+#[test]
 fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
     let (folder, hf) = dense(TIED);
     let settings = ["attention.keep_window_size=16", "attention.bias=linear", "model.layer_types=[\"sparse\",\"mha\"]"];

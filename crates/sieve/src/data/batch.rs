@@ -1,4 +1,5 @@
 //! `sieve data batch`: the rows of one training step.
+use crate::eval::output;
 use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
@@ -28,6 +29,7 @@ pub(crate) struct BatchArgs {
 
 /// Runs `sieve data batch`: prints or writes the rows that a training step would read.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
+    output::check_place(&args.out)?;
     let (recipe, text) = args.recipe.load_with_text()?;
     terminal::lines(text);
     let training = &recipe.training;
@@ -69,7 +71,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    sieve_files::replace(&args.out, |partial| write_tensor_file(partial, &tensors, None))
+    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))
         .with_context(|| format!("writing step {} to {}", args.step, args.out.shown()))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",

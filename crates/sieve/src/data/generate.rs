@@ -1,6 +1,6 @@
 //! `sieve data generate`: training samples of the tasks of `sieve eval ruler`.
 use crate::eval::SourceArgs;
-use crate::eval::output::is_there;
+use crate::eval::output::check_new;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -58,6 +58,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             args.max_length
         );
     }
+    check_new(&args.out)?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Train)?;
     let tokenizer = Tokenizer::from_file(&args.tokenizer)?;
@@ -66,16 +67,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if lengths.is_empty() {
         bail!("all lengths asked for are multiples of 256\n  hint: give a wider range");
     }
-    if args.out.is_file() {
-        return Err(is_there(&args.out));
-    }
     let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
     let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
-    match args.out.exists() {
-        // A pipe is written in place; a folder fails here.
-        true => write(&args.out)?,
-        false => sieve_files::replace(&args.out, write)?,
-    }
+    sieve_files::replace_or_fill(&args.out, write)?;
     terminal::line(&format!(
         "wrote {} of {} to {}",
         terminal::counted(args.samples, "sample"),

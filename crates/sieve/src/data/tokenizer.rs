@@ -1,5 +1,5 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
-use crate::eval::output::is_there;
+use crate::eval::output;
 use crate::recipe::RecipeArgs;
 use crate::text_files::{Beginning, FormatArg};
 use crate::{terminal, text_files};
@@ -80,15 +80,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         .sample_bytes
         .or(from_recipe.as_ref().map(|training| training.sample_bytes))
         .unwrap_or(DEFAULT_SAMPLE_BYTES);
-    anyhow::ensure!(
-        !args.out.is_dir(),
-        "--out {} is a folder\n  hint: name the file to write, for example {}",
-        args.out.shown(),
-        args.out.join("tokenizer.json").shown()
-    );
-    if args.out.is_file() {
-        return Err(is_there(&args.out));
-    }
+    output::check_new(&args.out)?;
     let mut corpus = Corpus::open(config)?;
     // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
@@ -101,7 +93,8 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     ));
     let config = BpeConfig { vocab_size, sample_bytes };
     let tokenizer = Tokenizer::train(&corpus, config)?;
-    tokenizer.save(&args.out)?;
+    let text = tokenizer.to_json()?;
+    sieve_files::replace_or_fill(&args.out, |file| sieve_files::write_synced(file, text.as_bytes()))?;
     let beginning = Beginning::read(&corpus, Some(&tokenizer))?;
     terminal::line(&format!(
         "wrote {}: {} tokens, {:.2} bytes of text a token on the first {}",

@@ -148,6 +148,14 @@ pub(crate) fn check_place(path: &Path) -> Result<()> {
     }
 }
 
+/// As [`check_place`], and fails if a file is at `path`: for commands that replace none.
+pub(crate) fn check_new(path: &Path) -> Result<()> {
+    match path.is_file() {
+        true => Err(is_there(path)),
+        false => check_place(path),
+    }
+}
+
 /// The error of a command that replaces no file, for a file at its `--out`.
 pub(crate) fn is_there(path: &Path) -> anyhow::Error {
     anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.shown())

@@ -3,6 +3,7 @@ mod starts;
 
 use super::arguments::TrainArgs;
 use super::one::{Process, train_on};
+use crate::eval::output;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::recipe::useless::useless_settings;
@@ -103,7 +104,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
         rows.push(row);
     }
     let all = earlier.iter().chain(&rows).collect::<Vec<_>>();
-    std::fs::write(&path, serde_json::to_string_pretty(&all)?).with_context(|| format!("writing {}", path.shown()))?;
+    output::write(&path, &serde_json::to_string_pretty(&all)?)?;
     terminal::lines(table(&rows));
     if rows.iter().all(|row| row.loss.is_none()) {
         bail!("no run of the sweep finished\n  hint: sweep other values");

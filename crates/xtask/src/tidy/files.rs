@@ -34,6 +34,9 @@ const FORBIDDEN: &[&str] = &[
     concat!("files.", "pythonhosted.org"),
 ];
 
+/// The program's sources, whose results take their places whole or not at all.
+const PROGRAM: &str = "crates/sieve/src/";
+
 /// The folders of trained models in the repository, and how large each may be.
 const MODELS: &[(&str, u64)] = &[("checkpoints/tiny/", 8_000_000), ("checkpoints/tiny8k/", 25_000_000)];
 
@@ -69,6 +72,11 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 )
             }));
         }
+        if file.starts_with(PROGRAM) && !file.ends_with("/tests.rs") {
+            problems.extend(half_files(&text).map(|line| {
+                format!("{file}:{line}: a full disk leaves half a file here; use eval::output::write or sieve_files")
+            }));
+        }
         for (index, line) in text.lines().enumerate() {
             if let Some(word) = forbidden_in(line) {
                 problems.push(format!("{file}:{}: \"{word}\" does not belong into the repository", index + 1));
@@ -81,6 +89,13 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Numbers of the lines outside of tests that write a file directly under its name.
+fn half_files(text: &str) -> impl Iterator<Item = usize> {
+    let code = text.split("#[cfg(test)]").next().unwrap_or(text);
+    let writes = |line: &str| line.contains(concat!("fs::", "write(")) && !line.trim_start().starts_with("//");
+    code.lines().zip(1..).filter_map(move |(line, number)| writes(line).then_some(number))
 }
 
 /// Numbers of the lines that are too long. Tables in comments and lines with a reason may be longer.

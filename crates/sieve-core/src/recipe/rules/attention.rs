@@ -153,7 +153,9 @@ pub(super) fn check_sinks(model: &ModelSection, attention: &AttentionSection, ru
             false,
             "model.attention_sinks",
             format!("is true, and attention of kind = {kind:?} has no place for a sink"),
-            format!("leave it out; layers of the kinds {with} take sinks"),
+            format!(
+                "set it to false, with --drop where trained weights have sinks; layers of the kinds {with} take them"
+            ),
         );
     }
 }
