@@ -8,7 +8,8 @@ use sieve_core::model::gpu::Gpu;
 use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_hf::Kept;
 use sieve_plan::{
-    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory, plan_of_ranks,
+    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory,
+    plan_of_ranks,
 };
 use sieve_train::MemoryProbe;
 use std::path::Path;

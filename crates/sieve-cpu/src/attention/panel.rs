@@ -52,8 +52,8 @@ pub(crate) fn multiply<S: Simd, const K: usize, const W: usize>(
     c: &mut [[f32; W]],
     accumulate: bool,
 ) {
-    // MR rows times NV vectors are accumulated in registers. AVX-512 (16 lanes) has 32 registers: 16 are used, or 8 where
-    // W is one vector wide. AVX2 (8 lanes) has 16: 8 are used. Four lanes stand for scalar code.
+    // MR rows times NV vectors are accumulated in registers. AVX-512 (16 lanes) has 32 registers: 16 are used, or 8
+    // where W is one vector wide. AVX2 (8 lanes) has 16: 8 are used. Four lanes stand for scalar code.
     match (S::F32_LANES, W) {
         (16, 64) => multiply_rows::<S, 4, 4, K, W>(simd, a, b, c, accumulate),
         (16, 32) => multiply_rows::<S, 8, 2, K, W>(simd, a, b, c, accumulate),

@@ -151,8 +151,8 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     hub.fetch(&hub.files(&remote, listing).swap_remove(place))
 }
 
-/// The folder that a model's revision has in `huggingface_hub`'s cache, and its commit. `None` if the cache does not know
-/// the commit of a branch or tag. A revision that is a commit is not looked up, so its folder may not exist.
+/// The folder that a model's revision has in `huggingface_hub`'s cache, and its commit. `None` if the cache does not
+/// know the commit of a branch or tag. A revision that is a commit is not looked up, so its folder may not exist.
 fn python_snapshot(cache: &Path, remote: &RemotePath) -> Option<(PathBuf, String)> {
     let model = cache.join(format!("models--{}", remote.repo.replace('/', "--")));
     let commit = match is_hex(&remote.revision, &[40]) {

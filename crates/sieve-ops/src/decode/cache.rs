@@ -223,8 +223,8 @@ impl<B: Backend> DmaCache<B> {
         Self::new(keys, rank, positions, self.window)
     }
 
-    /// A copy with the rows of the batch that `rows` names. A text of fewer tokens than the window has slots does not fill
-    /// them, but has room for all.
+    /// A copy with the rows of the batch that `rows` names. A text of fewer tokens than the window has slots does not
+    /// fill them, but has room for all.
     #[must_use]
     pub fn rows(&self, rows: RowsOf) -> Self {
         let slots = self.window.keep_window_size;

@@ -323,8 +323,8 @@ fn inference_needs_the_weights_and_the_caches() {
     let shape = dma_80m();
     let parameters = shape.parameters().total();
     let size = InferenceSize { rows: 1, seq_len: 16, cached_tokens: 2048, num_caches: 1, logit_tokens: 0, ranks: 1 };
-    // The embedding is the largest tensor. While it is read it is there twice, once as the file's f32; a few tokens need
-    // less.
+    // The embedding is the largest tensor. While it is read it is there twice, once as the file's f32. A few tokens
+    // need less.
     let embedding = 50_304 * 768;
     for (target, weight_bytes) in [(CPU, 4), (CPU, 2), (h200(), 2)] {
         let memory = inference_memory(&shape, size, &target, weight_bytes);

@@ -1,5 +1,5 @@
-//! What the allocator of a GPU is told. It cuts tensors out of pages; those of more than a 32nd of the GPU's memory come
-//! from pages of a quarter of it, unless it was asked for exactly so many bytes before.
+//! What the allocator of a GPU is told. It cuts tensors out of pages. Those of more than a 32nd of the GPU's memory
+//! come from pages of a quarter of it, unless it was asked for exactly so many bytes before.
 use super::Trainer;
 use crate::{Precision, TrainError};
 use burn::tensor::Tensor;

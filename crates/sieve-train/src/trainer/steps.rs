@@ -23,8 +23,8 @@ struct Pace {
     peak_is_new: bool,
     /// Whether the next step is the first one of this process.
     is_first: bool,
-    /// Whether the device has the memory back that the stage's first step and what came before it took. Only where ranks
-    /// have pieces of the weights is that memory needed.
+    /// Whether the device has the memory back that the stage's first step and what came before it took. Only where
+    /// ranks have pieces of the weights is that memory needed.
     is_tidy: bool,
 }
 
