@@ -121,3 +121,15 @@ fn forbidden_in(line: &str) -> Option<String> {
         (!digits.is_empty()).then(|| format!("issue {digits}"))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::half_files;
+
+    #[test]
+    fn a_file_that_is_written_under_its_name_is_found() {
+        let write = concat!("fs::", "write(path, text)?;");
+        let text = format!("fn a() {{\n    std::{write}\n    // {write}\n}}\n#[cfg(test)]\nmod tests {{ {write} }}\n");
+        assert_eq!(half_files(&text).collect::<Vec<_>>(), [2]);
+    }
+}
