@@ -106,10 +106,14 @@ def measured_on(rows, task):
     for row in rows:
         if row["kind"] == "about":
             about = row
-        elif row["kind"] == "time" and row["task"] == task:
-            calls[about["commit"], about["date"]] = about["card"]
+        elif row["kind"] == "time" and row["task"] == task and about:
+            calls[about["commit"], about["date"]] = about.get("card", about["device"])
+    if not calls:
+        return ""
     cards = dict.fromkeys(card.removeprefix("NVIDIA ").split(" ")[0] for card in calls.values())
-    return f"On one {cards.popitem()[0]}, in one call." if len(calls) == 1 else f"On {'s, '.join(cards)}s, in {len(calls)} calls."
+    if len(calls) == 1:
+        return f" On one {cards.popitem()[0]}, in one call."
+    return f" On {'s, '.join(cards)}s, in {len(calls)} calls."
 
 
 def times(rows, task):
@@ -253,7 +257,7 @@ def page(rows):
     lines.append("")
     for task, (heading, meaning) in TASKS.items():
         if made := times(rows, task):
-            lines += [f"## {heading}", f"{meaning} {measured_on(rows, task)}", "", *made]
+            lines += [f"## {heading}", meaning + measured_on(rows, task), "", *made]
     for part in (behind, checks, repeats, host, odd, refusals, measured):
         lines += part(rows)
     return "\n".join(lines).rstrip() + "\n"
