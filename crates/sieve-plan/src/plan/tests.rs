@@ -354,14 +354,15 @@ fn inference_needs_the_weights_and_the_caches() {
 #[test]
 fn a_model_too_large_for_one_gpu_fits_several() {
     let shape = recipe(include_str!("../../../../recipes/dma_32b.toml"), &[]).model_shape(151_936).expect("a shape");
-    let plan = |ranks: usize, memory_bytes: u64| {
-        let Target::Gpu(h100) = target("h100") else { panic!("a GPU") };
+    // Weights of 61 GiB in bf16, on cards of 48.
+    let Target::Gpu(h100) = target("h100") else { panic!("a GPU") };
+    let card = Target::Gpu(gpu::Gpu { memory_bytes: 48 << 30, ..h100 });
+    let plan = |ranks: usize| {
         let size = InferenceSize { cached_tokens: 4096, ranks, ..InferenceSize::rows_of(4096, 4096) };
-        inference_memory(&shape, size, &Target::Gpu(gpu::Gpu { memory_bytes, ..h100 }), 2)
+        inference_memory(&shape, size, &card, 2)
     };
-    // 61 GiB in bf16.
-    assert_eq!(plan(1, 60 << 30).verdict, MemoryVerdict::DoesNotFit);
-    let four = plan(4, 60 << 30);
+    assert_eq!(plan(1).verdict, MemoryVerdict::DoesNotFit);
+    let four = plan(4);
     assert_eq!(four.verdict, MemoryVerdict::Fits, "{four:?}");
     // A quarter of the weights in bf16, and beside it gathered matrices, of which none is larger than the embedding.
     let (parameters, largest) = (shape.parameters().total(), 151_936 * shape.d_model as u64);
