@@ -219,7 +219,7 @@ def work(args, path, rows):
     # What a phase takes with its start, validation and scores: a run that has less time left does not begin.
     args.needed = {"speed": 30, "rate": 20 + args.rate_seconds, "run": 30 + args.run_seconds}
     version = output_of([args.sieve, "--version"])
-    args.facts = {"row": args.row, "rate_row": args.rate_row, "w": args.w, "card": device_name(args.devices[0]),
+    args.facts = {"row": args.row, "rate_row": args.rate_row, "w": args.w, "run_seconds": args.run_seconds, "card": device_name(args.devices[0]),
                   "commit": version.rpartition("(")[2].rstrip(")"), "date": time.strftime("%Y-%m-%d")}
 
     def guarded(job, runs, arguments):

@@ -4,8 +4,8 @@
     python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
 
-The tables of docs/choose.md are made of it; the picture is of the last race. Needles stand in the picture, RULER's tasks in the
-lines alone. Needs nothing but Python.
+The tables of docs/choose.md are made of it. The picture is of the race with the longest runs. Needles stand in the
+picture, RULER's tasks in the lines alone. Needs nothing but Python.
 """
 
 import argparse
@@ -28,11 +28,11 @@ def stored(path=ROWS):
 
 
 def races(lines):
-    """The lines of each race, oldest first: two minutes of training a run, then five."""
+    """The lines of each race: those of equal seconds of training a run, the shortest runs first."""
     found = {}
     for row in lines:
-        found.setdefault((row["date"], row["commit"]), []).append(row)
-    return list(found.values())
+        found.setdefault(row["run_seconds"], []).append(row)
+    return [found[seconds] for seconds in sorted(found)]
 
 
 def runs_of(lines):
@@ -108,7 +108,7 @@ def drawn(found):
 
 SECTION = """## Which layout
 ```
-experiments/layouts/run.sh SIEVE TEXT.jsonl OUT     # four GPUs of one host, a quarter of an hour
+SECONDS_RUN=300 experiments/layouts/run.sh SIEVE TEXT.jsonl OUT     # four GPUs of one host, half an hour
 ```
 WHAT THE NUMBERS SAY.
 

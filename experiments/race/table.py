@@ -102,18 +102,18 @@ def in_turn(rows):
 
 def measured_on(rows, task):
     """On which cards a task's times were taken, and in how many calls. A call's first row says what it is about."""
-    calls, about = {}, None
+    calls, about = [], None
     for row in rows:
         if row["kind"] == "about":
             about = row
-        elif row["kind"] == "time" and row["task"] == task and about:
-            calls[about["commit"], about["date"]] = about.get("card", about["device"])
+        elif row["kind"] == "time" and row["task"] == task and about and about not in calls:
+            calls.append(about)
     if not calls:
         return ""
-    cards = dict.fromkeys(card.removeprefix("NVIDIA ").split(" ")[0] for card in calls.values())
+    names = [call.get("card", call["device"]).removeprefix("NVIDIA ").split(" ")[0] for call in calls]
     if len(calls) == 1:
-        return f" On one {cards.popitem()[0]}, in one call."
-    return f" On {'s, '.join(cards)}s, in {len(calls)} calls."
+        return f" On one {names[0]}, in one call."
+    return f" On {'s, '.join(dict.fromkeys(names))}s, in {len(calls)} calls."
 
 
 def times(rows, task):
