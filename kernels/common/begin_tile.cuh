@@ -43,9 +43,9 @@
 #endif
 
 #if GATHER
-  // A list has the super-block's own keys first, from the newest on, then older keys, those that expire last first. A
-  // later query's window so lies nearer to the list's begin: the tile's keys begin with those of its last query and end
-  // with those of its first.
+  // A list has the super-block's own keys first, from the newest on, then older keys, those that expire last first. So
+  // a later query's window lies nearer to the list's begin: the tile's keys begin where its last query's window begins,
+  // and end where its first query's window ends.
   const int tile_queries = (int)params.tile_queries, num_windows = ceil_div(seq_len, tile_queries),
             num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   const i32* windows = tile_window + kv_row * num_windows * 2;

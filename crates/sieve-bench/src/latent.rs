@@ -302,8 +302,8 @@ impl Call {
     }
 
     /// For each row of each result, the root of the sum of squares of the terms that the row sums ([`Terms`]). Its
-    /// rounding error grows with that. A row is one head of a token; of `dk_rope`, a token. Behind norms, dq and dk are
-    /// those of the norms' inputs, so they count with the norm's gain.
+    /// rounding error grows with that. A row is one head of a token; of `dk_rope`, a token. With norms, dq and dk are
+    /// the gradients of the norms' inputs, which a norm's backward pass enlarges by its gain.
     fn terms(&self) -> [(&'static str, Vec<f64>); 4] {
         let [batch, seq_len] = self.rows();
         let (heads, widths) = (self.spec.num_heads, [self.spec.key_dim(), self.spec.head_dim]);

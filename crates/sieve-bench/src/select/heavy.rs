@@ -78,8 +78,8 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     Ok(worst)
 }
 
-/// The positions that each KV head reads, ascending: the positions in its slots (an empty slot has -1) and those of
-/// `also_read`.
+/// The positions of the keys that each KV head reads, ascending: the positions in its slots (an empty slot has -1), and
+/// the positions in `also_read`.
 fn read_positions(positions: &[i32], also_read: Range<u32>) -> Vec<Vec<u32>> {
     let of_head = |slots: &[i32]| {
         let filled = slots.iter().filter_map(|&position| u32::try_from(position).ok());

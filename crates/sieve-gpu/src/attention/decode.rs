@@ -367,7 +367,7 @@ mod tests {
         };
         // Queries, the two caches, the lengths, o and the scratch buffers.
         assert_eq!(launch.tensors.len(), 7);
-        // Offsets of k and v, and batch strides of k and v; the words before each pair are those of q.
+        // Offsets of k and v, and batch strides of k and v. Before each pair stands the word of q.
         assert_eq!([4, 5, 7, 8].map(|word| launch.words[word]), [0; 4]);
         assert_eq!(launch.words[6], 4 * 64);
         for (q, sentence) in [

@@ -364,7 +364,7 @@ fn a_model_too_large_for_one_gpu_fits_several() {
     assert_eq!(plan(1).verdict, MemoryVerdict::DoesNotFit);
     let four = plan(4);
     assert_eq!(four.verdict, MemoryVerdict::Fits, "{four:?}");
-    // A quarter of the weights in bf16, and beside it gathered matrices, of which none is larger than the embedding.
+    // A quarter of the weights in bf16, and beside it gathered matrices, each at most as large as the embedding.
     let (parameters, largest) = (shape.parameters().total(), 151_936 * shape.d_model as u64);
     let weights = four.peak.parameter_bytes + four.peak.gathered_bytes;
     assert!((2 * parameters / 4..=2 * parameters / 4 + 10 * largest).contains(&weights), "{four:?}");
