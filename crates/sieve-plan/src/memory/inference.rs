@@ -4,6 +4,7 @@ use super::activations::{F32, block_kept, plain_score_bytes, times};
 use super::{MemoryParts, MemoryPlan, block_parameters, logit_bytes};
 use crate::{Target, cache_plan};
 use sieve_core::Keeping;
+use sieve_core::kinds::ParamSpec;
 use sieve_core::model::ModelShape;
 
 /// Sizes of a command's forward passes and caches.
@@ -117,6 +118,5 @@ pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
 
 /// Elements of the largest tensor of a model's weights.
 fn largest_tensor(shape: &ModelShape) -> u64 {
-    let elements = shape.all_parameters().into_iter().map(|spec| spec.dims.iter().product::<usize>());
-    elements.max().unwrap_or(0) as u64
+    shape.all_parameters().iter().map(ParamSpec::num_elements).max().unwrap_or(0)
 }

@@ -1,5 +1,5 @@
-//! What the allocator of a GPU is told. It cuts tensors out of pages. Those of more than a 32nd of the GPU's memory
-//! come from pages of a quarter of it, unless it was asked for exactly so many bytes before.
+//! What the allocator of a GPU is told. It cuts tensors out of pages. A tensor of more than a 32nd of the GPU's memory
+//! comes from a page of a quarter of that memory, unless the allocator was asked for exactly so many bytes before.
 use super::Trainer;
 use crate::{Precision, TrainError};
 use burn::tensor::Tensor;
@@ -21,7 +21,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let (share, device) = (self.share(), &self.machine.device);
         let sizes = self.stage.shape.all_parameters().into_iter().flat_map(|spec| {
-            let whole = spec.dims.iter().product::<usize>();
+            let whole = spec.num_elements() as usize;
             let piece = share.range(&spec.dims).map(|range| range.len());
             [Some(whole).filter(|elements| *elements >= MANY_ELEMENTS), piece]
         });
@@ -40,7 +40,7 @@ impl<B: TrainBackend> Trainer<B> {
         // Work that was begun may still read it.
         B::sync(device).map_err(|error| TrainError::Device(error.to_string()))?;
         B::memory_cleanup(device);
-        // The allocator has forgotten them.
+        // The allocator has forgotten the sizes of gradients.
         self.expect_gradients();
         Ok(())
     }

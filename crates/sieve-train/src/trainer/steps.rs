@@ -23,9 +23,9 @@ struct Pace {
     peak_is_new: bool,
     /// Whether the next step is the first one of this process.
     is_first: bool,
-    /// Whether the device has the memory back that the stage's first step and what came before it took. Only where
-    /// ranks have pieces of the weights is that memory needed.
-    is_tidy: bool,
+    /// Whether the memory that no tensor has then goes back to the device behind the next step: the first one of a
+    /// stage, where ranks have pieces of the weights.
+    releases_memory: bool,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -43,7 +43,7 @@ impl<B: TrainBackend> Trainer<B> {
             watch: PeakWatch::start(self.machine.memory),
             peak_is_new: true,
             is_first: true,
-            is_tidy: !self.shards_weights(),
+            releases_memory: self.shards_weights(),
         };
         self.checkpoints.is_due = false;
         self.expect_gradients();
@@ -64,7 +64,7 @@ impl<B: TrainBackend> Trainer<B> {
             }
             self.take_step(&batches, agreed, reporter)?;
             self.ranks.set_work(Work::Long);
-            if !std::mem::replace(&mut pace.is_tidy, true) {
+            if std::mem::take(&mut pace.releases_memory) {
                 self.release_unused_memory()?;
             }
             pace.clock.step(self.stage.recipe.training.tokens_per_step() as u64);
@@ -98,7 +98,7 @@ impl<B: TrainBackend> Trainer<B> {
         pace.batches = None;
         let notes = pace.clock.pause(|| self.enter_or_save(next, reporter))?;
         self.release_unused_memory()?;
-        pace.is_tidy = !self.shards_weights();
+        pace.releases_memory = self.shards_weights();
         pace.watch.restart();
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));
