@@ -84,7 +84,7 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
 #if ORDERED
     // Each KV head has its own sums; a later kernel adds them in the order of the heads.
     const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
-    // A semaphore for the thread's two keys and its columns, so that it does not wait for other threads' adds.
+    // A semaphore for the thread's two keys and its columns, so that it waits for no other warp's adds.
     i32* turn = key_semaphores + (first_row + key) * 4 + threadIdx.x % 4;
     const int own_turn = 2 * run.piece() + half;
     const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
@@ -94,7 +94,9 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
 #endif
     release_slot(run.done());
 #if ORDERED
-    while (waits && read_semaphore(turn) != own_turn) {}
+    // By a vote, so that a warp leaves the loop at once: else the compiler keeps nothing of the next run in uniform
+    // registers, and computes the address of each GEMM's operand in every thread.
+    while (__any_sync(~0u, waits && read_semaphore(turn) != own_turn)) {}
 #endif
     if (half * 64 < num_rows) {
       add_rows(dk_sum, first_row, key, num_keys, dk);

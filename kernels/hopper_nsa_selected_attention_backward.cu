@@ -88,14 +88,16 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
     const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
     const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
 #if ORDERED
-    // A semaphore for the thread's two keys and its columns, so that it does not wait for other threads' adds.
+    // A semaphore for the thread's two keys and its columns, so that it waits for no other warp's adds.
     i32* semaphore = key_semaphores + (first_row + key) * 4 + threadIdx.x % 4;
     const int own_turn = 2 * run.piece() + half;
     const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
 #endif
     release_slot(run.done());
 #if ORDERED
-    while (waits && read_semaphore(semaphore) != own_turn) {}
+    // By a vote, so that a warp leaves the loop at once: else the compiler keeps nothing of the next run in uniform
+    // registers, and computes the address of each GEMM's operand in every thread.
+    while (__any_sync(~0u, waits && read_semaphore(semaphore) != own_turn)) {}
 #endif
     if (half * 64 < num_rows) {
       add_rows(dk_sum, first_row, key, num_keys, dk);

@@ -40,8 +40,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   wgmma_fence();
   multiply_queries<SPLIT_NONE>(scores, k, shared + Q_AT, key_split, 0);
 
+  u32 slot = 0;  // step % 2
   for (int step = 0; step < num_steps; ++step) {
-    const u32 slot = step % 2, phase = step / 2 % 2, q = shared + Q_AT + slot * QUERY_TILE_BYTES,
+    const u32 phase = step / 2 % 2, q = shared + Q_AT + slot * QUERY_TILE_BYTES,
               d_out = shared + DO_AT + slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + slot * DO_STATS_BYTES;
     const int first_query = place.tile * BLOCK_Q;
@@ -104,8 +105,11 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     accumulate_queries(sums.dk_rest, weights, q + HEAD_DIM_V / 64 * BLOCK_Q * 128);
     // The next step's queries; on the last step this step's again, because a branch around the GEMMs would keep them
     // from overlapping.
-    const u32 next = step + 1 < num_steps ? step + 1 : step, next_queries = shared + Q_AT + next % 2 * QUERY_TILE_BYTES;
-    barrier_wait(barrier_at(shared, FULL_Q + next % 2), next / 2 % 2);
+    const u32 next = step + 1 < num_steps ? step + 1 : step;
+    // From a lane, so that the compiler sees that it is the same for a whole warp. Else it computes the address of each
+    // GEMM's operand in every thread.
+    const u32 next_slot = __shfl_sync(~0u, next % 2, 0), next_queries = shared + Q_AT + next_slot * QUERY_TILE_BYTES;
+    barrier_wait(barrier_at(shared, FULL_Q + next_slot), next / 2 % 2);
     float dq_block[32], dq_half[16];
     const u32 ds = shared + DS_AT + slot * DS_BYTES;
     fence_async_proxy();                   // for dS^T
@@ -119,11 +123,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     stage_dq(dq_block, shared, 2 * step);
     send_dq<32>(dq_to + warpgroup * 16 * 128, shared, 2 * step);
     wgmma_fence();
-    multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
+    // Opaque: the addresses of the keys' columns would else be kept in registers from before the loop on, and spill.
+    multiply_queries<SPLIT_NONE>(scores, opaque(k), next_queries, key_split, 0);
     wgmma_wait<1>();
     stage_dq(dq_half, shared, 2 * step + 1);
     send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, shared, 2 * step + 1);
     place.advance(block);
+    slot = next_slot;
 #if !ORDERED
     // Moves `dq_to` to the same rows of the next tile, or of the next head's first tile.
     const i64 rows = place.tile == block.first_tile ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
