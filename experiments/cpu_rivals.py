@@ -8,7 +8,8 @@ tokens: tokens a second. Of a token behind it: tokens a second, as the median of
 their mean (llama-bench). Ours is a new process in each round, so its first prompt is its only one; the rivals' is the
 best of three in a process. With --isa, transformers runs once more without AMX.
 
-A line a program, weight type and round is added to OUT/cpu.jsonl; the table at the end has the best of the rounds.
+A line a program, weight type and round is added to OUT/cpu.jsonl. docs/benchmarks.md has the table of
+experiments/rows/cpu.jsonl: medians of the rounds, the slowest and the fastest.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
+ROWS = HERE / "rows/cpu.jsonl"
 TINY = HERE.parent / "checkpoints/tiny"
 # Hidden width, feed-forward width, layers, heads, KV heads, vocabulary: Table 4 of arXiv:2508.02124, smaller vocabularies.
 MODELS = {"98M": (768, 2304, 12, 6, 3, 16384), "253M": (1024, 3072, 16, 8, 4, 49152), "try": (64, 128, 2, 4, 2, 4096)}
@@ -127,6 +129,25 @@ def llama(args, folder, dtype):
                          "-p", args.prompt, "-n", args.tokens, "-r", 3, "-o", "json"])  # fmt: skip
     lines = json.loads(said)
     return [next(max(line["samples_ts"]) for line in lines if bool(line["n_prompt"]) == is_prompt) for is_prompt in (True, False)]
+
+
+def table():
+    """Head and lines: medians of the stored rounds with the slowest and the fastest, and ours over the best rival."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for line in ROWS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
+            found[row["model"], row["dtype"], what][row["program"]].append(row[key])
+    programs = ["sieve", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
+    lines = []
+    for (model, dtype, what), of in sorted(found.items(), key=lambda one: [one[0][2], one[0][1], -len(one[0][0]), one[0][0]]):
+        middle = {program: statistics.median(of[program]) for program in programs}
+        cells = [f"{middle[program]:.0f} ({min(of[program]):.0f} to {max(of[program]):.0f})" for program in programs]
+        over = [middle["sieve"] / max(middle[program] for program in rivals)
+                for rivals in (programs[2:], programs[1:])]  # fmt: skip
+        lines.append([f"{what}, {model}, {dtype}", *cells, *(f"{one:.2f}" for one in over)])
+    return ["tokens/s", "ours", "transformers", "without AMX", "llama.cpp", "ours over the best without AMX",
+            "with AMX"], lines  # fmt: skip
 
 
 def cpu():

@@ -21,6 +21,7 @@ import statistics
 import sys
 
 import choose_tables
+import cpu_rivals
 import papers
 import run_tables
 import selector_tables
@@ -240,6 +241,7 @@ COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_t
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
     "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
+    "cpu_rivals": cpu_rivals.table,
     "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),
     "tiny8k_loss": lambda: tiny8k.loss_table(tiny8k.json_lines(tiny8k.ROWS)),
     "long_memory": memory.table, "long_streams": lambda: long_prompts.streams(long_prompts.stored())} | {

@@ -1,8 +1,10 @@
 //! What the allocator of a GPU is told. It cuts tensors out of pages. A tensor of more than a 32nd of the GPU's memory
 //! comes from a page of a quarter of that memory, unless the allocator was asked for exactly so many bytes before.
 use super::Trainer;
+use crate::share::Share;
 use crate::{Precision, TrainError};
 use burn::tensor::Tensor;
+use sieve_core::ModelShape;
 use sieve_ops::TrainBackend;
 use std::collections::BTreeSet;
 
@@ -19,13 +21,8 @@ impl<B: TrainBackend> Trainer<B> {
         if !self.shards_weights() || self.machine.precision == Precision::F32 {
             return;
         }
-        let (share, device) = (self.share(), &self.machine.device);
-        let sizes = self.stage.shape.all_parameters().into_iter().flat_map(|spec| {
-            let whole = spec.num_elements() as usize;
-            let piece = share.range(&spec.dims).map(|range| range.len());
-            [Some(whole).filter(|elements| *elements >= MANY_ELEMENTS), piece]
-        });
-        for elements in sizes.flatten().collect::<BTreeSet<_>>() {
+        let device = &self.machine.device;
+        for elements in gradient_sizes(&self.stage.shape, self.share()) {
             B::memory_persistent_allocations(device, (), |()| {
                 drop(Tensor::<B::InnerBackend, 1>::empty([elements], device));
             });
@@ -43,5 +40,155 @@ impl<B: TrainBackend> Trainer<B> {
         // The allocator has forgotten the sizes of gradients.
         self.expect_gradients();
         Ok(())
+    }
+}
+
+/// Elements of the largest matrices' gradients, whole, and of this rank's piece of each parameter that ranks divide.
+fn gradient_sizes(shape: &ModelShape, share: Share) -> BTreeSet<usize> {
+    let of_parameter = shape.all_parameters().into_iter().flat_map(|spec| {
+        let whole = spec.num_elements() as usize;
+        let piece = share.range(&spec.dims).map(|range| range.len());
+        [Some(whole).filter(|elements| *elements >= MANY_ELEMENTS), piece]
+    });
+    of_parameter.flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    //! CubeCL's allocator itself, with the memory of several GPUs and a storage that allocates nothing.
+    use super::*;
+    use cubecl::backtrace::BackTrace;
+    use cubecl::ir::MemoryDeviceProperties;
+    use cubecl_runtime::logging::ServerLogger;
+    use cubecl_runtime::memory_management::{
+        ManagedMemoryHandle, MemoryAllocationMode, MemoryConfiguration, MemoryManagement, MemoryManagementOptions,
+    };
+    use cubecl_runtime::server::IoError;
+    use cubecl_runtime::storage::{ComputeStorage, StorageHandle, StorageId, StorageUtilization};
+    use sieve_comm::ShardGroup;
+    use sieve_core::Recipe;
+    use std::collections::HashMap;
+    use std::sync::Arc;
+
+    const GIB: u64 = 1 << 30;
+    const F32_BYTES: u64 = 4;
+
+    /// Memory of a GPU of which nothing is read or written.
+    struct NoMemory {
+        free: u64,
+        pages: HashMap<StorageId, u64>,
+    }
+
+    impl ComputeStorage for NoMemory {
+        type Resource = ();
+
+        fn alignment(&self) -> usize {
+            512
+        }
+
+        fn get(&mut self, _handle: &StorageHandle) {}
+
+        fn alloc(&mut self, size: u64) -> Result<StorageHandle, IoError> {
+            let id = StorageId::new();
+            self.free = self
+                .free
+                .checked_sub(size)
+                .ok_or_else(|| IoError::BufferTooBig { size, backtrace: BackTrace::capture() })?;
+            self.pages.insert(id, size);
+            Ok(StorageHandle::new(id, StorageUtilization { offset: 0, size }))
+        }
+
+        fn dealloc(&mut self, id: StorageId) {
+            self.free += self.pages.remove(&id).expect("a page is given back once");
+        }
+
+        fn flush(&mut self) {}
+    }
+
+    /// The allocator of a GPU with so many bytes, as CubeCL's CUDA runtime makes it.
+    fn allocator(bytes: u64) -> MemoryManagement<NoMemory> {
+        MemoryManagement::from_configuration(
+            NoMemory { free: bytes, pages: HashMap::new() },
+            &MemoryDeviceProperties { max_page_size: bytes / 4, alignment: 512 },
+            MemoryConfiguration::default(),
+            Arc::new(ServerLogger::default()),
+            MemoryManagementOptions::new("test").mode(MemoryAllocationMode::Auto),
+        )
+    }
+
+    /// What `expect_gradients` does.
+    fn expect(allocator: &mut MemoryManagement<NoMemory>, sizes: &BTreeSet<usize>) {
+        allocator.mode(MemoryAllocationMode::Persistent);
+        for elements in sizes {
+            drop(allocator.reserve(*elements as u64 * F32_BYTES).expect("one gradient fits"));
+        }
+        allocator.mode(MemoryAllocationMode::Auto);
+    }
+
+    fn hold(allocator: &mut MemoryManagement<NoMemory>, elements: usize) -> ManagedMemoryHandle {
+        allocator.reserve(elements as u64 * F32_BYTES).expect("a gradient fits")
+    }
+
+    /// Bytes that the allocator has of the GPU beyond the tensors' own.
+    fn unused(allocator: &MemoryManagement<NoMemory>) -> u64 {
+        let usage = allocator.memory_usage();
+        usage.bytes_reserved - usage.bytes_in_use
+    }
+
+    fn share(ranks: usize) -> Share {
+        Share { rank: 1, size: ranks, group: ShardGroup::new(1, ranks, 0), cuts: true, keeps_whole: false }
+    }
+
+    /// GPUs of 40 to 192 GiB, models of 8B, 14.8B and 32B, two to eight ranks.
+    #[test]
+    fn the_largest_gradients_take_their_own_bytes_on_every_gpu() {
+        for recipe in [
+            include_str!("../../../../recipes/dma_8b.toml"),
+            include_str!("../../../../recipes/dma_14b.toml"),
+            include_str!("../../../../recipes/dma_32b.toml"),
+        ] {
+            let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a recipe");
+            let shape = recipe.model_shape(151_936).expect("a shape");
+            let largest = shape.all_parameters()[0].num_elements() as usize;
+            for gib in [40, 48, 64, 79, 80, 94, 139, 140, 180, 192] {
+                for ranks in [2, 4, 8] {
+                    let sizes = gradient_sizes(&shape, share(ranks));
+                    assert_eq!(sizes.last(), Some(&largest));
+                    let mut memory = allocator(gib * GIB);
+                    expect(&mut memory, &sizes);
+                    // The output's gradient and the embedding's, before their pieces are summed.
+                    let both = [hold(&mut memory, largest), hold(&mut memory, largest)];
+                    let most: u64 = sizes.iter().rev().skip(1).map(|elements| *elements as u64 * F32_BYTES).sum();
+                    let rest = unused(&memory);
+                    assert!(rest <= most + GIB / 64, "{gib} GiB, {ranks} ranks: {rest} bytes beyond the gradients");
+                    drop(both);
+                }
+            }
+        }
+    }
+
+    /// On an H100, 14.8B ran out of memory with two rows before the allocator was asked for the sizes.
+    #[test]
+    fn without_its_size_the_embeddings_gradient_takes_a_quarter_of_an_h100() {
+        let recipe = Recipe::load(include_str!("../../../../recipes/dma_14b.toml"), "a recipe", &[]).expect("a recipe");
+        let shape = recipe.model_shape(151_936).expect("a shape");
+        let largest = shape.all_parameters()[0].num_elements() as usize;
+        let of = |gib: f64, expected: bool| {
+            let mut memory = allocator((gib * GIB as f64) as u64);
+            if expected {
+                expect(&mut memory, &gradient_sizes(&shape, share(4)));
+            }
+            let gradient = hold(&mut memory, largest);
+            let reserved = memory.memory_usage().bytes_reserved as f64 / GIB as f64;
+            drop(gradient);
+            memory.cleanup(true);
+            assert_eq!(memory.memory_usage().bytes_reserved, 0, "a stage's first step gives all of it back");
+            reserved
+        };
+        let (h100, h200) = (79.2, 139.7);
+        assert!((19.7..19.9).contains(&of(h100, false)), "{}", of(h100, false));
+        assert!((8.6..8.8).contains(&of(h200, false)), "{}", of(h200, false));
+        assert!(of(h100, true) < 5.0, "{}", of(h100, true));
+        assert!(of(h200, true) < 5.0, "{}", of(h200, true));
     }
 }
