@@ -205,6 +205,10 @@ class Tables(unittest.TestCase):
             for line in path.read_text(encoding="utf-8").splitlines():
                 self.assertIsInstance(json.loads(line), dict, path.name)
 
+    def test_the_folders_page_says_what_each_file_of_rows_is(self):
+        page = (tables.ROWS / "README.md").read_text(encoding="utf-8")
+        self.assertEqual([path.name for path in tables.ROWS.glob("*.jsonl") if path.stem not in page], [])
+
 
 if __name__ == "__main__":
     unittest.main()
