@@ -41,10 +41,16 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
 /// # Errors
 /// As [`replace`].
 pub fn replace_or_fill<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
-    match path.exists() && !path.is_file() && !path.is_dir() {
+    match is_pipe_or_device(path) {
         true => write(path),
         false => replace(path, write),
     }
+}
+
+/// Whether something is at `path` that is neither a file nor a folder: a pipe or a device, say, whose bytes come from or
+/// go to another program.
+pub fn is_pipe_or_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
 /// Checks that [`replace`] can create its temporary file, by creating and removing it.
@@ -182,6 +188,7 @@ mod tests {
     #[cfg(unix)]
     #[test]
     fn a_device_is_written_in_place() {
+        assert!(is_pipe_or_device(Path::new("/dev/null")));
         // A device cannot be synced.
         replace_or_fill(Path::new("/dev/null"), |path| write_synced(path, b"new")).unwrap();
         assert!(!Path::new("/dev/null").is_file());
@@ -193,6 +200,8 @@ mod tests {
         }
         assert_eq!(names(folder.path()), ["a"]);
         replace_or_fill(folder.path(), |partial| write_synced(partial, b"new")).unwrap_err();
+        let none = folder.path().join("none");
+        assert!([folder.path(), &path, &none].iter().all(|path| !is_pipe_or_device(path)));
     }
 
     #[cfg(unix)]
