@@ -2,7 +2,7 @@
 use crate::eval::output;
 use crate::recipe::RecipeArgs;
 use crate::terminal;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_core::recipe::DataFormat;
@@ -44,9 +44,8 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         && let Err(DataError::File(missing)) = Prepared::open(&dir)
     {
         bail!(
-            "{} holds no prepared data: {missing}\n  \
-             hint: name a folder of sieve data prepare, or the data folder of a run, with --data-dir",
-            dir.shown()
+            "no prepared data: {missing}\n  \
+             hint: name a folder of sieve data prepare, or the data folder of a run, with --data-dir"
         );
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
@@ -71,8 +70,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))
-        .with_context(|| format!("writing step {} to {}", args.step, args.out.shown()))?;
+    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,

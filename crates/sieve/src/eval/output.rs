@@ -132,7 +132,7 @@ pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
         bail!("cannot write {}: it is not a file\n  hint: name a new file, or one to replace", path.shown());
     }
-    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.shown()))
+    Ok(sieve_files::check_replaceable(path)?)
 }
 
 /// Fails if `path` is a folder or lies in a folder that does not exist. A device or a pipe may be written in place.
@@ -163,8 +163,7 @@ pub(crate) fn is_there(path: &Path) -> anyhow::Error {
 
 /// Writes a file whole or not at all.
 pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    sieve_files::replace(path, |partial| write_synced(partial, text.as_bytes()))
-        .with_context(|| format!("cannot write {}", path.shown()))
+    Ok(sieve_files::replace(path, |partial| write_synced(partial, text.as_bytes()))?)
 }
 
 #[cfg(test)]

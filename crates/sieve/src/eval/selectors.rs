@@ -86,10 +86,11 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
         table::print(&run, &rows, &trained, &left_out);
         terminal::lines(agreement.iter().map(table::agreement_line));
     }
+    // An error of a file names it.
     if let Some(path) = &args.plot
         && let Err(error) = run.draw(path, &mut failed)
     {
-        failed.add("--plot", &path.shown().to_string(), &error);
+        failed.add("--plot", "curve", &error);
     }
     if let Some(path) = &args.scores {
         output::write(path, &scores::svg(&run, &rows, &trained))?;
@@ -98,7 +99,7 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     if let Some(dir) = &args.maps
         && let Err(error) = run.draw_maps(dir, &mut failed)
     {
-        failed.add("--maps", &dir.shown().to_string(), &error);
+        failed.add("--maps", "map", &error);
     }
     table::report(&run, &rows, &trained, &left_out, (&agreement, &failed))?;
     failed.end(args.result.json)

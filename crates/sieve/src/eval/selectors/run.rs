@@ -91,7 +91,7 @@ pub(super) struct Failures(Vec<Failure>);
 #[derive(Debug, Serialize)]
 struct Failure {
     label: String,
-    /// What was being done: the prompt's length, "map", "curve" or a file.
+    /// What was being done: the prompt's length, "map" or "curve".
     wanted: String,
     error: String,
 }
