@@ -1,5 +1,5 @@
 //! `sieve data batch`: the rows of one training step.
-use crate::eval::output;
+use crate::out_file::OutFile;
 use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Result, bail};
@@ -21,7 +21,7 @@ pub(crate) struct BatchArgs {
     step: u64,
     /// The file to write
     #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    out: OutFile,
     /// Folder of the prepared data; as `sieve train` finds it when absent
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
@@ -29,7 +29,6 @@ pub(crate) struct BatchArgs {
 
 /// Runs `sieve data batch`: prints or writes the rows that a training step would read.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
-    output::check_place(&args.out)?;
     let (recipe, text) = args.recipe.load_with_text()?;
     terminal::lines(text);
     let training = &recipe.training;
@@ -70,7 +69,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))?;
+    args.out.write(|file| write_tensor_file(file, &tensors, None))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,

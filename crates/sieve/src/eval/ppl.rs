@@ -7,6 +7,7 @@ use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::exit::Exit;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
+use crate::out_file::OutFile;
 use crate::text_files::FormatArg;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
@@ -74,7 +75,7 @@ pub(crate) struct PplArgs {
     by_position: bool,
     /// Draw the loss by the number of tokens that a prediction sees
     #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    plot: Option<OutFile>,
     /// Also print the loss on words last used more than N tokens back, and on all others; several N may follow
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
@@ -94,7 +95,7 @@ pub(crate) fn run(args: PplArgs) -> Result<Exit> {
 /// Runs the command as one process, or as one of `ranks`.
 fn run_as(mut args: PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = own_place(args.place, ranks)?.for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize { ranks: ranks.map_or(1, ModelRanks::size), ..InferenceSize::rows_of(context, BATCH_TOKENS) }
@@ -158,7 +159,7 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
     }
     if let Some(path) = &args.plot {
         let title = format!("Loss by tokens seen: {}", output::model_name(loaded));
-        output::write(path, &loss_by_position(&title, &report.by_position, report.loss))?;
+        path.write_text(&loss_by_position(&title, &report.by_position, report.loss))?;
     }
     print(args, loaded, &config, &report, selection.as_ref(), &extrapolation)
 }
