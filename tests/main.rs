@@ -40,5 +40,6 @@ mod train_ranks_killed_inside;
 mod train_ranks_late;
 mod train_ranks_matrix;
 mod train_run;
+mod unwritable;
 mod what_is_trained;
 mod words_model;

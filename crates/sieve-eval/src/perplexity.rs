@@ -67,12 +67,13 @@ pub struct PerplexityReport {
     pub loss: f64,
     /// Perplexity per token: `exp(nats / num_tokens)`.
     pub token_perplexity: f64,
-    /// Perplexity per word: `exp(nats / num_words)`.
-    pub word_perplexity: f64,
-    /// Perplexity per byte: `exp(nats / num_bytes)`.
-    pub byte_perplexity: f64,
-    /// Bits per byte: `nats / ln(2) / num_bytes`.
-    pub bits_per_byte: f64,
+    /// Perplexity per word: `exp(nats / num_words)`; `None` without words.
+    pub word_perplexity: Option<f64>,
+    /// Perplexity per byte: `exp(nats / num_bytes)`; `None` if the predicted tokens have no text, as an
+    /// end-of-document token alone.
+    pub byte_perplexity: Option<f64>,
+    /// Bits per byte: `nats / ln(2) / num_bytes`; `None` as for `byte_perplexity`.
+    pub bits_per_byte: Option<f64>,
     /// Most tokens that the model saw at once.
     pub context: usize,
     /// Tokens between the starts of two windows.
@@ -102,12 +103,12 @@ pub struct RollingPerplexity {
     pub num_bytes: u64,
     /// Natural logarithm of the probability of all texts.
     pub log_likelihood: f64,
-    /// Perplexity per word: `exp(-log_likelihood / num_words)`.
-    pub word_perplexity: f64,
-    /// Perplexity per byte: `exp(-log_likelihood / num_bytes)`.
-    pub byte_perplexity: f64,
-    /// Bits per byte: `-log_likelihood / num_bytes / ln(2)`.
-    pub bits_per_byte: f64,
+    /// Perplexity per word: `exp(-log_likelihood / num_words)`; `None` without words.
+    pub word_perplexity: Option<f64>,
+    /// Perplexity per byte: `exp(-log_likelihood / num_bytes)`; `None` without text.
+    pub byte_perplexity: Option<f64>,
+    /// Bits per byte: `-log_likelihood / num_bytes / ln(2)`; `None` without text.
+    pub bits_per_byte: Option<f64>,
 }
 
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
@@ -166,7 +167,8 @@ pub fn perplexity<B: DeviceBackend>(
         let what = format!("no document holds a token to predict ({num_documents} in all)");
         return Err(EvalError::refused(what, "give longer documents"));
     }
-    let per = |count: u64| nats / count.max(1) as f64;
+    let per = |count: u64| (count > 0).then(|| nats / count as f64);
+    let loss = nats / num_tokens as f64;
     let lm_eval_rolling = rolling.map(Rolling::finish).transpose()?;
     Ok(PerplexityReport {
         num_documents,
@@ -174,11 +176,11 @@ pub fn perplexity<B: DeviceBackend>(
         num_words,
         num_bytes,
         nats,
-        loss: per(num_tokens),
-        token_perplexity: per(num_tokens).exp(),
-        word_perplexity: per(num_words).exp(),
-        byte_perplexity: per(num_bytes).exp(),
-        bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
+        loss,
+        token_perplexity: loss.exp(),
+        word_perplexity: per(num_words).map(f64::exp),
+        byte_perplexity: per(num_bytes).map(f64::exp),
+        bits_per_byte: per(num_bytes).map(|nats| nats / std::f64::consts::LN_2),
         context,
         stride,
         tokens_per_second: pass.speed.tokens_per_second(),
@@ -267,15 +269,15 @@ impl<B: DeviceBackend> Rolling<'_, B> {
     fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
         self.pass.run()?;
         let Self { pass: Pass { sums, .. }, num_words, num_bytes, .. } = self;
-        let per = |count: u64| sums.nats() / count.max(1) as f64;
+        let per = |count: u64| (count > 0).then(|| sums.nats() / count as f64);
         Ok(RollingPerplexity {
             num_tokens: sums.num_tokens(),
             num_words,
             num_bytes,
             log_likelihood: -sums.nats(),
-            word_perplexity: per(num_words).exp(),
-            byte_perplexity: per(num_bytes).exp(),
-            bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
+            word_perplexity: per(num_words).map(f64::exp),
+            byte_perplexity: per(num_bytes).map(f64::exp),
+            bits_per_byte: per(num_bytes).map(|nats| nats / std::f64::consts::LN_2),
         })
     }
 }

@@ -26,6 +26,6 @@ pub use lock::{Taken, lock_or_wait, try_lock};
 pub use python_number::python_number;
 pub use room::free_bytes;
 pub use write::{
-    check_replaceable, publish_folder, replace, replace_or_fill, sync_folder, write_atomically, write_pieces_synced,
+    check_replaceable, is_pipe_or_device, publish_folder, replace, sync_folder, write_atomically, write_pieces_synced,
     write_synced,
 };

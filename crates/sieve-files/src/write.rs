@@ -19,11 +19,14 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
 }
 
 /// Replaces the file at a path that the user named. `write` writes and syncs the new file under the temporary name that
-/// it gets.
+/// it gets. A pipe or a device is written in place.
 ///
 /// # Errors
-/// A path that is a folder, a device or a pipe; errors of `write`, and errors of the file system.
+/// A path that is a folder; errors of `write`, and errors of the file system.
 pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
+    if is_pipe_or_device(path) {
+        return write(path);
+    }
     let (target, temporary) = target_and_temporary(path)?;
     let renamed = write(&temporary).and_then(|written| {
         fs::rename(&temporary, &target).map_err(FileError::on("rename", &temporary))?;
@@ -36,22 +39,25 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
     })
 }
 
-/// As [`replace`], but a device or a pipe at the path is written in place.
-///
-/// # Errors
-/// As [`replace`].
-pub fn replace_or_fill<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
-    match path.exists() && !path.is_file() && !path.is_dir() {
-        true => write(path),
-        false => replace(path, write),
-    }
+/// Whether a pipe or a device is at `path`, whose bytes come from or go to another program: neither a file, a folder nor
+/// a socket, which no path opens.
+pub fn is_pipe_or_device(path: &Path) -> bool {
+    #[cfg(unix)]
+    let is_socket = std::os::unix::fs::FileTypeExt::is_socket;
+    #[cfg(not(unix))]
+    let is_socket = |_: &fs::FileType| false;
+    let kind = fs::metadata(path).map(|found| found.file_type());
+    kind.is_ok_and(|kind| !kind.is_file() && !kind.is_dir() && !is_socket(&kind))
 }
 
-/// Checks that [`replace`] can create its temporary file, by creating and removing it.
+/// Checks that [`replace`] can create its temporary file, by creating and removing it. A pipe or a device is not opened.
 ///
 /// # Errors
 /// As [`replace`].
 pub fn check_replaceable(path: &Path) -> Result<(), FileError> {
+    if is_pipe_or_device(path) {
+        return Ok(());
+    }
     let (_, temporary) = target_and_temporary(path)?;
     write_synced(&temporary, b"")?;
     fs::remove_file(&temporary).map_err(FileError::on("remove", &temporary))
@@ -182,17 +188,20 @@ mod tests {
     #[cfg(unix)]
     #[test]
     fn a_device_is_written_in_place() {
+        assert!(is_pipe_or_device(Path::new("/dev/null")));
         // A device cannot be synced.
-        replace_or_fill(Path::new("/dev/null"), |path| write_synced(path, b"new")).unwrap();
+        replace(Path::new("/dev/null"), |path| write_synced(path, b"new")).unwrap();
+        check_replaceable(Path::new("/dev/null")).unwrap();
         assert!(!Path::new("/dev/null").is_file());
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         for text in ["one", "two"] {
-            replace_or_fill(&path, |partial| write_synced(partial, text.as_bytes())).unwrap();
+            replace(&path, |partial| write_synced(partial, text.as_bytes())).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         assert_eq!(names(folder.path()), ["a"]);
-        replace_or_fill(folder.path(), |partial| write_synced(partial, b"new")).unwrap_err();
+        let none = folder.path().join("none");
+        assert!([folder.path(), &path, &none].iter().all(|path| !is_pipe_or_device(path)));
     }
 
     #[cfg(unix)]

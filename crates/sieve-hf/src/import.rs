@@ -311,10 +311,9 @@ fn recipe_and_shape(
     residual_scale: bool,
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
-    let text = config.recipe_toml(residual_scale);
-    let asked = |kind: &AttentionKind| settings.contains(&format!("attention.kind={}", kind.name()));
-    let latent = AttentionKind::ALL.into_iter().filter(|kind| kind.example().as_kind().is_latent());
-    if let Some(kind) = latent.filter(asked).find(|kind| !config.is_of(*kind)) {
+    let asked = asked_kind(settings);
+    let text = config.recipe_toml(residual_scale, asked);
+    if let Some(kind) = asked.filter(|kind| kind.example().as_kind().is_latent() && !config.is_of(*kind)) {
         return Err(CheckpointError::not_importable(
             from,
             format!("latent attention ({}) has weights that no other kind has", kind.name()),
@@ -327,6 +326,13 @@ fn recipe_and_shape(
     let shape = recipe.model_shape(config.vocab_size);
     let shape = shape.map_err(CheckpointError::bad_recipe(&path))?;
     Ok((recipe, shape))
+}
+
+/// The kind that the last override of `attention.kind` names, if there is one.
+fn asked_kind(settings: &[String]) -> Option<AttentionKind> {
+    let items = settings.iter().rev().filter_map(|item| item.split_once('='));
+    let mut kinds = items.filter(|(key, _)| key.trim() == "attention.kind");
+    AttentionKind::named(kinds.next()?.1.trim().trim_matches(['"', '\'']))
 }
 
 /// Removes line numbers from the mistakes of a recipe, because an imported model's recipe is generated.

@@ -52,7 +52,7 @@ pub struct Origin {
 impl Origin {
     /// Finds and verifies the checkpoint that `start` names, and checks that `recipe` may continue it. Writes nothing,
     /// except that [`Start::ResumeAlone`] locks the folder and renames damaged checkpoints. A later checkpoint in the
-    /// fallback folder is used if it belongs to this run.
+    /// run's own fallback folder is used if `recipe` continues it.
     ///
     /// A run that was killed before its first checkpoint begins again with its first state: a checkpoint of another
     /// run, or the seed. The checkpoint that a run began with is verified again as long as the run has none of its own.
@@ -404,7 +404,8 @@ fn with_initial_weights(saved: &mut Recipe, recipe: &mut Recipe, begun: Option<&
     saved.model.initial_weights = then;
 }
 
-/// The latest whole checkpoint of a run, from its own folder or from `fallback`; `None` if the run has none.
+/// The whole checkpoint of a run with the most steps, from its own folder or from its folder in `fallback`; `None` if the
+/// run has none.
 fn latest_of_two(
     folder: &RunFolder,
     fallback: Option<&Path>,
@@ -420,11 +421,11 @@ fn latest_of_two(
     let Some(fallback) = fallback else {
         return own;
     };
-    for (step, path) in list_checkpoints(fallback)?.into_iter().rev() {
+    for (step, path) in list_checkpoints(&fallback.join(folder.fallback_name()))?.into_iter().rev() {
         if own_step.is_some_and(|own| step <= own) {
             break;
         }
-        match of_this_run(&path, folder, recipe) {
+        match continued_by(&path, recipe) {
             Ok(checkpoint) => {
                 let than = own_step.map_or("; its own folder has none".to_owned(), |own| {
                     format!(", which is later than step-{own} of its own folder")
@@ -441,9 +442,8 @@ fn latest_of_two(
     own
 }
 
-/// Opens a checkpoint outside of the run's folder if it belongs to the run: `recipe` continues it, and it was written
-/// after the run began. Another run may have used the same folder before. An error is the reason, on one line.
-fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Checkpoint, String> {
+/// Opens a checkpoint of the run's own fallback folder if `recipe` continues it. An error is the reason, on one line.
+fn continued_by(path: &Path, recipe: &Recipe) -> Result<Checkpoint, String> {
     let first_lines = |text: String, count: usize| {
         let lines = text.lines().take(count).map(str::trim);
         lines.collect::<Vec<_>>().join(" ")
@@ -452,15 +452,10 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     // The second line of these errors names the first key that differs, or that cannot be read.
     let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
     let mut recipe = continued(&saved, recipe);
-    // The initial weights are not compared: the run's own folder names them, and the modification times below show
-    // whether the checkpoint is this run's.
+    // The initial weights are not compared: the run's own folder names them.
     recipe.model.initial_weights.clone_from(&saved.model.initial_weights);
     saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
-    let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
-    match (written(&folder.lock_path()), written(&path.join("state.json"))) {
-        (Some(run), Some(own)) if own >= run => Ok(checkpoint),
-        _ => Err("it was written before this run began".to_owned()),
-    }
+    Ok(checkpoint)
 }
 
 /// The latest whole checkpoint of a folder. Damaged checkpoints of later steps are renamed; if no checkpoint is whole,

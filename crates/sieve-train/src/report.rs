@@ -51,10 +51,11 @@ pub struct ValidationReport {
     /// Perplexity per token: `exp(loss)`.
     #[serde(deserialize_with = "nan_of_null")]
     pub perplexity: f64,
-    /// Cross-entropy in bits per byte of the predicted tokens' text.
+    /// Cross-entropy in bits per byte of the predicted tokens' text; NaN if they have none.
     #[serde(deserialize_with = "nan_of_null")]
     pub bits_per_byte: f64,
-    /// Bits per byte of a unigram model that was counted on the training documents.
+    /// Bits per byte of a unigram model that was counted on the training documents; NaN as for `bits_per_byte`.
+    #[serde(deserialize_with = "nan_of_null")]
     pub unigram_bits_per_byte: f64,
     /// Number of predicted tokens.
     pub num_labels: u64,

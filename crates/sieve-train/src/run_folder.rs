@@ -3,6 +3,8 @@ use crate::TrainError;
 use sieve_core::ShownPath;
 use sieve_files::{Taken, try_lock};
 use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -15,8 +17,8 @@ pub enum Start {
     Resume,
     /// As `Resume`, for a run that no user attends: damaged checkpoints are renamed, and the latest whole one is used.
     ResumeAlone {
-        /// This run's own fallback folder, which may hold a later checkpoint; see
-        /// [`Trainer::set_fallback`](crate::Trainer::set_fallback).
+        /// The folder of `--checkpoint-fallback`: the run's own folder in it ([`RunFolder::fallback_name`]) may hold a
+        /// later checkpoint.
         fallback: Option<PathBuf>,
     },
     /// The run continues from a checkpoint that the user names: of this folder or, in a new folder, of another.
@@ -32,6 +34,9 @@ pub struct RunFolder {
     checkpoint_folder: String,
     /// Whether another process of the same group, rank 0, has locked the folder.
     is_claimed: bool,
+    /// What sets this run apart from earlier and later ones in the same folder: the contents of its lock file. Empty
+    /// until the folder is locked, and for a run of an earlier version.
+    identity: String,
     /// Held until the run ends; the system releases it when the process is killed.
     lock: Option<File>,
 }
@@ -54,7 +59,13 @@ impl RunFolder {
 
     /// The folder of a run that rank 0 of the same group has opened and writes to.
     pub fn of_group(path: &Path, checkpoint_folder: &str) -> Self {
-        Self { path: path.to_owned(), checkpoint_folder: checkpoint_folder.to_owned(), is_claimed: true, lock: None }
+        Self {
+            path: path.to_owned(),
+            checkpoint_folder: checkpoint_folder.to_owned(),
+            is_claimed: true,
+            identity: String::new(),
+            lock: None,
+        }
     }
 
     /// Moves the run in `path`, if there is one, to the first free of `NAME.1`, `NAME.2`, …, so that a new run can
@@ -115,10 +126,27 @@ impl RunFolder {
         fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
         let lock = self.lock_path();
         match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {
-            Taken::Yes(file) => self.lock = Some(file),
-            Taken::ByAnother(_) => return Err(TrainError::FolderBusy(self.path.clone())),
+            Taken::Yes(mut file) => {
+                self.identify(&mut file).map_err(TrainError::io("locking", &lock))?;
+                self.lock = Some(file);
+                Ok(())
+            }
+            Taken::ByAnother(_) => Err(TrainError::FolderBusy(self.path.clone())),
         }
-        Ok(())
+    }
+
+    /// Reads the identity of the run in the folder from its lock file. If the folder holds no run, writes one: that of
+    /// this run if the folder was removed, else a new one.
+    fn identify(&mut self, lock: &mut File) -> io::Result<()> {
+        if Self::holds_run(&self.path) {
+            self.identity.clear();
+            return lock.read_to_string(&mut self.identity).map(|_| ());
+        }
+        if self.identity.is_empty() {
+            self.identity = format!("{:016x}", RandomState::new().hash_one(std::process::id()));
+        }
+        lock.set_len(0)?;
+        lock.write_all(self.identity.as_bytes())
     }
 
     /// Refuses a folder that holds a run where `start` begins one, or holds none where `start` resumes one.
@@ -189,10 +217,13 @@ impl RunFolder {
         &self.path
     }
 
-    /// A name for the run in `path`, made from its absolute path, because several runs may share a fallback folder.
-    pub fn fallback_name(path: &Path) -> String {
-        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        format!("run-{:016x}", xxh3_64(path.as_os_str().as_encoded_bytes()))
+    /// Name of the run's own folder in the folder of `--checkpoint-fallback`, which several runs may share. It is made
+    /// from the absolute path of the run's folder and from the run's identity, so that no other run has it. Only the
+    /// process that has locked the folder knows the identity.
+    pub fn fallback_name(&self) -> String {
+        let path = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
+        let named = [path.as_os_str().as_encoded_bytes(), self.identity.as_bytes()].concat();
+        format!("run-{:016x}", xxh3_64(&named))
     }
 
     /// Path of the resolved recipe.
@@ -206,8 +237,8 @@ impl RunFolder {
         self.path.join("origin.json")
     }
 
-    /// Path of the file that is locked while a process trains here. The file is created when the run begins and never
-    /// written, so its modification time says when the run began.
+    /// Path of the file that is locked while a process trains here. It holds the run's identity, which is written when
+    /// the run begins.
     pub(crate) fn lock_path(&self) -> PathBuf {
         self.path.join("run.lock")
     }
@@ -316,6 +347,42 @@ mod tests {
             assert!(moved.join("checkpoint/step-3").is_dir() && !path.exists());
         }
         assert!(dir.path().join("run.1").is_dir());
+    }
+
+    #[test]
+    fn a_run_keeps_its_identity_and_the_next_one_in_its_folder_has_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        let begun = |start: &Start| {
+            let mut folder = RunFolder::open(&path, "checkpoint", start).unwrap();
+            folder.claim(start).unwrap();
+            fs::write(path.join("config.toml"), "x").unwrap();
+            folder
+        };
+        let first = begun(&Start::New);
+        let name = first.fallback_name();
+        assert_eq!(begun_again(first, &begun), name);
+        let mut first = begun(&Start::Resume);
+        fs::remove_dir_all(&path).unwrap();
+        assert!(first.regain().unwrap());
+        assert_eq!(first.fallback_name(), name, "a removed folder is made again for the same run");
+        fs::write(path.join("config.toml"), "x").unwrap();
+        assert_eq!(begun_again(first, &begun), name);
+        RunFolder::move_aside(&path, "checkpoint").unwrap().unwrap();
+        let second = begun(&Start::New);
+        assert_ne!(second.fallback_name(), name);
+        // A run of an earlier version has an empty lock file, and its folder's name is made from its path.
+        drop(second);
+        fs::write(path.join("run.lock"), "").unwrap();
+        let earlier = path.canonicalize().unwrap();
+        let earlier = xxh3_64(earlier.as_os_str().as_encoded_bytes());
+        assert_eq!(begun(&Start::Resume).fallback_name(), format!("run-{earlier:016x}"));
+    }
+
+    /// The fallback name of a run that is resumed after its process has ended.
+    fn begun_again(ended: RunFolder, begun: &dyn Fn(&Start) -> RunFolder) -> String {
+        drop(ended);
+        begun(&Start::Resume).fallback_name()
     }
 
     #[test]

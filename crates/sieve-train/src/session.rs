@@ -138,10 +138,7 @@ impl RunRequest {
         Ok(match self.found {
             FoundRun::AsStart => self.start.clone(),
             FoundRun::Resume => Start::Resume,
-            FoundRun::ResumeAlone => {
-                let own = |dir: &PathBuf| dir.join(RunFolder::fallback_name(&self.out));
-                Start::ResumeAlone { fallback: self.fallback.as_ref().map(own) }
-            }
+            FoundRun::ResumeAlone => Start::ResumeAlone { fallback: self.fallback.clone() },
         })
     }
 
@@ -366,8 +363,7 @@ impl Session {
         hardware: Hardware<B>,
         group: Option<Group<B>>,
     ) -> Result<Trainer<B>, TrainError> {
-        let name = RunFolder::fallback_name(self.folder.path());
-        let name = ranks::text_of_first(self.mesh.as_deref(), name)?;
+        let name = ranks::text_of_first(self.mesh.as_deref(), self.folder.fallback_name())?;
         let mut trainer = Trainer::new(self.recipe, data, self.folder, self.origin, hardware, group)?;
         if let Some(dir) = self.fallback {
             trainer.set_fallback(dir.join(name));

@@ -139,16 +139,16 @@ pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
         sum.num_labels += batch.num_labels;
         sum.num_bytes += batch.num_bytes;
     }
-    // With no label, every mean is NaN.
-    let nats = if sum.num_labels == 0 { f64::NAN } else { sum.nats };
-    let loss = nats / sum.num_labels as f64;
-    let bits = std::f64::consts::LN_2 * sum.num_bytes.max(1) as f64;
+    // A mean over no labels or no bytes is NaN, also where the sum is not 0.
+    let mean = |sum: f64, count: f64| if count == 0.0 { f64::NAN } else { sum / count };
+    let loss = mean(sum.nats, sum.num_labels as f64);
+    let bits = std::f64::consts::LN_2 * sum.num_bytes as f64;
     ValidationReport {
         step: 0,
         loss,
         perplexity: loss.exp(),
-        bits_per_byte: nats / bits,
-        unigram_bits_per_byte: sum.unigram_nats / bits,
+        bits_per_byte: mean(sum.nats, bits),
+        unigram_bits_per_byte: mean(sum.unigram_nats, bits),
         num_labels: sum.num_labels,
         num_bytes: sum.num_bytes,
     }
@@ -162,6 +162,10 @@ mod tests {
     fn a_validation_without_labels_has_no_loss() {
         let found = report(&[BatchSums::default()]);
         assert!([found.loss, found.perplexity, found.bits_per_byte].iter().all(|number| number.is_nan()));
+        // An end-of-document token has no text.
+        let found = report(&[BatchSums { nats: 3.0, unigram_nats: 4.0, num_labels: 2, num_bytes: 0 }]);
+        assert_eq!(found.loss, 1.5);
+        assert!(found.bits_per_byte.is_nan() && found.unigram_bits_per_byte.is_nan());
     }
 
     /// Sums as another rank receives them.

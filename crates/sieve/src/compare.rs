@@ -1,10 +1,11 @@
 //! `sieve compare`: an HTML page of runs side by side.
+use crate::out_file::OutFile;
 use crate::terminal;
 use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_report::{Run, page};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Arguments of `sieve compare`.
 #[derive(Args, Debug)]
@@ -17,12 +18,11 @@ pub(crate) struct CompareArgs {
     against: Option<String>,
     /// The page; it opens in any browser and needs no network
     #[arg(long, value_name = "FILE", default_value = "compare.html")]
-    out: PathBuf,
+    out: OutFile,
 }
 
 /// Runs `sieve compare`: draws the metrics of several runs on one page.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
-    crate::eval::output::check(args.out.as_path())?;
     let mut named = args.runs.iter().filter(|text| !lies_beside_runs(Path::new(text))).peekable();
     let runs: Vec<Run> = match named.peek() {
         Some(_) => {
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         None => args.runs.first().map_or(Ok(Vec::new()), |text| open(text))?,
     };
     let html = page(&runs, args.against.as_deref())?;
-    crate::eval::output::write(&args.out, &html)?;
+    args.out.write_text(&html)?;
     let (runs, size) = (terminal::counted(runs.len() as u64, "run"), terminal::bytes(html.len() as u64));
     terminal::line(&format!("{}: {runs}, {size}", args.out.shown()));
     Ok(())

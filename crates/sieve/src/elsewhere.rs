@@ -273,6 +273,8 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
             let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {
                 true if error.to_string().contains(" 0 is not in 1..") => "1 or more".to_owned(),
+                // The folder of this name cannot be written as a file.
+                _ if Path::new(&value).exists() => return None,
                 true => return None,
                 false => sieve_core::number_of_short_form(&value)?,
             };

@@ -1,5 +1,5 @@
 //! `sieve import`: a model in the Hugging Face layout as a checkpoint.
-use crate::eval::output;
+use crate::out_file::write_text;
 use crate::out_of_memory::MemoryArgs;
 use crate::own_text::{OwnText, gives_steps};
 use crate::{hub, loaded, terminal};
@@ -72,7 +72,7 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
         named.shown(),
         recipe_text(&report)?
     );
-    output::write(&recipe_path, &recipe)?;
+    write_text(&recipe_path, &recipe)?;
     terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&named, &report)?));
     print_notes(&report, &tokenizer);
     print_commands(&args, &report, &recipe_path);

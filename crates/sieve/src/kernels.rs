@@ -2,8 +2,8 @@
 mod arguments;
 
 use crate::device::{Device, DeviceChoice, Place};
-use crate::eval::output;
 use crate::loaded::on_device;
+use crate::out_file::OutFile;
 use crate::recipe::RecipeArgs;
 use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
@@ -96,7 +96,6 @@ fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
     }
-    output::check(args.json.as_deref())?;
     let settings = CheckSettings {
         cases: args.cases,
         longest: args.longest,
@@ -138,7 +137,6 @@ fn bench(args: BenchArgs) -> Result<()> {
     if args.repetitions == 0 {
         bail!("--repetitions 0: nothing would be timed");
     }
-    output::check(args.json.as_deref())?;
     let rows = args.rows();
     let prepare = prepare(|gpu| rows.kernels(gpu));
     let gpu = match args.device.resolve_and_prepare(prepare)? {
@@ -183,15 +181,14 @@ fn bench(args: BenchArgs) -> Result<()> {
     }
 }
 
-fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
+fn write_json(path: &OutFile, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value).context("writing JSON")?;
-    output::write(path, &text)
+    path.write_text(&text)
 }
 
 fn capture(args: &CaptureArgs) -> Result<()> {
     let checkpoint = &hub::folder(&args.checkpoint)?;
     let (text, out) = (args.text.as_deref(), &args.out);
-    output::check_place(out)?;
     on_device!(Place::new(args.device.resolve()?, None)?, capture_to(checkpoint, text, out))
 }
 
@@ -199,7 +196,7 @@ fn capture(args: &CaptureArgs) -> Result<()> {
 fn capture_to<B: DeviceBackend>(
     checkpoint: &Path,
     text: Option<&Path>,
-    out: &Path,
+    out: &OutFile,
     device: &B::Device,
     kept: Kept,
 ) -> Result<()> {
@@ -209,8 +206,7 @@ fn capture_to<B: DeviceBackend>(
         None => sieve_bench::kernel_sources()?,
     };
     let tokens = tokenizer.encode(&text)?;
-    let captured =
-        sieve_files::replace_or_fill(out, |file| anyhow::Ok(sieve_bench::capture(&loaded, tokens, file, device)?))?;
+    let captured = out.write(|file| anyhow::Ok(sieve_bench::capture(&loaded, tokens, file, device)?))?;
     let (step, out) = (loaded.state.step, out.shown());
     terminal::line(&match captured {
         Captured::Scores([rows, tokens]) => format!(
@@ -227,7 +223,6 @@ fn capture_to<B: DeviceBackend>(
 
 /// Runs `sieve kernels run`.
 fn run_op(args: Box<RunArgs>) -> Result<()> {
-    output::check_place(&args.out)?;
     let nsa = args.nsa();
     let settings = RunSettings {
         op: args.op,
@@ -245,8 +240,7 @@ fn run_op(args: Box<RunArgs>) -> Result<()> {
         selector: args.selector,
     };
     let target = || args.device.resolve();
-    let (names, device) =
-        sieve_files::replace_or_fill(&args.out, |file| anyhow::Ok(sieve_bench::run(&settings, file, target)?))?;
+    let (names, device) = args.out.write(|file| anyhow::Ok(sieve_bench::run(&settings, file, target)?))?;
     let (names, out) = (names.join(" "), args.out.shown());
     terminal::line(&format!("wrote {names} to {out}, computed on {device}"));
     Ok(())

@@ -1,5 +1,6 @@
 //! `sieve logits`: raw model output for parity checks by other programs.
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{hub, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args};
@@ -24,7 +25,7 @@ pub(crate) struct LogitsArgs {
     tokens_file: Option<PathBuf>,
     /// The safetensors file to write: "logits", f32 [1, tokens, vocabulary]
     #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    out: OutFile,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -32,7 +33,6 @@ pub(crate) struct LogitsArgs {
 /// Runs `sieve logits`: writes the logits of a checkpoint for given tokens to `--out`.
 pub(crate) fn run(mut args: LogitsArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    crate::eval::output::check_place(&args.out)?;
     let tokens = match &args.tokens_file {
         Some(path) => {
             let reading = || format!("reading token ids from {}", path.shown());
@@ -53,7 +53,7 @@ fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Devic
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     let tensors = [NamedTensor { name, data }];
-    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))?;
+    args.out.write(|file| write_tensor_file(file, &tensors, None))?;
     terminal::line(&format!("wrote logits {shape:?} of step {} to {}", loaded.state.step, args.out.shown()));
     Ok(())
 }

@@ -21,6 +21,7 @@ mod loaded;
 mod logits;
 mod manual;
 mod model_ranks;
+mod out_file;
 mod out_of_memory;
 mod own_text;
 mod paths;

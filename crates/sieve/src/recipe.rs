@@ -222,8 +222,7 @@ fn key_of(path: &Path) -> String {
 
 /// Whether a recipe comes from the standard input or a pipe, which has no name of its own.
 fn is_pipe(recipe: &str) -> bool {
-    let path = Path::new(recipe);
-    recipe == STANDARD_INPUT || (path.exists() && !path.is_file() && !path.is_dir())
+    recipe == STANDARD_INPUT || sieve_files::is_pipe_or_device(Path::new(recipe))
 }
 
 /// Reads the text of a recipe; more than [`MOST_BYTES`] are an error.

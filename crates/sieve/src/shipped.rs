@@ -1,6 +1,6 @@
 //! Recipes and training text embedded in the program. The text replaces a recipe's missing files (`data.fallback`).
 use crate::environment::variable;
-use crate::eval::output;
+use crate::out_file::write_text;
 use crate::terminal;
 use anyhow::{Context, Result};
 use sieve_core::recipe::{DataFallback, DataFormat};
@@ -51,7 +51,7 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
         std::fs::create_dir_all(folder)
             .with_context(|| format!("making {} for the program's own text", folder.shown()))?;
         // Another run may read the file at this time.
-        output::write(&path, text)?;
+        write_text(&path, text)?;
     }
     recipe.data.paths = vec![FOLDER.to_owned()];
     recipe.data.weights = None;

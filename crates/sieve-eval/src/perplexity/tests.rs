@@ -125,11 +125,11 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
             let alone = expected_rolling(&model, &config, &lengths);
             let error = (rolling.log_likelihood + alone).abs();
             assert!(error < 1e-4 * alone, "{rolling:?} is not {alone}");
-            let bits = rolling.num_bytes as f64 * rolling.bits_per_byte;
+            let bits = rolling.num_bytes as f64 * rolling.bits_per_byte.expect("bytes");
             for nats in [
                 bits * std::f64::consts::LN_2,
-                rolling.num_words as f64 * rolling.word_perplexity.ln(),
-                rolling.num_bytes as f64 * rolling.byte_perplexity.ln(),
+                rolling.num_words as f64 * rolling.word_perplexity.expect("words").ln(),
+                rolling.num_bytes as f64 * rolling.byte_perplexity.expect("bytes").ln(),
             ] {
                 assert!((nats + rolling.log_likelihood).abs() < 1e-9 * nats);
             }
@@ -142,15 +142,34 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
 fn perplexities_per_token_word_and_byte_come_from_the_same_nats() {
     let report = run(&model(Attention::Mha), &ONE_BY_ONE, &[30, 12]);
     assert_eq!((report.num_words, report.num_bytes), (42, 126));
-    let bits = report.num_bytes as f64 * report.bits_per_byte;
+    let bits = report.num_bytes as f64 * report.bits_per_byte.expect("bytes");
     for nats in [
         bits * std::f64::consts::LN_2,
         report.num_tokens as f64 * report.token_perplexity.ln(),
-        report.num_words as f64 * report.word_perplexity.ln(),
-        report.num_bytes as f64 * report.byte_perplexity.ln(),
+        report.num_words as f64 * report.word_perplexity.expect("words").ln(),
+        report.num_bytes as f64 * report.byte_perplexity.expect("bytes").ln(),
     ] {
         assert!((nats - report.nats).abs() < 1e-9 * report.nats);
     }
+}
+
+#[test]
+fn tokens_without_text_have_a_loss_and_nothing_per_byte_or_word() {
+    // A document of one token: only the end-of-document token is predicted, which has no text.
+    let document = EvalDocument {
+        num_bytes: 0,
+        num_words: 0,
+        text: TextSize { num_tokens: 1, num_bytes: 0, num_words: 0 },
+        ..documents(&[2]).remove(0)
+    };
+    let model = model(Attention::Mha);
+    let report = perplexity(&model, std::iter::once(Ok(document)), &ONE_BY_ONE, &Default::default(), None, &mut |_| {});
+    let report = report.expect("one prediction");
+    assert!(report.num_tokens == 1 && report.loss > 0.0 && report.token_perplexity > 1.0);
+    assert_eq!([report.word_perplexity, report.byte_perplexity, report.bits_per_byte], [None; 3]);
+    let rolling = report.lm_eval_rolling.expect("a prefix is given");
+    assert_eq!([rolling.word_perplexity, rolling.byte_perplexity, rolling.bits_per_byte], [None; 3]);
+    assert!(serde_json::to_value(&report).expect("numbers")["bits_per_byte"].is_null());
 }
 
 #[test]

@@ -5,7 +5,7 @@ use crate::CheckpointError;
 use crate::export::config::LAYER_KEYS;
 use crate::export::config::{AMPLITUDE, DERIVED, NO_ROPE};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use sieve_core::kinds::{FULL_ATTENTION, SLIDING_ATTENTION};
 use sieve_core::recipe::{AttentionKind, json_schema};
 use sieve_core::{Attention, ModelShape};
@@ -37,6 +37,47 @@ const SIZES: [&str; 7] = [
 /// An older name of [`FULL_ATTENTION`].
 const OLD_FULL: &str = "attention";
 
+/// A kind of attention with its keys.
+#[derive(PartialEq)]
+struct KindTable {
+    /// Name of the kind.
+    kind: &'static str,
+    /// The other keys, as lines of TOML.
+    keys: String,
+}
+
+impl KindTable {
+    fn new(kind: &'static str, keys: String) -> Self {
+        Self { kind, keys }
+    }
+
+    /// The lines of the table.
+    fn lines(&self) -> String {
+        format!("kind = {:?}\n{}\n", self.kind, self.keys)
+    }
+
+    /// Dense attention, which has no keys.
+    fn dense() -> Self {
+        Self::new(Attention::DENSE.kind().name(), String::new())
+    }
+
+    fn is_dense(&self) -> bool {
+        *self == Self::dense()
+    }
+}
+
+/// The attention of a layer.
+#[derive(Clone, Copy)]
+enum Layer {
+    /// The model's own.
+    Own,
+    Dense,
+    /// The layer reads the blocks that an earlier layer chose.
+    Shared,
+    /// An entry of [`HfConfig::others`].
+    Other(usize),
+}
+
 /// The part of a `config.json` that a recipe can express.
 pub(super) struct HfConfig {
     pub(super) architecture: Architecture,
@@ -44,10 +85,14 @@ pub(super) struct HfConfig {
     /// Whether the folder is an export of Sieve with residual scales.
     pub(super) residual_scale: bool,
     pub(super) is_tied: bool,
-    /// The lines of the recipe's `[model]`, as TOML, without `residual_scale` and `tie_word_embeddings`.
+    /// The lines of the recipe's `[model]`, as TOML, without `layer_types`, `residual_scale` and `tie_word_embeddings`.
     model: String,
-    /// The lines of the recipe's `[attention]`, as TOML.
-    attention: String,
+    /// The model's own kind of attention.
+    attention: KindTable,
+    /// The kinds of layers that are neither of the model's own kind nor dense.
+    others: Vec<KindTable>,
+    /// The layer pattern; empty if all layers have the model's own kind.
+    layers: Vec<Layer>,
     max_positions: usize,
     /// The whole of `config.json`.
     value: Value,
@@ -220,9 +265,13 @@ impl Reader {
         known.collect::<Result<Vec<_>, _>>().map(Some)
     }
 
-    /// The lines of `[attention]` for a class with grouped-query attention, and for each layer whether it is dense. The
-    /// list is empty if all layers have the same attention, dense or with a window.
-    fn grouped_attention(&self, windows: Windows, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
+    /// The own kind of a class with grouped-query attention, and for each layer whether it is dense. The list is empty if
+    /// all layers have the same attention, dense or with a window.
+    fn grouped_attention(
+        &self,
+        windows: Windows,
+        num_layers: usize,
+    ) -> Result<(KindTable, Vec<bool>), CheckpointError> {
         let types = self.layer_types(num_layers)?;
         let has_switch = self.architecture != Architecture::Ministral;
         let window = match (windows, &self.value["sliding_window"]) {
@@ -247,7 +296,7 @@ impl Reader {
         };
         self.note_windows(windows, &is_dense, types.as_deref());
         if is_dense.iter().all(|dense| *dense) {
-            return Ok(("kind = \"mha\"".to_owned(), Vec::new()));
+            return Ok((KindTable::dense(), Vec::new()));
         }
         let Some(window) = window else {
             return Err(self.bad_value(format!(
@@ -256,7 +305,7 @@ impl Reader {
                 self.value["sliding_window"], self.value["use_sliding_window"]
             )));
         };
-        Ok((format!("kind = \"swa\"\nsliding_window = {window}"), is_dense))
+        Ok((KindTable::new("swa", format!("sliding_window = {window}")), is_dense))
     }
 
     /// For each layer whether it rotates queries and keys.
@@ -311,8 +360,8 @@ impl Reader {
         }
     }
 
-    /// The lines of `[attention]` for a DeepSeek-V3 model, in the form that Sieve exports.
-    fn deepseek_attention(&self, num_layers: usize) -> Result<String, CheckpointError> {
+    /// The attention of a DeepSeek-V3 model, in the form that Sieve exports.
+    fn deepseek_attention(&self, num_layers: usize) -> Result<KindTable, CheckpointError> {
         if !self.value["q_lora_rank"].is_null() {
             let rank = &self.value["q_lora_rank"];
             return Err(self.refuse(format!("q_lora_rank is {rank}, and a recipe has no such thing; null is off")));
@@ -328,7 +377,8 @@ impl Reader {
             return Err(self.refuse(problem));
         }
         let [rank, rope] = ["kv_lora_rank", "qk_rope_head_dim"].map(|key| self.integer(key));
-        Ok(format!("kind = \"mla\"\nkv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false", rank?, rope?))
+        let keys = format!("kv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false", rank?, rope?);
+        Ok(KindTable::new("mla", keys))
     }
 
     /// The sizes that the file leaves out, each with the value that the class gives it.
@@ -342,8 +392,8 @@ impl Reader {
         absent.map(|key| format!("{key} = {}", value(key))).collect::<Vec<_>>().join(", ")
     }
 
-    /// A pattern of layers in an export of Sieve: `dense_layers` or `shared_layers`.
-    fn sieve_layers(&self, key: &str) -> Result<Vec<bool>, CheckpointError> {
+    /// The marks of layers in an export of Sieve: `dense_layers` or `shared_layers`.
+    fn marked_layers(&self, key: &str) -> Result<Vec<bool>, CheckpointError> {
         let pattern = match &self.value[key] {
             Value::Null => Some(Vec::new()),
             value => value.as_array().and_then(|pattern| pattern.iter().map(Value::as_bool).collect()),
@@ -385,15 +435,39 @@ fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
 }
 
 impl Reader {
-    /// The lines of the recipe's `[attention]`, or of a table `[attention.NAME]`, for an export of Sieve. `of` has the
-    /// recipe's keys: it is the file itself, or an entry of its list of layers.
-    fn sieve_attention(&self, of: &Value) -> Result<String, CheckpointError> {
+    /// The model's own attention, the kinds of layers that are neither own nor dense, and the layer pattern, which is
+    /// empty if all layers have the own attention.
+    fn attentions(&self, num_layers: usize) -> Result<(KindTable, Vec<KindTable>, Vec<Layer>), CheckpointError> {
+        let windows = self.architecture.class().windows;
+        let (own, dense) = match self.architecture {
+            Architecture::Sieve => {
+                let own = self.sieve_attention(&self.value)?;
+                let (others, layers) = self.sieve_layers(&own)?;
+                return Ok((own, others, layers));
+            }
+            Architecture::Doge => {
+                // Checks the keys of windows, which the class does not have.
+                self.grouped_attention(windows, num_layers)?;
+                let window = self.integer("keep_window_size")?;
+                let keys = format!("keep_window_size = {window}\nrecency = \"none\"\nlocal_window_size = 0");
+                (KindTable::new("dma", keys), Vec::new())
+            }
+            Architecture::DeepseekV3 => (self.deepseek_attention(num_layers)?, Vec::new()),
+            _ => self.grouped_attention(windows, num_layers)?,
+        };
+        let layers = dense.into_iter().map(|dense| if dense { dense_beside(&own) } else { Layer::Own }).collect();
+        Ok((own, Vec::new(), layers))
+    }
+
+    /// The own attention of an export of Sieve, or of one of its layers. `of` has the recipe's keys: it is the file
+    /// itself, or an entry of its list of layers.
+    fn sieve_attention(&self, of: &Value) -> Result<KindTable, CheckpointError> {
         let name = of["attention_kind"].as_str().unwrap_or_default();
         let Some((keys, kind)) = keys_of_kind(name).zip(AttentionKind::named(name)) else {
             let kinds = AttentionKind::ALL.map(AttentionKind::name).join(", ");
             return Err(self.bad_value(format!("attention_kind is {}, not one of {kinds}", of["attention_kind"])));
         };
-        let mut lines = format!("kind = {name:?}");
+        let mut lines = Vec::new();
         for key in keys {
             let there = kind.example().as_kind().config_key(&key);
             let value = match &of[there.name] {
@@ -404,44 +478,48 @@ impl Reader {
                 Value::Null => {}
                 // Numbers, strings, booleans and lists of these have the same form in JSON and TOML.
                 value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
-                    lines.push_str(&format!("\n{key} = {value}"));
+                    lines.push(format!("{key} = {value}"));
                 }
                 other => return Err(self.bad_value(format!("{key} is {other}"))),
             }
         }
-        Ok(lines)
+        Ok(KindTable::new(kind.name(), lines.join("\n")))
     }
 
-    /// For an export of Sieve: a table `[attention.NAME]` for each kind of layer that is not the model's own kind, and
-    /// for each entry of the layer pattern its NAME, `None` for the own kind. Both are empty if all layers have it.
-    fn sieve_layer_kinds(&self) -> Result<(String, Vec<Option<String>>), CheckpointError> {
+    /// The layer pattern of an export of Sieve whose own attention is `own`, and the kinds of layers that are neither
+    /// `own` nor dense.
+    fn sieve_layers(&self, own: &KindTable) -> Result<(Vec<KindTable>, Vec<Layer>), CheckpointError> {
+        let [dense, shared] = ["dense_layers", "shared_layers"].map(|key| self.marked_layers(key));
+        let (dense, shared) = (dense?, shared?);
         let entries = match &self.value[LAYER_KEYS] {
-            Value::Null => return Ok((String::new(), Vec::new())),
-            Value::Array(entries) if entries.iter().all(Value::is_object) => entries,
+            Value::Null => &[],
+            Value::Array(entries) if entries.iter().all(Value::is_object) => entries.as_slice(),
             other => return Err(self.bad_value(format!("{LAYER_KEYS} is {other}, not a list of objects"))),
         };
-        let own = self.value["attention_kind"].as_str().unwrap_or_default();
-        let mut found: Vec<(String, String)> = Vec::new();
-        let mut names = Vec::new();
-        for entry in entries {
-            if entry.as_object().is_some_and(Map::is_empty) {
-                names.push(None);
-                continue;
-            }
-            let kind = entry["attention_kind"].as_str().unwrap_or_default();
-            let lines = self.sieve_attention(entry)?;
-            let known = found.iter().find(|(_, known)| *known == lines).map(|(name, _)| name.clone());
-            let name = known.unwrap_or_else(|| {
-                let is_taken = kind == own || found.iter().any(|(name, _)| name == kind);
-                let name = if is_taken { format!("{kind}_{}", found.len() + 1) } else { kind.to_owned() };
-                found.push((name.clone(), lines));
-                name
-            });
-            names.push(Some(name));
-        }
-        let tables = found.iter().map(|(name, lines)| format!("\n[attention.{name}]\n{lines}"));
-        Ok((tables.collect(), names))
+        let mut others = Vec::new();
+        let of_layer = |layer: usize| -> Result<Layer, CheckpointError> {
+            let is_marked = |pattern: &[bool]| pattern.get(layer) == Some(&true);
+            let entry = entries.get(layer).filter(|entry| **entry != json!({}));
+            let other = entry.map(|entry| self.sieve_attention(entry)).transpose()?;
+            Ok(match other {
+                _ if is_marked(&dense) => dense_beside(own),
+                _ if is_marked(&shared) => Layer::Shared,
+                None => Layer::Own,
+                Some(other) => Layer::Other(others.iter().position(|known| *known == other).unwrap_or_else(|| {
+                    others.push(other);
+                    others.len() - 1
+                })),
+            })
+        };
+        let num_types = dense.len().max(shared.len()).max(entries.len());
+        let layers = (0..num_types).map(of_layer).collect::<Result<_, _>>()?;
+        Ok((others, layers))
     }
+}
+
+/// A dense layer of a model whose own attention is `own`.
+fn dense_beside(own: &KindTable) -> Layer {
+    if own.is_dense() { Layer::Own } else { Layer::Dense }
 }
 
 /// The most layers that a recipe has.
@@ -464,28 +542,12 @@ impl HfConfig {
         if num_layers > MOST_LAYERS {
             return Err(reader.bad_value(format!("num_hidden_layers is {num_layers}, above {MOST_LAYERS}")));
         }
-        let class = architecture.class();
-        let (attention, dense_layers) = match architecture {
-            Architecture::Doge => {
-                // Checks the keys of windows, which the class does not have.
-                reader.grouped_attention(class.windows, num_layers)?;
-                let window = reader.integer("keep_window_size")?;
-                let attention = format!(
-                    "kind = \"dma\"
-keep_window_size = {window}
-recency = \"none\"
-local_window_size = 0"
-                );
-                (attention, Vec::new())
-            }
-            Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),
-            Architecture::Sieve => (reader.sieve_attention(&reader.value)?, reader.sieve_layers("dense_layers")?),
-            _ => reader.grouped_attention(class.windows, num_layers)?,
-        };
+        let (attention, others, layers) = reader.attentions(num_layers)?;
         // `silu` and `swish` are two names of one function.
         if reader.value["hidden_act"] != "silu" && reader.value["hidden_act"] != "swish" {
             return Err(reader.refuse(format!("hidden_act is {}", reader.value["hidden_act"])));
         }
+        let class = architecture.class();
         let heads = reader.integer("num_attention_heads")?;
         let hidden_size = reader.integer("hidden_size")?;
         let head_dim = reader.head_dim(heads)?;
@@ -516,26 +578,6 @@ local_window_size = 0"
         if rotates.contains(&false) {
             model.push_str(&format!("rope_layers = {:?}\n", shortest_period(&rotates)));
         }
-        let (shared_layers, (tables, layer_kinds)) = match architecture {
-            Architecture::Sieve => (reader.sieve_layers("shared_layers")?, reader.sieve_layer_kinds()?),
-            _ => Default::default(),
-        };
-        let attention = attention + &tables;
-        if dense_layers.contains(&true) || shared_layers.contains(&true) || !layer_kinds.is_empty() {
-            let is_marked = |pattern: &[bool], layer: usize| pattern.get(layer) == Some(&true);
-            let dense = Attention::DENSE.kind().name();
-            // Under another attention.kind, layers of this name become layers of that kind.
-            let own_is_dense = attention.starts_with(&format!("kind = {dense:?}"));
-            let name = |layer| match (is_marked(&dense_layers, layer), is_marked(&shared_layers, layer)) {
-                (true, _) if own_is_dense => "sparse",
-                (true, _) => dense,
-                (false, true) => "shared",
-                (false, false) => layer_kinds.get(layer).and_then(Option::as_deref).unwrap_or("sparse"),
-            };
-            let num_types = dense_layers.len().max(shared_layers.len()).max(layer_kinds.len());
-            let types: Vec<_> = (0..num_types).map(name).collect();
-            model.push_str(&format!("layer_types = {types:?}\n"));
-        }
         Ok(Self {
             residual_scale: reader.value["residual_scale"] == Value::Bool(true),
             is_tied: reader.flag("tie_word_embeddings")?,
@@ -543,6 +585,8 @@ local_window_size = 0"
             vocab_size,
             model,
             attention,
+            others,
+            layers,
             max_positions,
             assumed: reader.assumed(heads, head_dim),
             value: reader.value,
@@ -572,21 +616,49 @@ local_window_size = 0"
         Ok(())
     }
 
-    /// Whether the model's attention is of this kind.
+    /// Whether the model's own attention is of this kind.
     pub(super) fn is_of(&self, kind: AttentionKind) -> bool {
-        self.attention.starts_with(&format!("kind = {:?}", kind.name()))
+        self.attention.kind == kind.name()
+    }
+
+    /// The names of the tables `[attention.NAME]` of other kinds, in a recipe whose `attention.kind` becomes `kind`. The
+    /// name of a kind stands for the layers of `[attention]` if that has the kind, so these tables have another.
+    fn names_of_others(&self, kind: &str) -> Vec<String> {
+        let mut names: Vec<String> = Vec::new();
+        for (number, other) in (1..).zip(&self.others) {
+            let is_taken =
+                [self.attention.kind, kind].contains(&other.kind) || names.iter().any(|name| name == other.kind);
+            names.push(if is_taken { format!("{}_{number}", other.kind) } else { other.kind.to_owned() });
+        }
+        names
     }
 
     /// A recipe of the model, with settings of a careful fine-tuning for the user to edit, because configurations of
-    /// `transformers` have no training settings.
-    pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
+    /// `transformers` have no training settings. `kind` is the one that an override gives the layers of the model's own
+    /// kind; `None` if there is no such override.
+    pub(super) fn recipe_toml(&self, residual_scale: bool, kind: Option<AttentionKind>) -> String {
+        let names = self.names_of_others(kind.map_or(self.attention.kind, AttentionKind::name));
+        let mut model = self.model.clone();
+        if self.layers.iter().any(|layer| !matches!(layer, Layer::Own)) {
+            let types = self.layers.iter().map(|layer| match *layer {
+                Layer::Own => "sparse",
+                Layer::Dense => Attention::DENSE.kind().name(),
+                Layer::Shared => "shared",
+                Layer::Other(number) => &names[number],
+            });
+            model.push_str(&format!("layer_types = {:?}\n", types.collect::<Vec<_>>()));
+        }
+        let mut attention = format!("[attention]\n{}", self.attention.lines());
+        for (name, other) in names.iter().zip(&self.others) {
+            attention.push_str(&format!("[attention.{name}]\n{}", other.lines()));
+        }
         let seq_len = self.max_positions.min(2048);
         format!(
-            "[model]\n{}tie_word_embeddings = {}\nresidual_scale = {residual_scale}\n[attention]\n{}\n\
+            "[model]\n{model}tie_word_embeddings = {}\nresidual_scale = {residual_scale}\n{attention}\
              [tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"text.txt\"]\n\
              [training]\nsteps = 1000\nseq_len = {seq_len}\nlocal_batch_size = 1\nglobal_batch_size = 8\n\
              [optimizer]\nlr = 1e-4\n[validation]\ninterval = 200\n[checkpoint]\ninterval = 200\n",
-            self.model, self.is_tied, self.attention
+            self.is_tied
         )
     }
 }

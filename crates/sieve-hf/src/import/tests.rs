@@ -4,7 +4,7 @@ use crate::named_parameters;
 use crate::tensor_files::{INDEX, SINGLE};
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model};
 use burn_flex::Flex;
-use serde_json::json;
+use serde_json::{Value, json};
 use sieve_core::{Attention, LayerType};
 use sieve_testing::{cases, refusal};
 use std::collections::HashSet;
@@ -468,6 +468,90 @@ fn dense_layers_beside_others_become_another_kind() {
     };
     assert_eq!(kinds("same", None), (2, true, AttentionKind::Mha));
     assert_eq!(kinds("windows", Some(AttentionKind::Swa)), (2, true, AttentionKind::Swa));
+}
+
+/// Settings of the first layer's attention unlike those that the model in `hf` has with the overrides `first`. Each is
+/// a line of the recipe that the other lines go with; `prefix` stands before its key in an override.
+fn changed_settings(hf: &Path, prefix: &str, first: &[String]) -> Vec<String> {
+    let mut overrides = first.to_vec();
+    let attention = |overrides: &[String]| {
+        let (_, shape) = imported_model(hf, None, overrides).ok()?;
+        Some(shape.attention_of(0))
+    };
+    let mut last = attention(&overrides).unwrap_or_else(|| panic!("{overrides:?}"));
+    let mut lines = Vec::new();
+    let settings = serde_json::to_value(last).expect("numbers and names");
+    for (key, value) in settings.as_object().expect("a table") {
+        let others: Vec<Value> = match value {
+            Value::Bool(is_on) => vec![json!(!is_on)],
+            Value::Number(number) => match number.as_u64() {
+                Some(count) => [2 * count, count / 2, count + 1].map(Value::from).to_vec(),
+                None => vec![json!(number.as_f64().expect("finite") / 2.0 + 0.25)],
+            },
+            _ => continue,
+        };
+        for other in others {
+            overrides.push(format!("{prefix}{key}={other}"));
+            match attention(&overrides) {
+                Some(changed) if changed != last => {
+                    last = changed;
+                    lines.push(format!("{key} = {other}"));
+                    break;
+                }
+                _ => _ = overrides.pop(),
+            }
+        }
+    }
+    lines
+}
+
+#[test]
+fn layers_that_have_the_kind_of_the_attention_flag_keep_their_settings() {
+    let (_folder, dense) = dense(TIED);
+    let is_latent = |kind: &AttentionKind| kind.example().as_kind().is_latent();
+    for kind in AttentionKind::ALL {
+        let name = kind.name();
+        let own = format!("kind = {name:?}");
+        // The kinds of the other layers, and the names of the layers of `kind` beside them.
+        let mut models = Vec::new();
+        if is_latent(&kind) {
+            let folder = tempfile::tempdir().expect("a folder");
+            let hf = exported(folder.path(), TIED, &own, whole());
+            let lines = changed_settings(&hf, "attention.", &[]).join("\n");
+            assert!(!lines.is_empty(), "{name}");
+            models.push((TIED.to_owned(), format!("{own}\n{lines}")));
+        } else {
+            let types = format!("layer_types = [{name:?}, \"sparse\"]");
+            let is_dense = kind.example().as_kind().is_dense();
+            let lines = match is_dense {
+                true => String::new(),
+                false => {
+                    let prefix = format!("attention.{name}.");
+                    let first = [format!("model.{types}").replace(" = ", "="), format!("{prefix}kind={name}")];
+                    changed_settings(&dense, &prefix, &first).join("\n")
+                }
+            };
+            assert!(is_dense || lines.lines().count() > 0, "{name}");
+            let far = "layer_types = [\"far\", \"sparse\"]";
+            models.push((far.to_owned(), format!("{own}\n{lines}\n[attention.far]\n{own}")));
+            for other in AttentionKind::ALL.into_iter().filter(|other| *other != kind && !is_latent(other)) {
+                let table = if is_dense { String::new() } else { format!("[attention.{name}]\n{lines}") };
+                models.push((types.clone(), format!("kind = {:?}\n{table}", other.name())));
+            }
+        }
+        for (model, attention) in models {
+            let folder = tempfile::tempdir().expect("a folder");
+            let hf = exported(folder.path(), &model, &attention, whole());
+            let shape = |kind| imported_model(&hf, kind, &[]).unwrap_or_else(|error| panic!("{attention}: {error}")).1;
+            let (before, after) = (shape(None), shape(Some(kind)));
+            for layer in 0..2 {
+                let own = before.attention;
+                let [before, after] = [&before, &after].map(|shape| shape.attention_of(layer));
+                assert!(before.kind() != kind || before == after, "{attention}: {after:?}");
+                assert!(before != own || after.kind() == kind, "{attention}: {after:?}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! `sieve data batch`: the rows of one training step.
-use crate::eval::output;
+use crate::out_file::OutFile;
 use crate::recipe::RecipeArgs;
 use crate::terminal;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_core::recipe::DataFormat;
@@ -21,7 +21,7 @@ pub(crate) struct BatchArgs {
     step: u64,
     /// The file to write
     #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    out: OutFile,
     /// Folder of the prepared data; as `sieve train` finds it when absent
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
@@ -29,7 +29,6 @@ pub(crate) struct BatchArgs {
 
 /// Runs `sieve data batch`: prints or writes the rows that a training step would read.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
-    output::check_place(&args.out)?;
     let (recipe, text) = args.recipe.load_with_text()?;
     terminal::lines(text);
     let training = &recipe.training;
@@ -44,9 +43,8 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         && let Err(DataError::File(missing)) = Prepared::open(&dir)
     {
         bail!(
-            "{} holds no prepared data: {missing}\n  \
-             hint: name a folder of sieve data prepare, or the data folder of a run, with --data-dir",
-            dir.shown()
+            "no prepared data: {missing}\n  \
+             hint: name a folder of sieve data prepare, or the data folder of a run, with --data-dir"
         );
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
@@ -71,8 +69,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    sieve_files::replace_or_fill(&args.out, |file| write_tensor_file(file, &tensors, None))
-        .with_context(|| format!("writing step {} to {}", args.step, args.out.shown()))?;
+    args.out.write(|file| write_tensor_file(file, &tensors, None))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,

@@ -1,6 +1,6 @@
 //! `sieve data generate`: training samples of the tasks of `sieve eval ruler`.
 use crate::eval::SourceArgs;
-use crate::eval::output::check_new;
+use crate::out_file::OutFile;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -40,7 +40,7 @@ pub(crate) struct GenerateArgs {
     seed: u64,
     /// The file of JSON lines: text, prompt, answer, task, length
     #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    out: OutFile,
 }
 
 /// Runs `sieve data generate`: writes documents of a synthetic task as JSON lines.
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             args.max_length
         );
     }
-    check_new(&args.out)?;
+    args.out.check_new()?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Train)?;
     let tokenizer = Tokenizer::from_file(&args.tokenizer)?;
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     }
     let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
     let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
-    sieve_files::replace_or_fill(&args.out, write)?;
+    args.out.write(write)?;
     terminal::line(&format!(
         "wrote {} of {} to {}",
         terminal::counted(args.samples, "sample"),

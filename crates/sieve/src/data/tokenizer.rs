@@ -1,5 +1,5 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
-use crate::eval::output;
+use crate::out_file::OutFile;
 use crate::recipe::RecipeArgs;
 use crate::text_files::{Beginning, FormatArg};
 use crate::{terminal, text_files};
@@ -8,7 +8,6 @@ use clap::{Args, Subcommand};
 use sieve_core::ShownPath;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_train::corpus_configs;
-use std::path::PathBuf;
 
 /// Subcommands of `sieve tokenizer`.
 #[derive(Subcommand, Debug)]
@@ -45,7 +44,7 @@ pub(crate) struct TrainArgs {
     sample_bytes: Option<u64>,
     /// The tokenizer.json to write
     #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    out: OutFile,
 }
 
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
@@ -80,7 +79,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         .sample_bytes
         .or(from_recipe.as_ref().map(|training| training.sample_bytes))
         .unwrap_or(DEFAULT_SAMPLE_BYTES);
-    output::check_new(&args.out)?;
+    args.out.check_new()?;
     let mut corpus = Corpus::open(config)?;
     // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
@@ -94,7 +93,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let config = BpeConfig { vocab_size, sample_bytes };
     let tokenizer = Tokenizer::train(&corpus, config)?;
     let text = tokenizer.to_json()?;
-    sieve_files::replace_or_fill(&args.out, |file| sieve_files::write_synced(file, text.as_bytes()))?;
+    args.out.write_text(&text)?;
     let beginning = Beginning::read(&corpus, Some(&tokenizer))?;
     terminal::line(&format!(
         "wrote {}: {} tokens, {:.2} bytes of text a token on the first {}",

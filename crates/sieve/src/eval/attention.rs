@@ -2,6 +2,7 @@
 use super::{output, text};
 use crate::draw::heads::{Heads, Legend, Square};
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{hub, loaded, terminal};
 use anyhow::Result;
 use clap::Args;
@@ -41,7 +42,7 @@ pub(crate) struct AttentionArgs {
     layers: Vec<usize>,
     /// Also draw the weights of every head: an SVG file
     #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    plot: Option<OutFile>,
     #[command(flatten)]
     result: output::ResultArgs,
     #[command(flatten)]
@@ -51,7 +52,7 @@ pub(crate) struct AttentionArgs {
 /// Runs `sieve eval attention`: which keys a checkpoint's heads look at on a text.
 pub(crate) fn run(mut args: AttentionArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
         InferenceSize::rows_of(length, length)
@@ -76,7 +77,7 @@ fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept
         attention_weights(&loaded.model, &tokens, &args.layers, device, &mut observe)
     })?;
     if let Some(path) = &args.plot {
-        output::write(path, &picture(&layers, &output::model_name(&loaded), length))?;
+        path.write_text(&picture(&layers, &output::model_name(&loaded), length))?;
     }
     let json = json!({
         "data": args.data, "num_tokens": length, "distances": DISTANCES, "layers": layers,

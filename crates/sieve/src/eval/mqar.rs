@@ -3,6 +3,7 @@
 use super::output;
 use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{loaded, terminal};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
@@ -45,7 +46,7 @@ pub(crate) struct MqarArgs {
     result: output::ResultArgs,
     /// Draw accuracy by distance, one line a kind
     #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    plot: Option<OutFile>,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -71,7 +72,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs `sieve eval mqar`: a model's accuracy on multi-query associative recall.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)
@@ -101,7 +102,7 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
     print(args, &loaded, &report)?;
     if let Some(path) = &args.plot {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
-        output::write(path, &accuracy_by_distance(&title, &report))?;
+        path.write_text(&accuracy_by_distance(&title, &report))?;
         if !args.result.json {
             terminal::line(&format!("wrote {}", path.shown()));
         }

@@ -2,6 +2,7 @@
 use super::{output, text};
 use crate::draw::grid::{Map, MapCell, Picture};
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -57,7 +58,7 @@ pub(crate) struct NeedleArgs {
     result: output::ResultArgs,
     /// Also write an SVG: a heat map of each score, by length and depth
     #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    plot: Option<OutFile>,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -71,7 +72,7 @@ pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     if !(1..=MOST_STEPS).contains(&args.grid) {
         bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
     }
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
         text::size_with_endings(shape, longest.unwrap_or(shape.max_seq_len), NUM_DISTRACTORS + 1)
@@ -106,7 +107,7 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
             trained_len: loaded.trained_len(),
             maps: reports.iter().map(|report| map(&config, report, &own)).collect(),
         };
-        output::write(path, &picture.svg())?;
+        path.write_text(&picture.svg())?;
         if !args.result.json {
             terminal::line(&format!("wrote {}", path.shown()));
         }

@@ -1,10 +1,10 @@
 //! Files that the commands of `sieve eval` write at their end.
+use crate::out_file::write_text;
 use crate::terminal;
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_core::ShownPath;
-use sieve_files::write_synced;
 use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::DeviceBackend;
 use std::path::{Path, PathBuf};
@@ -44,10 +44,9 @@ pub(super) struct ResultArgs {
 }
 
 impl ResultArgs {
-    /// Fails before the work begins if `--save` could not write its file, or the command one of `files`. `command` is
-    /// the name of the file of `--save` where it has no value.
-    pub(super) fn check(&self, checkpoint: &Path, command: &str, files: &[&Option<PathBuf>]) -> Result<()> {
-        files.iter().try_for_each(|file| check(file.as_deref()))?;
+    /// Fails before the work begins if `--save` could not name its file. `command` is the name of the file of `--save`
+    /// where it has no value.
+    pub(super) fn check(&self, checkpoint: &Path, command: &str) -> Result<()> {
         if self.save.is_none() {
             return Ok(());
         }
@@ -96,7 +95,7 @@ impl ResultArgs {
             if let Some(folder) = file.parent() {
                 std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.shown()))?;
             }
-            write(&file, &format!("{all}\n"))?;
+            write_text(&file, &format!("{all}\n"))?;
             terminal::remark(&format!("saved {}", file.shown()));
         }
         if self.json {
@@ -122,51 +121,6 @@ fn run_name(checkpoint: &Path, folder: &str) -> String {
     name.map_or_else(|| "model".to_owned(), |name| Path::new(name).shown().to_string())
 }
 
-/// Fails if [`write()`] could not replace the file at `path`. Tries it by making and removing the temporary file.
-/// Commands call this before they start to work.
-pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
-    let Some(path) = path.into() else {
-        return Ok(());
-    };
-    check_place(path)?;
-    if path.file_name().is_none() || (path.exists() && !path.is_file()) {
-        bail!("cannot write {}: it is not a file\n  hint: name a new file, or one to replace", path.shown());
-    }
-    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.shown()))
-}
-
-/// Fails if `path` is a folder or lies in a folder that does not exist. A device or a pipe may be written in place.
-pub(crate) fn check_place(path: &Path) -> Result<()> {
-    if path.is_dir() {
-        bail!("cannot write {}: it is a folder\n  hint: name a file in it", path.shown());
-    }
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => {
-            bail!("cannot write {}: there is no folder {}\n  hint: make it first", path.shown(), parent.shown())
-        }
-        _ => Ok(()),
-    }
-}
-
-/// As [`check_place`], and fails if a file is at `path`: for commands that replace none.
-pub(crate) fn check_new(path: &Path) -> Result<()> {
-    match path.is_file() {
-        true => Err(is_there(path)),
-        false => check_place(path),
-    }
-}
-
-/// The error of a command that replaces no file, for a file at its `--out`.
-pub(crate) fn is_there(path: &Path) -> anyhow::Error {
-    anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.shown())
-}
-
-/// Writes a file whole or not at all.
-pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    sieve_files::replace(path, |partial| write_synced(partial, text.as_bytes()))
-        .with_context(|| format!("cannot write {}", path.shown()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -185,37 +139,5 @@ mod tests {
         assert_eq!(run("/a/run/checkpoint/step-3"), Some(PathBuf::from("/a/run")));
         assert_eq!(run("/a/run/step-3"), None);
         assert_eq!(run_folder(Path::new("/a/exported"), ""), None);
-    }
-
-    use std::fs;
-
-    #[test]
-    fn a_file_is_replaced_whole_and_links_stay() {
-        let name = format!("sieve-output-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir(&folder).expect("a new folder");
-        let path = folder.join("a.json");
-        check(path.as_path()).expect("new");
-        assert!(!path.exists());
-        write(&path, "one, and longer").expect("writable");
-        check(path.as_path()).expect("there");
-        write(&path, "two").expect("writable");
-        assert_eq!(fs::read_to_string(&path).expect("there"), "two");
-        #[cfg(unix)]
-        {
-            let link = folder.join("link");
-            std::os::unix::fs::symlink(&path, &link).expect("linkable");
-            write(&link, "three").expect("writable");
-            assert!(link.is_symlink());
-            assert_eq!(fs::read_to_string(&path).expect("there"), "three");
-            check(Path::new("/dev/null")).expect_err("a device");
-        }
-        let left = fs::read_dir(&folder).expect("there").count();
-        assert_eq!(left, if cfg!(unix) { 2 } else { 1 });
-        for bad in ["", "no/where.json", "a.json/x"] {
-            let path = folder.join(bad);
-            check(path.as_path()).expect_err(bad);
-        }
-        fs::remove_dir_all(&folder).expect("its own folder");
     }
 }

@@ -1,6 +1,7 @@
 //! `sieve eval patterns`: searches, on a dense checkpoint, the patterns file of `minference` or the maps file of `dam`.
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -32,7 +33,7 @@ pub(crate) struct PatternsArgs {
     data: Vec<String>,
     /// The file to write, JSON; one that is there is replaced
     #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    out: OutFile,
     /// minference: the pattern that keeps most of each head's attention on one prompt; dam: a map of each head's mean
     /// attention over several, with settings behind a colon: dam:capture=512,density=0.25
     #[arg(long, default_value = "minference", value_name = "NAME", value_parser = search)]
@@ -91,7 +92,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 pub(crate) fn run(mut args: PatternsArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
     let flag = flag(&args)?;
-    args.result.check(&args.checkpoint, COMMAND, &[])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let length = args.length.unwrap_or(recipe.training.seq_len);
         InferenceSize::rows_of(length, length)
@@ -101,7 +102,6 @@ pub(crate) fn run(mut args: PatternsArgs) -> Result<()> {
 
 /// Searches the patterns or maps on the first tokens of the text, writes the file and prints what was found.
 fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.out.as_path())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
     let windows = match args.method {
@@ -128,7 +128,7 @@ fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device,
             }
         })
     })?;
-    output::write(&args.out, &file)?;
+    args.out.write_text(&file)?;
     print(args, &loaded, [windows.len(), length], report, flag)
 }
 

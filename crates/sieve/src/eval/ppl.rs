@@ -7,6 +7,7 @@ use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::exit::Exit;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
+use crate::out_file::OutFile;
 use crate::text_files::FormatArg;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
@@ -74,7 +75,7 @@ pub(crate) struct PplArgs {
     by_position: bool,
     /// Draw the loss by the number of tokens that a prediction sees
     #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    plot: Option<OutFile>,
     /// Also print the loss on words last used more than N tokens back, and on all others; several N may follow
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
@@ -94,7 +95,7 @@ pub(crate) fn run(args: PplArgs) -> Result<Exit> {
 /// Runs the command as one process, or as one of `ranks`.
 fn run_as(mut args: PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = own_place(args.place, ranks)?.for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize { ranks: ranks.map_or(1, ModelRanks::size), ..InferenceSize::rows_of(context, BATCH_TOKENS) }
@@ -158,7 +159,7 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
     }
     if let Some(path) = &args.plot {
         let title = format!("Loss by tokens seen: {}", output::model_name(loaded));
-        output::write(path, &loss_by_position(&title, &report.by_position, report.loss))?;
+        path.write_text(&loss_by_position(&title, &report.by_position, report.loss))?;
     }
     print(args, loaded, &config, &report, selection.as_ref(), &extrapolation)
 }
@@ -289,8 +290,7 @@ fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityRe
          loss              {:>14.4}  nats per token\n\
          token perplexity  {:>14}\n\
          {}\n\
-         byte perplexity   {:>14}\n\
-         bits per byte     {:>14.4}",
+         {}",
         output::heading(loaded),
         report.context,
         report.stride,
@@ -301,8 +301,7 @@ fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityRe
         report.loss,
         terminal::perplexity(report.token_perplexity, 3),
         word_line(report.word_perplexity, report.num_tokens, report.num_words),
-        terminal::perplexity(report.byte_perplexity, 4),
-        report.bits_per_byte,
+        byte_lines(report.byte_perplexity, report.bits_per_byte),
     ));
     if let Some(speed) = report.tokens_per_second {
         let speed = count(speed as u64);
@@ -320,11 +319,9 @@ fn print_rolling(config: &PerplexityConfig, context: usize, rolling: &RollingPer
         "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
          windows of {context})\n\
          {}\n\
-         byte perplexity   {:>14}\n\
-         bits per byte     {:>14.4}",
+         {}",
         word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
-        terminal::perplexity(rolling.byte_perplexity, 4),
-        rolling.bits_per_byte,
+        byte_lines(rolling.byte_perplexity, rolling.bits_per_byte),
     ));
 }
 
@@ -351,16 +348,27 @@ fn print_breakdowns(args: &PplArgs, report: &PerplexityReport) {
 }
 
 /// The printed line of the word perplexity, which is left out with more than [`TOKENS_PER_WORD`] tokens a word.
-fn word_line(word_perplexity: f64, num_tokens: u64, num_words: u64) -> String {
-    let tokens_per_word = num_tokens as f64 / num_words.max(1) as f64;
-    match tokens_per_word > TOKENS_PER_WORD {
-        false => format!("word perplexity   {:>14}", terminal::perplexity(word_perplexity, 3)),
-        true => format!(
-            "word perplexity   {:>14}  not of words of {tokens_per_word:.1} tokens, which this text has in this \
-             tokenizer; --json has it",
-            "-"
-        ),
-    }
+fn word_line(word_perplexity: Option<f64>, num_tokens: u64, num_words: u64) -> String {
+    let tokens_per_word = num_tokens as f64 / num_words as f64;
+    let (number, why) = match word_perplexity {
+        None => ("-".to_owned(), "  the text has no word".to_owned()),
+        Some(_) if tokens_per_word > TOKENS_PER_WORD => {
+            let why = format!(
+                "  not of words of {tokens_per_word:.1} tokens, which this text has in this tokenizer; --json has it"
+            );
+            ("-".to_owned(), why)
+        }
+        Some(number) => (terminal::perplexity(number, 3), String::new()),
+    };
+    format!("word perplexity   {number:>14}{why}")
+}
+
+/// The printed lines of what is measured by bytes of text.
+fn byte_lines(byte_perplexity: Option<f64>, bits_per_byte: Option<f64>) -> String {
+    let why = if bits_per_byte.is_none() { "  the predicted tokens have no text" } else { "" };
+    let perplexity = byte_perplexity.map_or("-".to_owned(), |number| terminal::perplexity(number, 4));
+    let bits = bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
+    format!("byte perplexity   {perplexity:>14}{why}\nbits per byte     {bits:>14}{why}")
 }
 
 fn mean_line(what: &str, mean: &MeanLoss) -> String {
@@ -403,9 +411,9 @@ mod tests {
 
     #[test]
     fn word_perplexity_is_printed_where_words_are_about_tokens() {
-        let line = |num_tokens| word_line(459_799.609, num_tokens, 100);
+        let line = |num_tokens| word_line(Some(459_799.609), num_tokens, 100);
         assert!(line(200).contains("459799.609"));
         assert!(line(241).contains(" -  not of words of 2.4 tokens") && !line(241).contains("459799"));
-        assert!(word_line(3.0, 7, 0).contains(" - "));
+        assert!(word_line(None, 7, 0).ends_with(" -  the text has no word"));
     }
 }

@@ -2,6 +2,7 @@
 use super::{output, text};
 use crate::draw::grid::{Map, MapCell, Picture};
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{hub, loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -45,10 +46,10 @@ pub(crate) struct RulerArgs {
     result: output::ResultArgs,
     /// Also write each sample's score, rank and generated text: one JSON object a line
     #[arg(long, value_name = "FILE")]
-    samples_file: Option<PathBuf>,
+    samples_file: Option<OutFile>,
     /// Also write an SVG: heat maps of scores and ranks, by length and task, and by length and depth
     #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
+    plot: Option<OutFile>,
     /// Name the tasks
     #[arg(long)]
     list: bool,
@@ -150,7 +151,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         return Ok(());
     }
     let checkpoint = hub::folder(args.checkpoint.as_ref().context("--checkpoint is missing")?)?;
-    args.result.check(&checkpoint, COMMAND, &[&args.plot, &args.samples_file])?;
+    args.result.check(&checkpoint, COMMAND)?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
     let place = args.place.place(&checkpoint)?;
@@ -236,10 +237,10 @@ fn run_on<B: DeviceBackend>(
     let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
     let (reports, lines) = terminal::with_bar(total, template, |bar| ask(&model, asked, selections, bar))?;
     if let Some(path) = &args.samples_file {
-        output::write(path, &lines)?;
+        path.write_text(&lines)?;
     }
     if let Some(path) = &args.plot {
-        output::write(path, &picture(&loaded, &reports).svg())?;
+        path.write_text(&picture(&loaded, &reports).svg())?;
     }
     print(args, &loaded, &reports)
 }

@@ -10,6 +10,7 @@ mod table;
 use super::{output, text};
 use crate::draw::line_chart::Curve;
 use crate::loaded::on_device;
+use crate::out_file::{OutFile, write_text};
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 pub(crate) use run::SelectorsArgs;
@@ -38,7 +39,7 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot, &args.scores])?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
         InferenceSize::rows_of(longest, longest)
@@ -86,19 +87,20 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
         table::print(&run, &rows, &trained, &left_out);
         terminal::lines(agreement.iter().map(table::agreement_line));
     }
+    // An error of a file names it.
     if let Some(path) = &args.plot
         && let Err(error) = run.draw(path, &mut failed)
     {
-        failed.add("--plot", &path.shown().to_string(), &error);
+        failed.add("--plot", "curve", &error);
     }
     if let Some(path) = &args.scores {
-        output::write(path, &scores::svg(&run, &rows, &trained))?;
+        path.write_text(&scores::svg(&run, &rows, &trained))?;
         run.say(&format!("wrote {}", path.shown()));
     }
     if let Some(dir) = &args.maps
         && let Err(error) = run.draw_maps(dir, &mut failed)
     {
-        failed.add("--maps", &dir.shown().to_string(), &error);
+        failed.add("--maps", "map", &error);
     }
     table::report(&run, &rows, &trained, &left_out, (&agreement, &failed))?;
     failed.end(args.result.json)
@@ -194,7 +196,7 @@ impl<B: DeviceBackend> Run<'_, B> {
                 }
             };
             let path = dir.join(format!("{name}.svg"));
-            output::write(&path, &heat_map::svg(label, &output::model_name(self.loaded), &masks))?;
+            write_text(&path, &heat_map::svg(label, &output::model_name(self.loaded), &masks))?;
             written += 1;
         }
         self.say(&format!("wrote {written} maps into {}", dir.shown()));
@@ -203,7 +205,7 @@ impl<B: DeviceBackend> Run<'_, B> {
 
     /// Draws one curve for each method and setting. Its points are the values of the method's knob: the parameter that
     /// trades density for recall.
-    fn draw(&self, path: &Path, failed: &mut Failures) -> Result<()> {
+    fn draw(&self, path: &OutFile, failed: &mut Failures) -> Result<()> {
         let mut curves = Vec::new();
         for sweep in self.sweeps() {
             let of = |selector: &Selector| {
@@ -228,7 +230,7 @@ impl<B: DeviceBackend> Run<'_, B> {
             curves.push(Curve { name: sweep.label, points, errors: Vec::new() });
         }
         let title = format!("Selectors at {} tokens: {}", self.tokens.len() - 1, output::model_name(self.loaded));
-        output::write(path, &plot::svg(&title, curves))?;
+        path.write_text(&plot::svg(&title, curves))?;
         self.say(&format!("wrote {}", path.shown()));
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! `sieve eval tasks`: language-model benchmarks on local files.
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
+use crate::out_file::OutFile;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -48,7 +49,7 @@ pub(crate) struct TasksArgs {
     system: Option<String>,
     /// Also write each row's likelihoods or answer: one JSON object a line
     #[arg(long, value_name = "FILE")]
-    samples: Option<PathBuf>,
+    samples: Option<OutFile>,
     #[command(flatten)]
     sparse: selector::SelectorArgs,
     #[command(flatten)]
@@ -109,7 +110,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     if args.data.is_empty() {
         bail!("--data is missing\n  hint: write for example --data piqa=validation.jsonl");
     }
-    args.result.check(&checkpoint, args.command(), &[&args.samples])?;
+    args.result.check(&checkpoint, args.command())?;
     let asked = asked(&args)?;
     let place = args.place.place(&checkpoint)?;
     let (recipe, shape) = peek_model(&checkpoint)?;
@@ -224,7 +225,7 @@ fn run_on<B: DeviceBackend>(
         seconds.push(started.elapsed().as_secs_f64());
     }
     if let Some(path) = &args.samples {
-        output::write(path, &samples(&reports)?)?;
+        path.write_text(&samples(&reports)?)?;
     }
     print(args, &loaded, &reports, &seconds, selection.as_ref())
 }

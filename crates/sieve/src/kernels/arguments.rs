@@ -1,5 +1,6 @@
 //! Arguments of `sieve kernels`.
 use crate::device::DeviceChoice;
+use crate::out_file::OutFile;
 use crate::selector;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
@@ -88,7 +89,7 @@ pub(crate) struct CheckArgs {
     pub(super) without_gemms: bool,
     /// Also write the rows as JSON
     #[arg(long, value_name = "FILE")]
-    pub(super) json: Option<PathBuf>,
+    pub(super) json: Option<OutFile>,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
@@ -153,7 +154,7 @@ pub(crate) struct BenchArgs {
     pub(super) repetitions: usize,
     /// Also write the rows as JSON
     #[arg(long, value_name = "FILE")]
-    pub(super) json: Option<PathBuf>,
+    pub(super) json: Option<OutFile>,
     /// auto, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
@@ -225,7 +226,7 @@ pub(crate) struct CaptureArgs {
     /// The safetensors file to write: "z", f32 [layers * kv_heads, tokens]; of a dense model "q", "k" and "v", f32
     /// [tokens, heads, head_dim] of some layers
     #[arg(long, value_name = "FILE")]
-    pub(super) out: PathBuf,
+    pub(super) out: OutFile,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
@@ -282,7 +283,7 @@ pub(crate) struct RunArgs {
     pub(super) pool: Option<String>,
     /// The safetensors file to write
     #[arg(long, value_name = "FILE")]
-    pub(super) out: PathBuf,
+    pub(super) out: OutFile,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,

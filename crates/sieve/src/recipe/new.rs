@@ -1,7 +1,7 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
 use crate::environment::variable;
-use crate::eval::output;
+use crate::out_file::OutFile;
 use crate::own_text::{OwnText, gives_steps};
 use crate::plan::epochs;
 use crate::text_files::remark_on_missing;
@@ -16,9 +16,6 @@ use sieve_core::recipe::{
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, is_hub_tokenizer};
 use sieve_train::DataSource;
-use std::fs::OpenOptions;
-use std::io::Write;
-use std::path::{Path, PathBuf};
 
 /// Sizes for which the program holds recipes of all kinds.
 const SHIPPED_SIZES: [&str; 4] = ["80m", "200m", "680m", "1p7b"];
@@ -63,7 +60,7 @@ pub(crate) struct NewArgs {
     short: bool,
     /// The recipe to write; the terminal when absent
     #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
+    out: Option<OutFile>,
 }
 
 /// Arguments of `sieve recipe show`.
@@ -100,6 +97,7 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
 
 /// Runs `sieve recipe new`.
 pub(super) fn run(args: &NewArgs) -> Result<()> {
+    args.out.iter().try_for_each(OutFile::check_new)?;
     let mut recipe = start(args, None)?;
     let (own, has_text) = OwnText::read(&recipe)?;
     if let Some(own) = &own {
@@ -121,7 +119,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     match &args.out {
         None => terminal::text(&text),
         Some(out) => {
-            write_new(out, &text)?;
+            out.write_text(&text)?;
             terminal::line(&format!("wrote {}", out.shown()));
             let file = terminal::quoted(out);
             let [plan, train] = ["plan", "train"].map(|command| format!("{command} --recipe {file}"));
@@ -140,20 +138,6 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
         terminal::remark(&words);
     }
     Ok(())
-}
-
-/// Writes a new file; fails if `path` exists.
-fn write_new(path: &Path, text: &str) -> Result<()> {
-    let created = OpenOptions::new().write(true).create_new(true).open(path);
-    match created {
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(output::is_there(path)),
-        created => created.and_then(|mut file| {
-            let written = file.write_all(text.as_bytes());
-            // Half a file would be in the way of the next attempt.
-            written.inspect_err(|_| drop(std::fs::remove_file(path)))
-        }),
-    }
-    .with_context(|| format!("writing {}", path.shown()))
 }
 
 impl OwnText {

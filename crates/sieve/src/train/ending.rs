@@ -1,10 +1,11 @@
 //! The last lines of a run: its losses, their curve, and the next commands.
+use super::lines::mean_of;
 use super::log::Log;
 use crate::{terminal, text_files};
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::{Prepared, Tokenizer};
 use sieve_ops::DMA_SCORE_CLAMP;
-use sieve_train::{RunFolder, TrainSummary, TrainingData, best_checkpoint};
+use sieve_train::{RunFolder, TrainSummary, TrainingData, ValidationReport, best_checkpoint};
 use std::path::Path;
 
 /// Tokens of held-out text that the suggested prompt has, at most.
@@ -20,19 +21,22 @@ pub(super) fn tell_references(log: &Log) {
 /// Prints a finished run's losses and statistics of its masks.
 pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
+        let row = |name: &str, report: &ValidationReport| {
+            format!(
+                "{name:<9}{:>8}   {:>10}   {:>13}\n",
+                mean_of(report.num_labels, format!("{:.4}", report.loss)),
+                mean_of(report.num_labels, terminal::perplexity(report.perplexity, 2)),
+                mean_of(report.num_bytes, format!("{:.4}", report.bits_per_byte)),
+            )
+        };
+        let unigram = last.unigram_bits_per_byte;
         log.result(&format!(
-            "             loss   perplexity   bits per byte\n\
-             start    {:>8.4}   {:>10}   {:>13.4}\n\
-             end      {:>8.4}   {:>10}   {:>13.4}\n\
-             unigram                          {:>10.4}   (end / unigram = {:.3})",
-            first.loss,
-            terminal::perplexity(first.perplexity, 2),
-            first.bits_per_byte,
-            last.loss,
-            terminal::perplexity(last.perplexity, 2),
-            last.bits_per_byte,
-            last.unigram_bits_per_byte,
-            last.bits_per_byte / last.unigram_bits_per_byte,
+            "             loss   perplexity   bits per byte\n{}{}\
+             unigram                          {:>10}   (end / unigram = {})",
+            row("start", first),
+            row("end", last),
+            mean_of(last.num_bytes, format!("{unigram:.4}")),
+            mean_of(last.num_bytes, format!("{:.3}", last.bits_per_byte / unigram)),
         ));
     }
     // Dense attention has only the causal mask: there is nothing to report of it.

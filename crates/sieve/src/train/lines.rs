@@ -139,15 +139,24 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
 
 /// The line that reports a validation.
 pub(super) fn validation_line(report: &ValidationReport) -> String {
+    let (labels, bytes) = (report.num_labels, report.num_bytes);
     format!(
-        "validate step: {:>5}  loss: {:>8.5}  perplexity: {}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",
+        "validate step: {:>5}  loss: {:>8}  perplexity: {}  bits per byte: {}  (unigram: {}; {} tokens)",
         report.step,
-        report.loss,
-        terminal::perplexity(report.perplexity, 2),
-        report.bits_per_byte,
-        report.unigram_bits_per_byte,
-        terminal::thousands(report.num_labels),
+        mean_of(labels, format!("{:.5}", report.loss)),
+        mean_of(labels, terminal::perplexity(report.perplexity, 2)),
+        mean_of(bytes, format!("{:.4}", report.bits_per_byte)),
+        mean_of(bytes, format!("{:.4}", report.unigram_bits_per_byte)),
+        terminal::thousands(labels),
     )
+}
+
+/// A printed mean over `count` labels or bytes; `-` if there are none, so that there is no mean.
+pub(super) fn mean_of(count: u64, printed: String) -> String {
+    match count {
+        0 => "-".to_owned(),
+        _ => printed,
+    }
 }
 
 /// The lines of a run that was stopped before its last step.
@@ -169,6 +178,26 @@ pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary, fallback: Op
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_validation_without_text_says_nothing_of_bytes() {
+        let report = ValidationReport {
+            step: 2,
+            loss: 1.5,
+            perplexity: 4.48,
+            bits_per_byte: f64::NAN,
+            unigram_bits_per_byte: f64::NAN,
+            num_labels: 7,
+            num_bytes: 0,
+        };
+        let wanted = "validate step:     2  loss:  1.50000  perplexity: 4.48  bits per byte: -  (unigram: -; 7 tokens)";
+        assert_eq!(validation_line(&report), wanted);
+        // A NaN loss of a model that diverged is printed as NaN.
+        let diverged = ValidationReport { loss: f64::NAN, perplexity: f64::NAN, num_bytes: 3, ..report };
+        assert!(validation_line(&diverged).contains("loss:      NaN  perplexity: NaN  bits per byte: NaN"));
+        let empty = ValidationReport { num_labels: 0, num_bytes: 0, ..diverged };
+        assert!(validation_line(&empty).contains("loss:        -  perplexity: -  bits per byte: -"));
+    }
 
     #[test]
     fn a_step_line_fits_80_columns() {

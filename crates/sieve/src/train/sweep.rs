@@ -3,9 +3,9 @@ mod starts;
 
 use super::arguments::TrainArgs;
 use super::one::{Process, train_on};
-use crate::eval::output;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
+use crate::out_file::write_text;
 use crate::recipe::useless::useless_settings;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
@@ -104,7 +104,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
         rows.push(row);
     }
     let all = earlier.iter().chain(&rows).collect::<Vec<_>>();
-    output::write(&path, &serde_json::to_string_pretty(&all)?)?;
+    write_text(&path, &serde_json::to_string_pretty(&all)?)?;
     terminal::lines(table(&rows));
     if rows.iter().all(|row| row.loss.is_none()) {
         bail!("no run of the sweep finished\n  hint: sweep other values");
