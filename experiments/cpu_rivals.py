@@ -5,16 +5,18 @@
 --llama is a folder of llama.cpp with build/bin/llama-bench, whose converter makes the GGUF files. The programs run by
 turns, on --cores alone, --rounds times. Each model is written once, in bf16, by transformers. Of a prompt of --prompt
 tokens: tokens a second. Of a token behind it: tokens a second, as the median of --tokens (ours, transformers) or as
-their mean (llama-bench). Ours is a new process in each round, so its first prompt is its only one; the rivals' is the
-best of three in a process. With --isa, transformers runs once more without AMX.
+the median of three means (llama-bench). Ours is a new process in each round, so its first prompt is its only one; the
+rivals' prompt is the best of three in a process. With --isa, transformers runs once more without AMX.
 
 A line a program, weight type and round is added to OUT/cpu.jsonl. docs/benchmarks.md has the table of
-experiments/rows/cpu.jsonl: medians of the rounds, the slowest and the fastest.
+experiments/rows/cpu.jsonl: medians of the rounds that all programs have, the slowest and the fastest. Its lines of
+llama.cpp have tokens behind an empty cache (`depth` 0), which the table does not compare.
 """
 
 import argparse
 import collections
 import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -55,14 +57,18 @@ def write_gguf(args, folder, dtype):
     """The model for llama.cpp; its converter knows the tokenizers of published models alone, so ours is named."""
     out = folder.parent / f"{folder.name}-{dtype}.gguf"
     if not out.exists():
+        partial = out.with_suffix(".part")
         code = (
             f"import sys; sys.path[:0] = [{str(args.llama)!r}, {str(args.llama / 'gguf-py')!r}]\n"
             "import convert_hf_to_gguf, conversion.base\n"
             "conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'gpt-2'\n"
             "convert_hf_to_gguf.main()\n"
         )
-        subprocess.run([sys.executable, "-c", code, folder, "--outfile", out, "--outtype", dtype], check=True,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        made = subprocess.run([sys.executable, "-c", code, folder, "--outfile", partial, "--outtype", dtype],
+                              capture_output=True, text=True)  # fmt: skip
+        if made.returncode:
+            raise RuntimeError(f"the converter: {made.stderr[-600:]}")
+        partial.rename(out)
     return out
 
 
@@ -125,29 +131,43 @@ def rival(folder, dtype, prompt, tokens):
 
 
 def llama(args, folder, dtype):
-    said = pinned(args, [args.llama / "build/bin/llama-bench", "-m", write_gguf(args, folder, dtype), "-t", len(args.cores),
-                         "-p", args.prompt, "-n", args.tokens, "-r", 3, "-o", "json"])  # fmt: skip
-    lines = json.loads(said)
-    return [next(max(line["samples_ts"]) for line in lines if bool(line["n_prompt"]) == is_prompt) for is_prompt in (True, False)]
+    def rates(*test):
+        said = pinned(args, [args.llama / "build/bin/llama-bench", "-m", write_gguf(args, folder, dtype), "-t",
+                             len(args.cores), *test, "-r", 3, "-o", "json"])  # fmt: skip
+        return json.loads(said)[0]["samples_ts"]
+
+    read, written = rates("-p", args.prompt, "-n", 0), rates("-p", 0, "-n", args.tokens, "-d", args.prompt)
+    return max(read), statistics.median(written)
 
 
 def table():
     """Head and lines: medians of the stored rounds with the slowest and the fastest, and ours over the best rival."""
+    programs = ["sieve", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    round_of = lambda row: [row[key] for key in ("session", "turn", "model", "dtype")]  # noqa: E731
+    whole = [row for row in rows if sum(round_of(row) == round_of(other) for other in rows) == len(programs)]
     found = collections.defaultdict(lambda: collections.defaultdict(list))
-    for line in ROWS.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in whole:
         for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
             found[row["model"], row["dtype"], what][row["program"]].append(row[key])
-    programs = ["sieve", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
+    is_behind_it = {row["program"]: row["depth"] == row["prompt"] for row in whole}
     lines = []
     for (model, dtype, what), of in sorted(found.items(), key=lambda one: [one[0][2], one[0][1], -len(one[0][0]), one[0][0]]):
         middle = {program: statistics.median(of[program]) for program in programs}
-        cells = [f"{middle[program]:.0f} ({min(of[program]):.0f} to {max(of[program]):.0f})" for program in programs]
-        over = [middle["sieve"] / max(middle[program] for program in rivals)
-                for rivals in (programs[2:], programs[1:])]  # fmt: skip
-        lines.append([f"{what}, {model}, {dtype}", *cells, *(f"{one:.2f}" for one in over)])
-    return ["tokens/s", "ours", "transformers", "without AMX", "llama.cpp", "ours over the best without AMX",
+        compared = [program for program in programs[1:] if what == "prompt" or is_behind_it[program]]
+        cells = ["-"] * len(programs)
+        for at, program in enumerate(programs):
+            if program == "sieve" or program in compared:
+                cells[at] = f"{middle[program]:.0f} ({min(of[program]):.0f} to {max(of[program]):.0f})"
+        over = [middle["sieve"] / max(middle[program] for program in compared if program != left_out)
+                for left_out in ("transformers", None)]  # fmt: skip
+        lines.append([f"{what}, {model}, {dtype}", str(len(of["sieve"])), *cells, *(f"{one:.2f}" for one in over)])
+    return ["tokens/s", "rounds", "ours", "transformers", "without AMX", "llama.cpp", "ours over the best without AMX",
             "with AMX"], lines  # fmt: skip
+
+
+def torch_version():
+    return " on torch ".join(importlib.metadata.version(name) for name in ("transformers", "torch"))
 
 
 def cpu():
@@ -162,6 +182,7 @@ def main():
     parser.add_argument("--sieve", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--llama", type=pathlib.Path)
+    parser.add_argument("--llama-version", help="of the folder, for the lines")
     parser.add_argument("--cores", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=2040)
@@ -169,7 +190,7 @@ def main():
     parser.add_argument("--models", nargs="+", default=["98M", "253M"], choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"], choices=["bf16", "f32"])
     parser.add_argument("--isa", help="ONEDNN_MAX_CPU_ISA of one more run of transformers, such as AVX512_CORE_BF16")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no round begins behind them")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no round of a model and type begins behind them")
     parser.add_argument("--rival", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -186,16 +207,18 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     name, flags = cpu()
     commit = re.search(r"\((\w+)", subprocess.run([args.sieve, "--version"], capture_output=True, text=True, check=True).stdout)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    versions = {"sieve": commit and commit[1], "llama.cpp": args.llama_version}
     about = {"cpu": name, "flags": flags, "threads": len(args.cores), "prompt": args.prompt, "tokens": args.tokens,
-             "commit": commit and commit[1], "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}"}  # fmt: skip
+             "depth": args.prompt, "commit": commit and commit[1], "date": f"{now:%Y-%m-%d}", "session": f"{now:%FT%TZ}"}  # fmt: skip
     found = collections.defaultdict(list)
     sizes = {model: write_model(args.out / model, MODELS[model]) for model in args.models}
     for turn in range(args.rounds):
         for model in args.models:
             for dtype in args.dtypes:
+                if time.monotonic() - began > args.seconds:
+                    continue
                 for program in list(programs)[:: 1 if turn % 2 == 0 else -1]:
-                    if time.monotonic() - began > args.seconds:
-                        continue
                     try:
                         prompt, token = programs[program](args, args.out / model, dtype)
                     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
@@ -203,7 +226,8 @@ def main():
                         continue
                     found[model, dtype, program].append((prompt, token))
                     row = {"model": model, "parameters": sizes[model], "dtype": dtype, "program": program, "turn": turn,
-                           "prompt_tokens_per_second": round(prompt, 1), "tokens_per_second": round(token, 2), **about}  # fmt: skip
+                           "prompt_tokens_per_second": round(prompt, 1), "tokens_per_second": round(token, 2),
+                           "version": versions.get(program, torch_version()), **about}  # fmt: skip
                     with open(args.out / "cpu.jsonl", "a", encoding="utf-8") as out:
                         out.write(json.dumps(row) + "\n")
     print(f"{name}, {' '.join(flags)}; {len(args.cores)} threads; best (least) of the rounds, tokens a second")

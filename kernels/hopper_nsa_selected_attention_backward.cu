@@ -95,9 +95,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
 #endif
     release_slot(run.done());
 #if ORDERED
-    // By a vote, so that a warp leaves the loop at once: else the compiler keeps nothing of the next run in uniform
-    // registers, and computes the address of each GEMM's operand in every thread.
-    while (__any_sync(~0u, waits && read_semaphore(semaphore) != own_turn)) {}
+    wait_for_turn(waits, semaphore, own_turn);
 #endif
     if (half * 64 < num_rows) {
       add_rows(dk_sum, first_row, key, num_keys, dk);

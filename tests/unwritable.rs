@@ -52,7 +52,7 @@ fn times_named(output: &Output, path: &str) -> usize {
     let message = String::from_utf8_lossy(&output.stderr);
     let error = message.find("error: ").map_or("", |at| &message[at..]);
     let is_part = |letter: char| letter.is_alphanumeric() || letter == '_';
-    // A longer name that begins or ends with this one is another name, but for that of a temporary file.
+    // A longer name that begins or ends with this one is another name, but for the name of a temporary file.
     let ends = error.match_indices(path).filter(|(at, _)| !error[at + path.len()..].starts_with(is_part));
     ends.filter(|(at, _)| !error[..*at].ends_with(is_part)).count()
 }

@@ -154,7 +154,9 @@ def validations_of(lines):
 
 def scores(lines):
     """What the last validation of a run measured, as in the lines of finished runs."""
-    return {name: round(validations_of(lines)[-1][name], 4) for name in ("loss", "bits_per_byte")}
+    last = validations_of(lines)[-1]
+    # Tokens without text have no bits per byte.
+    return {name: None if last[name] is None else round(last[name], 4) for name in ("loss", "bits_per_byte")}
 
 
 def saved_steps(folder):

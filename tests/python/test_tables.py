@@ -207,7 +207,7 @@ class Tables(unittest.TestCase):
 
     def test_the_folders_page_says_what_each_file_of_rows_is(self):
         page = (tables.ROWS / "README.md").read_text(encoding="utf-8")
-        self.assertEqual([path.name for path in tables.ROWS.glob("*.jsonl") if path.stem not in page], [])
+        self.assertEqual([path.name for path in tables.ROWS.glob("*.jsonl") if path.name not in page], [])
 
 
 if __name__ == "__main__":

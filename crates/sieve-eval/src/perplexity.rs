@@ -167,7 +167,7 @@ pub fn perplexity<B: DeviceBackend>(
         let what = format!("no document holds a token to predict ({num_documents} in all)");
         return Err(EvalError::refused(what, "give longer documents"));
     }
-    let per = |count: u64| (count > 0).then(|| nats / count as f64);
+    let [word_perplexity, byte_perplexity, bits_per_byte] = per_word_and_byte(nats, num_words, num_bytes);
     let loss = nats / num_tokens as f64;
     let lm_eval_rolling = rolling.map(Rolling::finish).transpose()?;
     Ok(PerplexityReport {
@@ -178,9 +178,9 @@ pub fn perplexity<B: DeviceBackend>(
         nats,
         loss,
         token_perplexity: loss.exp(),
-        word_perplexity: per(num_words).map(f64::exp),
-        byte_perplexity: per(num_bytes).map(f64::exp),
-        bits_per_byte: per(num_bytes).map(|nats| nats / std::f64::consts::LN_2),
+        word_perplexity,
+        byte_perplexity,
+        bits_per_byte,
         context,
         stride,
         tokens_per_second: pass.speed.tokens_per_second(),
@@ -251,6 +251,13 @@ struct Rolling<'a, B: DeviceBackend> {
     num_bytes: u64,
 }
 
+/// Perplexity per word and per byte, and bits per byte; `None` where there is no word or no byte.
+fn per_word_and_byte(nats: f64, num_words: u64, num_bytes: u64) -> [Option<f64>; 3] {
+    let per = |count: u64| (count > 0).then(|| nats / count as f64);
+    let bits = per(num_bytes).map(|nats| nats / std::f64::consts::LN_2);
+    [per(num_words).map(f64::exp), per(num_bytes).map(f64::exp), bits]
+}
+
 impl<B: DeviceBackend> Rolling<'_, B> {
     /// Predicts a document's text, window by window.
     fn add(&mut self, document: &EvalDocument, context: usize) -> Result<(), EvalError> {
@@ -269,15 +276,15 @@ impl<B: DeviceBackend> Rolling<'_, B> {
     fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
         self.pass.run()?;
         let Self { pass: Pass { sums, .. }, num_words, num_bytes, .. } = self;
-        let per = |count: u64| (count > 0).then(|| sums.nats() / count as f64);
+        let [word_perplexity, byte_perplexity, bits_per_byte] = per_word_and_byte(sums.nats(), num_words, num_bytes);
         Ok(RollingPerplexity {
             num_tokens: sums.num_tokens(),
             num_words,
             num_bytes,
             log_likelihood: -sums.nats(),
-            word_perplexity: per(num_words).map(f64::exp),
-            byte_perplexity: per(num_bytes).map(f64::exp),
-            bits_per_byte: per(num_bytes).map(|nats| nats / std::f64::consts::LN_2),
+            word_perplexity,
+            byte_perplexity,
+            bits_per_byte,
         })
     }
 }

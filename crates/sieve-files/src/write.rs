@@ -22,7 +22,7 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
 /// it gets. A pipe or a device is written in place.
 ///
 /// # Errors
-/// A path that is a folder; errors of `write`, and errors of the file system.
+/// A folder or a socket at the path; errors of `write`, and errors of the file system.
 pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
     if is_pipe_or_device(path) {
         return write(path);

@@ -421,6 +421,14 @@ fn latest_of_two(
     let Some(fallback) = fallback else {
         return own;
     };
+    if folder.had_no_identity() && fs::read_dir(fallback).is_ok_and(|mut entries| entries.next().is_some()) {
+        notices.push(format!(
+            "warning: {} is not searched: {} does not say which run this is, as in a run of an earlier version\n  \
+             hint: --resume=DIR names a checkpoint to continue from",
+            fallback.shown(),
+            folder.lock_path().shown()
+        ));
+    }
     for (step, path) in list_checkpoints(&fallback.join(folder.fallback_name()))?.into_iter().rev() {
         if own_step.is_some_and(|own| step <= own) {
             break;

@@ -35,8 +35,10 @@ pub struct RunFolder {
     /// Whether another process of the same group, rank 0, has locked the folder.
     is_claimed: bool,
     /// What sets this run apart from earlier and later ones in the same folder: the contents of its lock file. Empty
-    /// until the folder is locked, and for a run of an earlier version.
+    /// until the folder is locked.
     identity: String,
+    /// Whether the folder held a run without an identity: one of an earlier version, or whose lock file was removed.
+    had_no_identity: bool,
     /// Held until the run ends; the system releases it when the process is killed.
     lock: Option<File>,
 }
@@ -64,6 +66,7 @@ impl RunFolder {
             checkpoint_folder: checkpoint_folder.to_owned(),
             is_claimed: true,
             identity: String::new(),
+            had_no_identity: false,
             lock: None,
         }
     }
@@ -135,18 +138,24 @@ impl RunFolder {
         }
     }
 
-    /// Reads the identity of the run in the folder from its lock file. If the folder holds no run, writes one: that of
-    /// this run if the folder was removed, else a new one.
+    /// Reads the identity of the run in the folder from its lock file. A folder without a run or without an identity
+    /// gets one: this process's earlier one if the folder was removed, else a new one.
     fn identify(&mut self, lock: &mut File) -> io::Result<()> {
         if Self::holds_run(&self.path) {
-            self.identity.clear();
-            return lock.read_to_string(&mut self.identity).map(|_| ());
+            let mut stored = String::new();
+            lock.read_to_string(&mut stored)?;
+            if !stored.is_empty() {
+                self.identity = stored;
+                return Ok(());
+            }
+            self.had_no_identity = true;
         }
         if self.identity.is_empty() {
             self.identity = format!("{:016x}", RandomState::new().hash_one(std::process::id()));
         }
         lock.set_len(0)?;
-        lock.write_all(self.identity.as_bytes())
+        lock.write_all(self.identity.as_bytes())?;
+        lock.sync_all()
     }
 
     /// Refuses a folder that holds a run where `start` begins one, or holds none where `start` resumes one.
@@ -224,6 +233,12 @@ impl RunFolder {
         let path = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
         let named = [path.as_os_str().as_encoded_bytes(), self.identity.as_bytes()].concat();
         format!("run-{:016x}", xxh3_64(&named))
+    }
+
+    /// Whether the folder held a run without an identity when it was locked. What such a run saved in a fallback folder
+    /// cannot be told from what other runs of the same folder saved there.
+    pub(crate) fn had_no_identity(&self) -> bool {
+        self.had_no_identity
     }
 
     /// Path of the resolved recipe.
@@ -371,12 +386,16 @@ mod tests {
         RunFolder::move_aside(&path, "checkpoint").unwrap().unwrap();
         let second = begun(&Start::New);
         assert_ne!(second.fallback_name(), name);
-        // A run of an earlier version has an empty lock file, and its folder's name is made from its path.
+        assert!(!second.had_no_identity());
+        let of_second = second.fallback_name();
         drop(second);
+        // A run of an earlier version has an empty lock file, and a user may remove the file.
         fs::write(path.join("run.lock"), "").unwrap();
-        let earlier = path.canonicalize().unwrap();
-        let earlier = xxh3_64(earlier.as_os_str().as_encoded_bytes());
-        assert_eq!(begun(&Start::Resume).fallback_name(), format!("run-{earlier:016x}"));
+        let earlier = begun(&Start::Resume);
+        assert!(earlier.had_no_identity());
+        assert!(![&name, &of_second].contains(&&earlier.fallback_name()));
+        let its_name = earlier.fallback_name();
+        assert_eq!(begun_again(earlier, &begun), its_name, "the identity that it got stays");
     }
 
     /// The fallback name of a run that is resumed after its process has ended.

@@ -1,7 +1,9 @@
 //! What users of other programs type, and what is meant here: commands, flags, files without a flag.
+use crate::out_file::CannotWrite;
 use crate::terminal::{print_error, quoted, shell_word};
 use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
+use std::error::Error;
 use std::path::Path;
 
 /// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
@@ -273,8 +275,8 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
             let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {
                 true if error.to_string().contains(" 0 is not in 1..") => "1 or more".to_owned(),
-                // The folder of this name cannot be written as a file.
-                _ if Path::new(&value).exists() => return None,
+                // A file that cannot be written may have the name of a number.
+                _ if error.source().is_some_and(|why| why.is::<CannotWrite>()) => return None,
                 true => return None,
                 false => sieve_core::number_of_short_form(&value)?,
             };

@@ -1,8 +1,9 @@
-//! Files that a command writes at its end, whole or not at all.
+//! Files that a command writes at its end, whole or not at all; pipes and devices in place.
 use anyhow::{Result, bail};
 use clap::builder::{PathBufValueParser, TryMapValueParser, TypedValueParser, ValueParserFactory};
 use sieve_core::ShownPath;
-use sieve_files::{FileError, check_replaceable, replace, write_synced};
+use sieve_files::{FileError, check_replaceable, is_pipe_or_device, replace, write_synced};
+use std::fmt;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
@@ -14,20 +15,22 @@ pub(crate) struct OutFile(PathBuf);
 impl OutFile {
     /// Fails if the file could not be replaced. Tries it by making and removing the temporary file. The message follows
     /// one that names the path.
-    fn new(path: PathBuf) -> Result<Self, String> {
-        if path.is_dir() {
-            return Err("it is a folder\n  hint: name a file in it".to_owned());
+    fn new(path: PathBuf) -> Result<Self, CannotWrite> {
+        let is_named_as_folder = path.as_os_str().to_string_lossy().ends_with(std::path::is_separator);
+        if is_named_as_folder || path.is_dir() {
+            return Err(CannotWrite("it is a folder\n  hint: name a file in it".to_owned()));
         }
         if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty() && !parent.is_dir()) {
-            return Err(format!("there is no folder {}\n  hint: make it first", parent.shown()));
+            return Err(CannotWrite(format!("there is no folder {}\n  hint: make it first", parent.shown())));
         }
-        check_replaceable(&path).map_err(|FileError { source, .. }| format!("it cannot be written: {source}"))?;
+        check_replaceable(&path)
+            .map_err(|FileError { source, .. }| CannotWrite(format!("it cannot be written: {source}")))?;
         Ok(Self(path))
     }
 
-    /// Fails if a file is there: for commands that replace none.
+    /// Fails if a file or a link is there: for commands that replace none, before their work.
     pub(crate) fn check_new(&self) -> Result<()> {
-        if self.is_file() {
+        if self.symlink_metadata().is_ok() && !is_pipe_or_device(self) {
             bail!("{} is there already\n  hint: name another file with --out, or remove this one", self.shown());
         }
         Ok(())
@@ -36,6 +39,20 @@ impl OutFile {
     /// Writes the file: `write` writes and syncs it under the name that it gets.
     pub(crate) fn write<T, E: From<FileError>>(&self, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
         replace(self, write)
+    }
+
+    /// As [`Self::write`], and fails if a file came there meanwhile.
+    pub(crate) fn write_new<T>(&self, write: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+        replace(self, |partial| {
+            let written = write(partial)?;
+            self.check_new()?;
+            Ok(written)
+        })
+    }
+
+    /// Writes a text to a new file.
+    pub(crate) fn write_new_text(&self, text: &str) -> Result<()> {
+        self.write_new(|partial| Ok(write_synced(partial, text.as_bytes())?))
     }
 
     /// Writes a text.
@@ -52,15 +69,27 @@ impl Deref for OutFile {
     }
 }
 
+/// Why a file cannot be written, without its path.
+#[derive(Debug)]
+pub(crate) struct CannotWrite(String);
+
+impl fmt::Display for CannotWrite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for CannotWrite {}
+
 impl ValueParserFactory for OutFile {
-    type Parser = TryMapValueParser<PathBufValueParser, fn(PathBuf) -> Result<Self, String>>;
+    type Parser = TryMapValueParser<PathBufValueParser, fn(PathBuf) -> Result<Self, CannotWrite>>;
 
     fn value_parser() -> Self::Parser {
         PathBufValueParser::new().try_map(Self::new)
     }
 }
 
-/// Writes a file of text whose path the program has chosen, whole or not at all.
+/// Writes a text to `path`: a file whole or not at all, a pipe or a device in place.
 pub(crate) fn write_text(path: &Path, text: &str) -> Result<()> {
     Ok(replace(path, |partial| write_synced(partial, text.as_bytes()))?)
 }
@@ -78,8 +107,20 @@ mod tests {
         file.check_new().expect("new");
         file.write_text("one").expect("writable");
         new("a.json").expect("replaceable").check_new().expect_err("there");
-        for (bad, words) in [("", "a folder"), ("no/where.json", "no folder"), ("a.json/x", "no folder")] {
-            assert!(new(bad).expect_err(bad).contains(words));
+        let bad = [("", "a folder"), ("new/", "a folder"), ("no/where.json", "no folder"), ("a.json/x", "no folder")];
+        for (bad, words) in bad {
+            assert!(new(bad).expect_err(bad).to_string().contains(words));
         }
+    }
+
+    #[test]
+    fn a_new_file_takes_the_place_of_none_that_came_meanwhile() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.json");
+        let [first, second] = [0, 1].map(|_| OutFile::new(path.clone()).expect("new"));
+        first.write_new_text("first").expect("nothing is there");
+        second.write_new_text("second").expect_err("the first one is there");
+        assert_eq!(std::fs::read(&path).expect("there"), b"first");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("there").count(), 1);
     }
 }

@@ -69,7 +69,7 @@ impl KindTable {
 /// The attention of a layer.
 #[derive(Clone, Copy)]
 enum Layer {
-    /// The model's own.
+    /// The model's own attention.
     Own,
     Dense,
     /// The layer reads the blocks that an earlier layer chose.
@@ -91,7 +91,7 @@ pub(super) struct HfConfig {
     attention: KindTable,
     /// The kinds of layers that are neither of the model's own kind nor dense.
     others: Vec<KindTable>,
-    /// The layer pattern; empty if all layers have the model's own kind.
+    /// The layer pattern; where it is empty, all layers have the model's own kind.
     layers: Vec<Layer>,
     max_positions: usize,
     /// The whole of `config.json`.

@@ -37,7 +37,8 @@ pub(super) fn of_first(mesh: Option<&Mesh>, own: bool) -> Result<bool, TrainErro
     }
 }
 
-/// Returns rank 0's text on every rank: a name made from a folder's path may differ between hosts.
+/// Returns rank 0's text on every rank. The name of a run's fallback folder is one: its path may differ between hosts,
+/// and rank 0 alone knows the run's identity.
 pub(super) fn text_of_first(mesh: Option<&Mesh>, own: String) -> Result<String, TrainError> {
     match mesh {
         Some(mesh) => Ok(String::from_utf8_lossy(&mesh.broadcast(own.as_bytes())?).into_owned()),

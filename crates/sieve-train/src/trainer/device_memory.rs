@@ -73,7 +73,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const F32_BYTES: u64 = 4;
 
-    /// Memory of a GPU of which nothing is read or written.
+    /// The memory of a GPU, without a byte: nothing reads or writes what is allocated.
     struct NoMemory {
         free: u64,
         pages: HashMap<StorageId, u64>,
@@ -116,7 +116,7 @@ mod tests {
         )
     }
 
-    /// What `expect_gradients` does.
+    /// Asks for the sizes as `expect_gradients` does through Burn, which has no allocator but a device's own.
     fn expect(allocator: &mut MemoryManagement<NoMemory>, sizes: &BTreeSet<usize>) {
         allocator.mode(MemoryAllocationMode::Persistent);
         for elements in sizes {

@@ -69,7 +69,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     }
     let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
     let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
-    args.out.write(write)?;
+    args.out.write_new(write)?;
     terminal::line(&format!(
         "wrote {} of {} to {}",
         terminal::counted(args.samples, "sample"),

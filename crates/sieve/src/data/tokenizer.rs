@@ -93,7 +93,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let config = BpeConfig { vocab_size, sample_bytes };
     let tokenizer = Tokenizer::train(&corpus, config)?;
     let text = tokenizer.to_json()?;
-    args.out.write_text(&text)?;
+    args.out.write_new_text(&text)?;
     let beginning = Beginning::read(&corpus, Some(&tokenizer))?;
     terminal::line(&format!(
         "wrote {}: {} tokens, {:.2} bytes of text a token on the first {}",

@@ -119,7 +119,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     match &args.out {
         None => terminal::text(&text),
         Some(out) => {
-            out.write_text(&text)?;
+            out.write_new_text(&text)?;
             terminal::line(&format!("wrote {}", out.shown()));
             let file = terminal::quoted(out);
             let [plan, train] = ["plan", "train"].map(|command| format!("{command} --recipe {file}"));

@@ -73,9 +73,11 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             }));
         }
         if file.starts_with(PROGRAM) && !file.ends_with("/tests.rs") {
-            problems.extend(half_files(&text).map(|line| {
-                format!("{file}:{line}: a full disk leaves half a file here; use OutFile or sieve_files")
-            }));
+            problems.extend(
+                half_files(&text).map(|line| {
+                    format!("{file}:{line}: a full disk leaves half a file here; use OutFile or sieve_files")
+                }),
+            );
         }
         for (index, line) in text.lines().enumerate() {
             if let Some(word) = forbidden_in(line) {
