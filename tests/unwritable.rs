@@ -43,9 +43,8 @@ train --recipe tiny.toml --device cpu --out new --checkpoint-fallback
 ";
 
 /// Flags that name a file or a folder to read.
-const READ: &str =
-    "--branch-from --checkpoint --compare --data --fewshot-data --folder --from --grid --operands --prompt-file --qa-1 --qa-2
-    --recipe --resume-from --text --tokenizer --tokens-file";
+const READ: &str = "--branch-from --checkpoint --compare --data --fewshot-data --folder --from --grid --operands
+    --prompt-file --qa-1 --qa-2 --recipe --resume-from --text --tokenizer --tokens-file";
 
 /// How often the error of a command names `path`.
 fn times_named(output: &Output, path: &str) -> usize {

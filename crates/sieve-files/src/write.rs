@@ -39,8 +39,8 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
     })
 }
 
-/// Whether a pipe or a device is at `path`, whose bytes come from or go to another program: neither a file, a folder nor
-/// a socket, which no path opens.
+/// Whether a pipe or a device is at `path`, whose bytes come from or go to another program: neither a file, a folder
+/// nor a socket, which no path opens.
 pub fn is_pipe_or_device(path: &Path) -> bool {
     #[cfg(unix)]
     let is_socket = std::os::unix::fs::FileTypeExt::is_socket;
@@ -50,7 +50,8 @@ pub fn is_pipe_or_device(path: &Path) -> bool {
     kind.is_ok_and(|kind| !kind.is_file() && !kind.is_dir() && !is_socket(&kind))
 }
 
-/// Checks that [`replace`] can create its temporary file, by creating and removing it. A pipe or a device is not opened.
+/// Checks that [`replace`] can create its temporary file, by creating and removing it. A pipe or a device is not
+/// opened.
 ///
 /// # Errors
 /// As [`replace`].

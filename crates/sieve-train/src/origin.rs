@@ -404,8 +404,8 @@ fn with_initial_weights(saved: &mut Recipe, recipe: &mut Recipe, begun: Option<&
     saved.model.initial_weights = then;
 }
 
-/// The whole checkpoint of a run with the most steps, from its own folder or from its folder in `fallback`; `None` if the
-/// run has none.
+/// The whole checkpoint of a run with the most steps, from its own folder or from its folder in `fallback`; `None` if
+/// the run has none.
 fn latest_of_two(
     folder: &RunFolder,
     fallback: Option<&Path>,

@@ -47,8 +47,16 @@ struct KindTable {
 }
 
 impl KindTable {
-    fn new(kind: &'static str, keys: String) -> Self {
-        Self { kind, keys }
+    fn new(kind: AttentionKind, keys: String) -> Self {
+        Self { kind: kind.name(), keys }
+    }
+
+    /// The only kind that has the first of the keys, which are names and values.
+    fn with_keys(keys: &[(&str, String)]) -> Self {
+        let has_first = |(_, own): &(AttentionKind, Vec<String>)| own.iter().any(|key| key == keys[0].0);
+        let (kind, _) = keys_of_kinds().into_iter().find(has_first).expect("the key of a kind");
+        let lines = keys.iter().map(|(key, value)| format!("{key} = {value}"));
+        Self::new(kind, lines.collect::<Vec<_>>().join("\n"))
     }
 
     /// The lines of the table.
@@ -58,7 +66,7 @@ impl KindTable {
 
     /// Dense attention, which has no keys.
     fn dense() -> Self {
-        Self::new(Attention::DENSE.kind().name(), String::new())
+        Self::new(Attention::DENSE.kind(), String::new())
     }
 
     fn is_dense(&self) -> bool {
@@ -265,8 +273,8 @@ impl Reader {
         known.collect::<Result<Vec<_>, _>>().map(Some)
     }
 
-    /// The own kind of a class with grouped-query attention, and for each layer whether it is dense. The list is empty if
-    /// all layers have the same attention, dense or with a window.
+    /// The own kind of a class with grouped-query attention, and for each layer whether it is dense. The list is empty
+    /// if all layers have the same attention, dense or with a window.
     fn grouped_attention(
         &self,
         windows: Windows,
@@ -305,7 +313,7 @@ impl Reader {
                 self.value["sliding_window"], self.value["use_sliding_window"]
             )));
         };
-        Ok((KindTable::new("swa", format!("sliding_window = {window}")), is_dense))
+        Ok((KindTable::with_keys(&[("sliding_window", window.to_string())]), is_dense))
     }
 
     /// For each layer whether it rotates queries and keys.
@@ -377,8 +385,11 @@ impl Reader {
             return Err(self.refuse(problem));
         }
         let [rank, rope] = ["kv_lora_rank", "qk_rope_head_dim"].map(|key| self.integer(key));
-        let keys = format!("kv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false", rank?, rope?);
-        Ok(KindTable::new("mla", keys))
+        Ok(KindTable::with_keys(&[
+            ("kv_lora_rank", rank?.to_string()),
+            ("qk_rope_head_dim", rope?.to_string()),
+            ("qk_norm", false.to_string()),
+        ]))
     }
 
     /// The sizes that the file leaves out, each with the value that the class gives it.
@@ -425,13 +436,15 @@ fn is_off(value: &Value) -> bool {
     }
 }
 
-/// The keys that `[attention]` of a recipe has for a kind, `kind` among them.
-fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
+/// The keys that `[attention]` of a recipe has for each kind, `kind` among them.
+fn keys_of_kinds() -> Vec<(AttentionKind, Vec<String>)> {
     let schema: Value = serde_json::from_str(&json_schema()).expect("sieve-core writes it as JSON");
-    let kinds = schema["properties"]["attention"]["oneOf"].as_array()?;
-    let properties = kinds.iter().map(|of_kind| &of_kind["properties"]);
-    let own = properties.filter(|own| own["kind"]["enum"][0] == kind).find_map(Value::as_object);
-    own.map(|own| own.keys().cloned().collect())
+    let kinds = schema["properties"]["attention"]["oneOf"].as_array().into_iter().flatten();
+    let keys = kinds.filter_map(|of_kind| {
+        let own = of_kind["properties"].as_object()?;
+        Some((AttentionKind::named(own["kind"]["enum"][0].as_str()?)?, own.keys().cloned().collect()))
+    });
+    keys.collect()
 }
 
 impl Reader {
@@ -448,9 +461,12 @@ impl Reader {
             Architecture::Doge => {
                 // Checks the keys of windows, which the class does not have.
                 self.grouped_attention(windows, num_layers)?;
-                let window = self.integer("keep_window_size")?;
-                let keys = format!("keep_window_size = {window}\nrecency = \"none\"\nlocal_window_size = 0");
-                (KindTable::new("dma", keys), Vec::new())
+                let own = KindTable::with_keys(&[
+                    ("keep_window_size", self.integer("keep_window_size")?.to_string()),
+                    ("recency", "\"none\"".to_owned()),
+                    ("local_window_size", 0.to_string()),
+                ]);
+                (own, Vec::new())
             }
             Architecture::DeepseekV3 => (self.deepseek_attention(num_layers)?, Vec::new()),
             _ => self.grouped_attention(windows, num_layers)?,
@@ -463,7 +479,7 @@ impl Reader {
     /// itself, or an entry of its list of layers.
     fn sieve_attention(&self, of: &Value) -> Result<KindTable, CheckpointError> {
         let name = of["attention_kind"].as_str().unwrap_or_default();
-        let Some((keys, kind)) = keys_of_kind(name).zip(AttentionKind::named(name)) else {
+        let Some((kind, keys)) = keys_of_kinds().into_iter().find(|(kind, _)| kind.name() == name) else {
             let kinds = AttentionKind::ALL.map(AttentionKind::name).join(", ");
             return Err(self.bad_value(format!("attention_kind is {}, not one of {kinds}", of["attention_kind"])));
         };
@@ -483,7 +499,7 @@ impl Reader {
                 other => return Err(self.bad_value(format!("{key} is {other}"))),
             }
         }
-        Ok(KindTable::new(kind.name(), lines.join("\n")))
+        Ok(KindTable::new(kind, lines.join("\n")))
     }
 
     /// The layer pattern of an export of Sieve whose own attention is `own`, and the kinds of layers that are neither
@@ -621,8 +637,8 @@ impl HfConfig {
         self.attention.kind == kind.name()
     }
 
-    /// The names of the tables `[attention.NAME]` of other kinds, in a recipe whose `attention.kind` becomes `kind`. The
-    /// name of a kind stands for the layers of `[attention]` if that has the kind, so these tables have another.
+    /// The names of the tables `[attention.NAME]` of other kinds, in a recipe whose `attention.kind` becomes `kind`.
+    /// The name of a kind stands for the layers of `[attention]` if that has the kind, so these tables have another.
     fn names_of_others(&self, kind: &str) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
         for (number, other) in (1..).zip(&self.others) {
