@@ -421,7 +421,7 @@ fn latest_of_two(
     let Some(fallback) = fallback else {
         return own;
     };
-    if folder.had_no_identity() && fs::read_dir(fallback).is_ok_and(|mut entries| entries.next().is_some()) {
+    if folder.had_no_identity() && std::fs::read_dir(fallback).is_ok_and(|mut entries| entries.next().is_some()) {
         notices.push(format!(
             "warning: {} is not searched: {} does not say which run this is, as in a run of an earlier version\n  \
              hint: --resume=DIR names a checkpoint to continue from",
