@@ -27,6 +27,12 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests/python"))
+
+import gguf_files  # noqa: E402
+from cpu_bench import random_model  # noqa: E402
+
+LLAMA_BENCH = "build/bin/llama-bench"
 ROWS = HERE / "rows/cpu.jsonl"
 TINY = HERE.parent / "checkpoints/tiny"
 # Hidden width, feed-forward width, layers, heads, KV heads, vocabulary: Table 4 of arXiv:2508.02124, smaller vocabularies.
@@ -35,37 +41,21 @@ WORDS = "one two three four five six seven eight nine ten eleven twelve ".split(
 
 
 def write_model(folder, shape):
-    """A folder of a Qwen3 model with random weights, and the tokenizer of checkpoints/tiny."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """A folder of a Qwen3 model with random weights in bf16; the number of its parameters."""
     hidden, inner, layers, heads, kv_heads, vocabulary = shape
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=128, vocab_size=vocabulary, max_position_embeddings=4096,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
+    return random_model(
+        folder, "bfloat16", hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=128, vocab_size=vocabulary,
+        max_position_embeddings=4096, bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((TINY / name).read_bytes())
-    return sum(weight.numel() for weight in model.parameters())
 
 
 def write_gguf(args, folder, dtype):
-    """The model for llama.cpp; its converter knows the tokenizers of published models alone, so ours is named."""
+    """The model's file for llama.cpp."""
     out = folder.parent / f"{folder.name}-{dtype}.gguf"
     if not out.exists():
         partial = out.with_suffix(".part")
-        code = (
-            f"import sys; sys.path[:0] = [{str(args.llama)!r}, {str(args.llama / 'gguf-py')!r}]\n"
-            "import convert_hf_to_gguf, conversion.base\n"
-            "conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'gpt-2'\n"
-            "convert_hf_to_gguf.main()\n"
-        )
-        made = subprocess.run([sys.executable, "-c", code, folder, "--outfile", partial, "--outtype", dtype],
-                              capture_output=True, text=True)  # fmt: skip
+        made = gguf_files.convert(args.llama, folder, partial, dtype)
         if made.returncode:
             raise RuntimeError(f"the converter: {made.stderr[-600:]}")
         partial.rename(out)
@@ -132,7 +122,7 @@ def rival(folder, dtype, prompt, tokens):
 
 def llama(args, folder, dtype):
     def rates(*test):
-        said = pinned(args, [args.llama / "build/bin/llama-bench", "-m", write_gguf(args, folder, dtype), "-t",
+        said = pinned(args, [args.llama / LLAMA_BENCH, "-m", write_gguf(args, folder, dtype), "-t",
                              len(args.cores), *test, "-r", 3, "-o", "json"])  # fmt: skip
         return json.loads(said)[0]["samples_ts"]
 
@@ -144,8 +134,9 @@ def table():
     """Head and lines: medians of the stored rounds with the slowest and the fastest, and ours over the best rival."""
     programs = ["sieve", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    round_of = lambda row: [row[key] for key in ("session", "turn", "model", "dtype")]  # noqa: E731
-    whole = [row for row in rows if sum(round_of(row) == round_of(other) for other in rows) == len(programs)]
+    round_of = lambda row: tuple(row[key] for key in ("session", "turn", "model", "dtype"))  # noqa: E731
+    measured = collections.Counter(map(round_of, rows))
+    whole = [row for row in rows if measured[round_of(row)] == len(programs)]
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in whole:
         for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
@@ -198,6 +189,11 @@ def main():
         return rival(args.rival, args.dtype, args.prompt, args.tokens)
     if not args.sieve or not args.out:
         parser.error("--sieve and --out say which program is measured, and where the lines go")
+    for path in (args.sieve, *([args.llama / LLAMA_BENCH] if args.llama else [])):
+        if not path.is_file():
+            parser.error(f"there is no program {path}")
+    if not set(args.cores) <= os.sched_getaffinity(0):
+        parser.error(f"--cores {args.cores}: this process may run on {sorted(os.sched_getaffinity(0))}")
     began = time.monotonic()
     programs = {"sieve": ours, "transformers": transformers}
     if args.isa:

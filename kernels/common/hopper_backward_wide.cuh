@@ -106,8 +106,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     // The next step's queries; on the last step this step's again, because a branch around the GEMMs would keep them
     // from overlapping.
     const u32 next = step + 1 < num_steps ? step + 1 : step;
-    // From a lane, so that the compiler sees that it is the same for a whole warp. Else it computes the address of each
-    // GEMM's operand in every thread.
+    // The slot comes from lane 0, so that the compiler sees one slot for the whole warp. Else it computes the address
+    // of each GEMM's operand in every thread.
     const u32 next_slot = __shfl_sync(~0u, next % 2, 0), next_queries = shared + Q_AT + next_slot * QUERY_TILE_BYTES;
     barrier_wait(barrier_at(shared, FULL_Q + next_slot), next / 2 % 2);
     float dq_block[32], dq_half[16];
@@ -123,7 +123,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     stage_dq(dq_block, shared, 2 * step);
     send_dq<32>(dq_to + warpgroup * 16 * 128, shared, 2 * step);
     wgmma_fence();
-    // Opaque: the addresses of the keys' columns would else be kept in registers from before the loop on, and spill.
+    // `opaque` has the addresses of the keys' columns computed here. The compiler would else keep them in registers
+    // from before the loop on, and spill them.
     multiply_queries<SPLIT_NONE>(scores, opaque(k), next_queries, key_split, 0);
     wgmma_wait<1>();
     stage_dq(dq_half, shared, 2 * step + 1);

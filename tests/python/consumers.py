@@ -33,6 +33,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import gguf_files
 from kinds import names
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="critical")
@@ -290,13 +291,7 @@ class Export:
 def gguf(sieve, folder, converter):
     """What the converter makes of an export, in llama.cpp's library; neither needs a model of transformers."""
     out = folder.parent / "model.gguf"
-    code = (
-        f"import sys; sys.path[:0] = [{str(converter)!r}, {str(converter / 'gguf-py')!r}]\n"
-        "import convert_hf_to_gguf, conversion.base\n"
-        "conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'gpt-2'\n"
-        "convert_hf_to_gguf.main()\n"
-    )
-    done = run(sys.executable, "-c", code, folder, "--outfile", out, "--outtype", "f32")
+    done = gguf_files.convert(converter, folder, out, "f32")
     if done.returncode:
         return f"refused: {done.stderr.strip().splitlines()[-1].removeprefix('ERROR:hf-to-gguf:')}"
     # A process of its own, as the library logs to standard error.

@@ -220,24 +220,23 @@ NEW_TOKENS, TEXTS, TURNS = 33, (1, 8), 5
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def random_model(name, folder):
-    """A Qwen3 with random weights, f32, as a folder of transformers with the tokenizer of checkpoints/tiny."""
+def random_model(out, dtype, **sizes):
+    """Writes a Qwen3 with random weights as a folder of transformers, with the tokenizer of checkpoints/tiny. Returns
+    the number of its parameters.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    out = folder / f"decode-{name}"
-    if not out.exists():
-        torch.manual_seed(0)
-        config = Qwen3Config(**DECODED[name], vocab_size=50304, max_position_embeddings=2048, tie_word_embeddings=True)
-        model = Qwen3ForCausalLM(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() == 2:
-                    weight.normal_(0, 0.02)
-        model.save_pretrained(out)
-        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            (out / file).write_bytes((ROOT / "checkpoints/tiny" / file).read_bytes())
-    return out
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 0.02)
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (out / file).write_bytes((ROOT / "checkpoints/tiny" / file).read_bytes())
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def torch_decoder(threads, folder, dtype, prompt, answers, questions):
@@ -290,7 +289,9 @@ def decode(args):
     prompt.write_text((ROOT / "README.md").read_text()[:1500])
     rows, spawn = [], multiprocessing.get_context("spawn")
     for name in DECODED:
-        folder = random_model(name, args.work)
+        folder = args.work / f"decode-{name}"
+        if not folder.exists():
+            random_model(folder, "float32", **DECODED[name], vocab_size=50304, max_position_embeddings=2048)
         rivals = {}
         for dtype in ("float32", "bfloat16"):
             answers, questions = spawn.Queue(), spawn.Queue()

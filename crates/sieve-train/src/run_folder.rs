@@ -380,7 +380,7 @@ mod tests {
         let mut first = begun(&Start::Resume);
         fs::remove_dir_all(&path).unwrap();
         assert!(first.regain().unwrap());
-        assert_eq!(first.fallback_name(), name, "a removed folder is made again for the same run");
+        assert_eq!(first.fallback_name(), name, "the same run creates its removed folder again and keeps its name");
         fs::write(path.join("config.toml"), "x").unwrap();
         assert_eq!(begun_again(first, &begun), name);
         RunFolder::move_aside(&path, "checkpoint").unwrap().unwrap();

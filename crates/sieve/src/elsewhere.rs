@@ -275,9 +275,9 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
             let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {
                 true if error.to_string().contains(" 0 is not in 1..") => "1 or more".to_owned(),
-                // A file that cannot be written may have the name of a number.
-                _ if error.source().is_some_and(|why| why.is::<CannotWrite>()) => return None,
                 true => return None,
+                // The file's name only looks like a short form of a number.
+                false if error.source().is_some_and(|why| why.is::<CannotWrite>()) => return None,
                 false => sieve_core::number_of_short_form(&value)?,
             };
             Some(format!("{value:?} is no value of {argument}\n  hint: write {number}"))

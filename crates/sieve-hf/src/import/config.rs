@@ -40,33 +40,28 @@ const OLD_FULL: &str = "attention";
 /// A kind of attention with its keys.
 #[derive(PartialEq)]
 struct KindTable {
-    /// Name of the kind.
-    kind: &'static str,
+    kind: AttentionKind,
     /// The other keys, as lines of TOML.
     keys: String,
 }
 
 impl KindTable {
-    fn new(kind: AttentionKind, keys: String) -> Self {
-        Self { kind: kind.name(), keys }
-    }
-
     /// The only kind that has the first of the keys, which are names and values.
     fn with_keys(keys: &[(&str, String)]) -> Self {
         let has_first = |(_, own): &(AttentionKind, Vec<String>)| own.iter().any(|key| key == keys[0].0);
         let (kind, _) = keys_of_kinds().into_iter().find(has_first).expect("the key of a kind");
         let lines = keys.iter().map(|(key, value)| format!("{key} = {value}"));
-        Self::new(kind, lines.collect::<Vec<_>>().join("\n"))
+        Self { kind, keys: lines.collect::<Vec<_>>().join("\n") }
     }
 
     /// The lines of the table.
     fn lines(&self) -> String {
-        format!("kind = {:?}\n{}\n", self.kind, self.keys)
+        format!("kind = {:?}\n{}\n", self.kind.name(), self.keys)
     }
 
     /// Dense attention, which has no keys.
     fn dense() -> Self {
-        Self::new(Attention::DENSE.kind(), String::new())
+        Self { kind: Attention::DENSE.kind(), keys: String::new() }
     }
 
     fn is_dense(&self) -> bool {
@@ -499,7 +494,7 @@ impl Reader {
                 other => return Err(self.bad_value(format!("{key} is {other}"))),
             }
         }
-        Ok(KindTable::new(kind, lines.join("\n")))
+        Ok(KindTable { kind, keys: lines.join("\n") })
     }
 
     /// The layer pattern of an export of Sieve whose own attention is `own`, and the kinds of layers that are neither
@@ -634,17 +629,17 @@ impl HfConfig {
 
     /// Whether the model's own attention is of this kind.
     pub(super) fn is_of(&self, kind: AttentionKind) -> bool {
-        self.attention.kind == kind.name()
+        self.attention.kind == kind
     }
 
     /// The names of the tables `[attention.NAME]` of other kinds, in a recipe whose `attention.kind` becomes `kind`.
     /// The name of a kind stands for the layers of `[attention]` if that has the kind, so these tables have another.
-    fn names_of_others(&self, kind: &str) -> Vec<String> {
+    fn names_of_others(&self, kind: AttentionKind) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
         for (number, other) in (1..).zip(&self.others) {
-            let is_taken =
-                [self.attention.kind, kind].contains(&other.kind) || names.iter().any(|name| name == other.kind);
-            names.push(if is_taken { format!("{}_{number}", other.kind) } else { other.kind.to_owned() });
+            let name = other.kind.name();
+            let is_taken = [self.attention.kind, kind].contains(&other.kind) || names.iter().any(|taken| taken == name);
+            names.push(if is_taken { format!("{name}_{number}") } else { name.to_owned() });
         }
         names
     }
@@ -653,7 +648,7 @@ impl HfConfig {
     /// `transformers` have no training settings. `kind` is the one that an override gives the layers of the model's own
     /// kind; `None` if there is no such override.
     pub(super) fn recipe_toml(&self, residual_scale: bool, kind: Option<AttentionKind>) -> String {
-        let names = self.names_of_others(kind.map_or(self.attention.kind, AttentionKind::name));
+        let names = self.names_of_others(kind.unwrap_or(self.attention.kind));
         let mut model = self.model.clone();
         if self.layers.iter().any(|layer| !matches!(layer, Layer::Own)) {
             let types = self.layers.iter().map(|layer| match *layer {

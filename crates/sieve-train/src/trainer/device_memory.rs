@@ -55,7 +55,7 @@ fn gradient_sizes(shape: &ModelShape, share: Share) -> BTreeSet<usize> {
 
 #[cfg(test)]
 mod tests {
-    //! CubeCL's allocator itself, with the memory of several GPUs and a storage that allocates nothing.
+    //! CubeCL's allocator itself, with the memory of several GPUs and a storage that only counts bytes.
     use super::*;
     use cubecl::backtrace::BackTrace;
     use cubecl::ir::MemoryDeviceProperties;
@@ -73,13 +73,13 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const F32_BYTES: u64 = 4;
 
-    /// The memory of a GPU, without a byte: nothing reads or writes what is allocated.
-    struct NoMemory {
-        free: u64,
+    /// A GPU that counts the bytes of its pages and stores none.
+    struct CountedMemory {
+        total: u64,
         pages: HashMap<StorageId, u64>,
     }
 
-    impl ComputeStorage for NoMemory {
+    impl ComputeStorage for CountedMemory {
         type Resource = ();
 
         fn alignment(&self) -> usize {
@@ -89,26 +89,25 @@ mod tests {
         fn get(&mut self, _handle: &StorageHandle) {}
 
         fn alloc(&mut self, size: u64) -> Result<StorageHandle, IoError> {
+            if self.pages.values().sum::<u64>() + size > self.total {
+                return Err(IoError::BufferTooBig { size, backtrace: BackTrace::capture() });
+            }
             let id = StorageId::new();
-            self.free = self
-                .free
-                .checked_sub(size)
-                .ok_or_else(|| IoError::BufferTooBig { size, backtrace: BackTrace::capture() })?;
             self.pages.insert(id, size);
             Ok(StorageHandle::new(id, StorageUtilization { offset: 0, size }))
         }
 
         fn dealloc(&mut self, id: StorageId) {
-            self.free += self.pages.remove(&id).expect("a page is given back once");
+            self.pages.remove(&id).expect("a page is given back once");
         }
 
         fn flush(&mut self) {}
     }
 
     /// The allocator of a GPU with so many bytes, as CubeCL's CUDA runtime makes it.
-    fn allocator(bytes: u64) -> MemoryManagement<NoMemory> {
+    fn allocator(bytes: u64) -> MemoryManagement<CountedMemory> {
         MemoryManagement::from_configuration(
-            NoMemory { free: bytes, pages: HashMap::new() },
+            CountedMemory { total: bytes, pages: HashMap::new() },
             &MemoryDeviceProperties { max_page_size: bytes / 4, alignment: 512 },
             MemoryConfiguration::default(),
             Arc::new(ServerLogger::default()),
@@ -117,7 +116,7 @@ mod tests {
     }
 
     /// Asks for the sizes as `expect_gradients` does through Burn, which has no allocator but a device's own.
-    fn expect(allocator: &mut MemoryManagement<NoMemory>, sizes: &BTreeSet<usize>) {
+    fn expect(allocator: &mut MemoryManagement<CountedMemory>, sizes: &BTreeSet<usize>) {
         allocator.mode(MemoryAllocationMode::Persistent);
         for elements in sizes {
             drop(allocator.reserve(*elements as u64 * F32_BYTES).expect("one gradient fits"));
@@ -125,18 +124,26 @@ mod tests {
         allocator.mode(MemoryAllocationMode::Auto);
     }
 
-    fn hold(allocator: &mut MemoryManagement<NoMemory>, elements: usize) -> ManagedMemoryHandle {
+    fn hold(allocator: &mut MemoryManagement<CountedMemory>, elements: usize) -> ManagedMemoryHandle {
         allocator.reserve(elements as u64 * F32_BYTES).expect("a gradient fits")
     }
 
     /// Bytes that the allocator has of the GPU beyond the tensors' own.
-    fn unused(allocator: &MemoryManagement<NoMemory>) -> u64 {
+    fn unused(allocator: &MemoryManagement<CountedMemory>) -> u64 {
         let usage = allocator.memory_usage();
         usage.bytes_reserved - usage.bytes_in_use
     }
 
     fn share(ranks: usize) -> Share {
         Share { rank: 1, size: ranks, group: ShardGroup::new(1, ranks, 0), cuts: true, keeps_whole: false }
+    }
+
+    /// The shape of a recipe of Qwen3's sizes, and the elements of its embedding.
+    fn model(recipe: &str) -> (ModelShape, usize) {
+        let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a recipe");
+        let shape = recipe.model_shape(151_936).expect("a shape");
+        let embedding = shape.all_parameters()[0].num_elements() as usize;
+        (shape, embedding)
     }
 
     /// GPUs of 40 to 192 GiB, models of 8B, 14.8B and 32B, two to eight ranks.
@@ -147,9 +154,7 @@ mod tests {
             include_str!("../../../../recipes/dma_14b.toml"),
             include_str!("../../../../recipes/dma_32b.toml"),
         ] {
-            let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a recipe");
-            let shape = recipe.model_shape(151_936).expect("a shape");
-            let largest = shape.all_parameters()[0].num_elements() as usize;
+            let (shape, largest) = model(recipe);
             for gib in [40, 48, 64, 79, 80, 94, 139, 140, 180, 192] {
                 for ranks in [2, 4, 8] {
                     let sizes = gradient_sizes(&shape, share(ranks));
@@ -170,9 +175,7 @@ mod tests {
     /// On an H100, 14.8B ran out of memory with two rows before the allocator was asked for the sizes.
     #[test]
     fn without_its_size_the_embeddings_gradient_takes_a_quarter_of_an_h100() {
-        let recipe = Recipe::load(include_str!("../../../../recipes/dma_14b.toml"), "a recipe", &[]).expect("a recipe");
-        let shape = recipe.model_shape(151_936).expect("a shape");
-        let largest = shape.all_parameters()[0].num_elements() as usize;
+        let (shape, largest) = model(include_str!("../../../../recipes/dma_14b.toml"));
         let of = |gib: f64, expected: bool| {
             let mut memory = allocator((gib * GIB as f64) as u64);
             if expected {
