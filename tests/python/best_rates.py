@@ -38,6 +38,10 @@ KINDS = {
     "MLA": "MLA",
     "window + slope, 1 of 4 dense": "window 1024 + slope, 1 of 4 dense",
     "DMA, 1 of 4 dense": "DMA 1024, slope, r 128, 1 of 4 dense",
+    # Controls: the slope without sparsity, in all layers or where the hybrids are sparse, and sparsity without the slope.
+    "dense + slope": "dense + slope",
+    "dense + slope, 1 of 4 without": "dense + slope, 1 of 4 dense",
+    "window, 1 of 4 dense": "window 1024, 1 of 4 dense",
 }
 
 

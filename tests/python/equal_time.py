@@ -35,6 +35,8 @@ def best_rate(kind, length):
     for tokens in (length, 8192):
         if found := tried(RATE_RUNS, kind, argparse.Namespace(rate_steps=400, length=tokens)):
             return min(found, key=lambda pair: pair[1])[0]
+    if kind != WARMUP:
+        raise LookupError(f"{kind}: experiments/rows/rates.jsonl has no run of 400 steps of it; best_rates.py makes them")
     return best_rate("MSA", length)
 
 

@@ -18,7 +18,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # At most so much of each. `words` and `numbers` are means over the sentences of a page, `longest` is one sentence's words.
 BUDGET = {"words": 18.0, "longest": 40, "numbers": 1.0, "cell": 160}
-README = {"lines": 110, "first": 40}
+README = {"lines": 116, "first": 40}
 # Pages that are held to the budget: all that people read. recipe.md is the program's.
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "experiments/README.md", "data/README.md", *(
     f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in ("recipe", "SUMMARY"))]
