@@ -42,6 +42,7 @@ MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
 BYTES_A_TOKEN = 1544919 / 416624  # of the held-out crates, as docs/board.md has them
+TRAINING_TOKENS, PARAMETERS = 45.0e6, 85.0e6  # of the crates' text and the 80M models, as docs/results.md has them
 
 
 def ratio(above, below, digits=2):
@@ -154,6 +155,15 @@ def board_times():
     return ["than", "times as many"], [[name, ratio(sparse, of[entry], 1)] for name, entry in others.items()]
 
 
+def board_passes():
+    """How often the entries read the training tokens, and tokens a parameter besides the embedding."""
+    lines = []
+    for (length, entry), found in board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0):
+        tokens = statistics.mean(row["tokens"] for row in found)
+        lines.append([f"{length:,}", entry, f"{tokens / TRAINING_TOKENS:.1f}", f"{tokens / PARAMETERS:.1f}"])
+    return ["rows of", "entry", "times the training tokens", "tokens a parameter"], lines
+
+
 def table_4():
     head, _, *lines = (split(line) for line in table4.table(list(table4.runs())).splitlines())
     return head, lines
@@ -173,6 +183,17 @@ def far_apart():
         apart = [f"{a - b:.3f}" for a, b in zip(window[f"far > {tokens}"], dma[f"far > {tokens}"])]
         lines.append([f"used more than {tokens} tokens back", *apart])
     return ["words", "seed 0", "seed 1", "seed 2"], lines
+
+
+def over_dense():
+    """Loss of the same seed minus dense attention's without a slope, 1600 equal steps in rows of 8192."""
+    losses = {row["attention"]: row["loss, all tokens (seeds 0, 1, 2)"] for row in noted()["far_tokens"][1]}
+    lines = []
+    for name, found in losses.items():
+        apart = [f"{a - b:+.3f}" for a, b in zip(found, losses["dense"])]
+        if name != "dense":
+            lines.append([name, *apart, *["-"] * (len(losses["dense"]) - len(apart))])
+    return ["attention", "seed 0", "seed 1"], lines
 
 
 def advice():
@@ -239,7 +260,8 @@ def speed():
 
 COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
-    "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
+    "board_times": board_times, "board_passes": board_passes, "table4": table_4, "far_apart": far_apart,
+    "over_dense": over_dense, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
     "cpu_rivals": cpu_rivals.table,
     "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),
