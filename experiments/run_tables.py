@@ -174,6 +174,7 @@ def dma_minus():
     return ["DMA minus", *(f"{size}M" for size in SIZES)], lines
 
 
+MQAR_LENGTHS = (64, 256, 1024, 2048)
 MQAR = ["dense", "window", "window + slope", "MLA", "NSA", "DMA as published", "DMA", "InfLLM-V2", "MoBA", "MSA"]
 
 
@@ -181,46 +182,61 @@ def percent(share, digits=1):
     return fixed(100 * share, digits)
 
 
+def each_percent(kind, length, width):
+    """Right answers of each seed."""
+    return ", ".join(percent(row["accuracy"]) for row in runs("mqar", kind=kind, length=length, width=width))
+
+
 @table("mqar_256")
 def mqar_256():
-    lines = [[f"{length}, {length // 16}", *(", ".join(percent(row["accuracy"]) for row in runs(
-        "mqar", kind=kind, length=length, width=256)) for kind in MQAR)] for length in (64, 256, 1024, 2048)]
+    lines = [[f"{length}, {length // 16}", *(each_percent(kind, length, 256) for kind in MQAR)] for length in MQAR_LENGTHS]
     return ["length, pairs", *MQAR], lines
 
 
-@table("mqar_worst")
-def mqar_worst():
-    """Worst and best run of a width: of equals the shortest sample, the first seed."""
-    lines = []
-    for kind in MQAR[:7]:
-        cells = []
-        for width in (64, 128, 256):
-            found = sorted(runs("mqar", kind=kind, width=width), key=lambda row: (row["length"], row["seed"]))
-            for of in (min, max):
-                row = of(found, key=lambda row: row["accuracy"])
-                cells.append(f"{percent(row['accuracy'])} ({row['length']}, {row['seed']})")
-        lines.append([kind, *cells])
-    head = ["kind", *(f"width {width}: {which}" if which == "worst" else which for width in (64, 128, 256)
-                      for which in ("worst", "best"))]
-    return head, lines
+def decides(length, width):
+    """Whether a cell of figure 5 can judge a kind: dense attention answers more than 90 % with both seeds."""
+    return min(row["accuracy"] for row in runs("mqar", kind="dense", length=length, width=width)) > 0.9
+
+
+@table("mqar_narrow")
+def mqar_narrow():
+    """Both seeds of the narrow models, and whether the cell can judge a kind."""
+    kinds = MQAR[:7]
+    lines = [[str(width), f"{length}, {length // 16}", *(each_percent(kind, length, width) for kind in kinds),
+              "yes" if decides(length, width) else "undecided"] for width in (64, 128) for length in MQAR_LENGTHS]
+    return ["width", "length, pairs", *kinds, "judges a kind"], lines
 
 
 HARD = {"MSA": "MSA", "MSA, 4 local blocks": "MSA, 4 of 8 blocks local", "dense": "dense", "NSA": "NSA",
-        "MoBA": "MoBA", "DMA as published": "DMA as published, 12,000 steps", "window": "window",
-        "InfLLM-V2": "InfLLM-V2"}
+        "MoBA": "MoBA", "window": "window", "InfLLM-V2": "InfLLM-V2", "DMA as published": "DMA as published"}
+EQUAL_STEPS = 4000  # of the hard form, which every kind has
+
+
+def hard_runs(kind, steps):
+    """Of each seed that ran for so many steps, what it answered after each eighth of them."""
+    of_seed = [runs("mqar_hard", kind=kind, seed=seed, steps=steps) for seed in (0, 1, 2)]
+    return [sorted(found, key=lambda row: row["step"]) for found in of_seed if found]
+
+
+def best_shares(kind, steps):
+    """The best share of right answers of each seed."""
+    return [max(row["accuracy"] for row in found) for found in hard_runs(kind, steps)]
 
 
 @table("mqar_hard")
 def mqar_hard():
+    """Every kind after the same steps; one that also ran for longer has a second line, which judges none."""
     lines = []
     for kind, name in HARD.items():
-        steps = 12000 if kind == "DMA as published" else 4000
-        of_seed = [sorted(runs("mqar_hard", kind=kind, seed=seed, steps=steps), key=lambda row: row["step"])
-                   for seed in (0, 1, 2)]
-        reached = [next((str(row["step"]) for row in found if row["accuracy"] >= 0.99), "none") for found in of_seed]
-        best = [percent(max(row["accuracy"] for row in found)) for found in of_seed]
-        lines.append([name, "none" if set(reached) == {"none"} else ", ".join(reached), ", ".join(best)])
-    return ["", "step at which 99 % are right", "best share in %, asked after each eighth of the steps"], lines
+        for steps in sorted({row["steps"] for row in runs("mqar_hard", kind=kind)}):
+            found = hard_runs(kind, steps)
+            reached = [next((str(row["step"]) for row in of if row["accuracy"] >= 0.99), "none") for of in found]
+            lines.append([name if steps == EQUAL_STEPS else f"{name}, for longer", f"{steps:,}", str(len(found)),
+                          "none" if set(reached) == {"none"} else ", ".join(reached),
+                          ", ".join(map(percent, best_shares(kind, steps))),
+                          ", ".join(percent(of[-1]["accuracy"]) for of in found)])
+    return ["", "steps", "seeds", "step at which 99 % are right", "best share in %, asked after each eighth of the steps",
+            "last share"], lines
 
 
 NEEDLES = {"InfLLM-V2": "InfLLM-V2", "DMA 128, slope, r 32, 1 of 4 dense": "DMA, slope, 1 of 4 dense", "NSA": "NSA",

@@ -23,8 +23,11 @@ import sys
 import choose_tables
 import cpu_rivals
 import papers
+import provenance
 import run_tables
 import selector_tables
+import shared
+import speeds
 from noted import noted
 from run_tables import ROOT, ROWS
 
@@ -38,6 +41,7 @@ from tiny8k import run as tiny8k  # noqa: E402
 OTHERS = {"race", "recipe"}
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(
     f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OTHERS)]
+ALL = [*(ROOT / page for page in PAGES), *(ROOT / f"docs/{name}.md" for name in sorted(OTHERS))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
@@ -60,23 +64,8 @@ def rate_of(row, columns):
     return f"{2 * multiplied * 16 * int(rows) * int(tokens) ** 2 / 2 / float(row['ours']) / 1e9:.0f}"
 
 
-def span(numbers, digits=1):
-    return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
-
-
-def over_dma(row):
-    return [float(row["cuDNN dense"]) / float(ms) for ms in row["independent / rising / tied scores, ms"]]
-
-
-def nsa_ms(heads, tokens):
-    """Both passes of NSA, and how many times as fast it is as cuDNN's dense attention."""
-    (row,) = (row for row in noted()["nsa"][1] if (row["heads"], int(row["tokens"])) == (heads, tokens))
-    both = float(row["forward"] + row["backward"])
-    return both, float(row["cuDNN dense, both"]) / both
-
-
 def over_nsa(row):
-    ours = lambda: nsa_ms(row["heads"], int(row["tokens"].replace(",", "")))[0]
+    ours = lambda: speeds.nsa_in_any_order(row["heads"], int(row["tokens"].replace(",", "")))[0]
     return "" if row["rival"].startswith("flash-msa") else ratio(row["ms"], ours())
 
 
@@ -100,7 +89,7 @@ DERIVED = {
     ("published_steps", "fixed order / transformers"):
         lambda row: ratio(row["ours, sums in a fixed order"], row["transformers"]),
     ("fixed_order_steps", "slower by"): slower,
-    ("dma", "cuDNN / ours"): lambda row: span(over_dma(row)),
+    ("dma", "cuDNN / ours"): lambda row: speeds.span(speeds.over_dma(row)),
     ("nsa", "cuDNN / NSA"): lambda row: ratio(row["cuDNN dense, both"], row["forward"] + row["backward"]),
     ("nsa_rivals", "ms over NSA's here"): over_nsa,
     ("decode", "ratio"): lambda row: ratio(row["cuDNN's dense decoding"], row["microseconds"], 1),
@@ -154,6 +143,15 @@ def board_times():
     return ["than", "times as many"], [[name, ratio(sparse, of[entry], 1)] for name, entry in others.items()]
 
 
+def board_passes():
+    """How often the entries read the training tokens, and tokens a parameter besides the embedding."""
+    lines = []
+    for (length, entry), found in board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0):
+        tokens = statistics.mean(row["tokens"] for row in found)
+        lines.append([f"{length:,}", entry, f"{tokens / shared.TRAINING_TOKENS:.1f}", f"{tokens / shared.PARAMETERS:.1f}"])
+    return ["rows of", "entry", "times the training tokens", "tokens a parameter"], lines
+
+
 def table_4():
     head, _, *lines = (split(line) for line in table4.table(list(table4.runs())).splitlines())
     return head, lines
@@ -173,6 +171,17 @@ def far_apart():
         apart = [f"{a - b:.3f}" for a, b in zip(window[f"far > {tokens}"], dma[f"far > {tokens}"])]
         lines.append([f"used more than {tokens} tokens back", *apart])
     return ["words", "seed 0", "seed 1", "seed 2"], lines
+
+
+def over_dense():
+    """Loss of the same seed minus dense attention's without a slope, 1600 equal steps in rows of 8192."""
+    losses = {row["attention"]: row["loss, all tokens (seeds 0, 1, 2)"] for row in noted()["far_tokens"][1]}
+    lines = []
+    for name, found in losses.items():
+        apart = [f"{a - b:+.3f}" for a, b in zip(found, losses["dense"])]
+        if name != "dense":
+            lines.append([name, *apart, *["-"] * (len(losses["dense"]) - len(apart))])
+    return ["attention", "seed 0", "seed 1"], lines
 
 
 def advice():
@@ -201,45 +210,10 @@ def advice():
          f"{kept['loss − dense']:+} at {kept['density']} % of the pairs"]]
 
 
-def tiles():
-    """FlashAttention-4's time over ours under masks of tiles, both passes at 32,768 tokens, by heads."""
-    ms = {(row["rival"], row["heads"]): row["both_ms"] for row in run_tables.runs("race", kind="time", task="tiles")
-          if row["tokens"] == 32768}
-    return [ms["FlashAttention-4", heads] / ours for (rival, heads), ours in ms.items()
-            if rival == "Sieve" and ("FlashAttention-4", heads) in ms]
-
-
-def speed():
-    """README's, of the rows of docs/benchmarks.md."""
-    of = {name: rows for name, (_, rows) in noted().items()}
-    of_width = lambda width: [row for row in of["head_shapes"] if row["heads, width"].endswith(f", {width}")]
-    shapes = lambda width, *columns: span(
-        [float(one) for row in of_width(width) for column in columns for one in row[column]], 2)
-    dma = {row["keys, kept, width"]: over_dma(row) for row in of["dma"]}
-    step = ratio(of["gpu_steps"][0]["ours, tokens/s"][0], of["gpu_steps"][0]["rival, dense, bf16"])
-    on_cpu = of["cpu_training"][0]
-    dense = "cuDNN's dense attention"
-    return ["what, one H200", "against", "times as fast"], [
-        ["DMA with its selection, both passes, 8192 tokens, 1024 keys", dense, span(dma["8192, 1024, 128"])],
-        ["the same, 32,768 tokens", dense, span(dma["32768, 1024, 128"])],
-        ["the same, 131,072 tokens, 2048 keys", dense, span(dma["131072, 2048, 128"])],
-        ["dense attention, eight head shapes of width 128, each pass", "cuDNN",
-         shapes(128, "forward: cuDNN", "backward: cuDNN")],
-        ["the same", "FlashAttention-4", shapes(128, "forward: FA4", "backward: FA4")],
-        ["dense attention, three shapes of width 64, each pass", "FlashAttention-4",
-         shapes(64, "forward: FA4", "backward: FA4")],
-        ["block-sparse masks (tiles), both passes, 32,768 tokens", "FlashAttention-4", span(tiles(), 2)],
-        ["NSA, both passes, 8192 tokens", dense, f"{nsa_ms('16/8', 8192)[1]:.2f}"],
-        ["NSA, both passes, 65,536 tokens", dense, f"{nsa_ms('16/8', 65536)[1]:.2f}"],
-        ["training 1.7B, dense, rows of 2048", "compiled Qwen3 in PyTorch", step],
-        ["training on two CPU cores, dense", "PyTorch",
-         ratio(on_cpu["ours, dense, tokens/s"], on_cpu["PyTorch, dense"], 1)],
-    ]
-
-
 COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
-    "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
+    "board_times": board_times, "board_passes": board_passes, "table4": table_4, "far_apart": far_apart,
+    "over_dense": over_dense, "speed": speeds.table, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
     "cpu_rivals": cpu_rivals.table,
     "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),
@@ -251,6 +225,8 @@ COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_t
 def made(name):
     """The lines of a table in Markdown."""
     head, lines = COMPUTED[name]() if name in COMPUTED else of_noted(name)
+    if provenance.not_kept(name):
+        head = [f"{head[0]} {provenance.SIGN}".strip(), *head[1:]]
     texts = ["| " + " | ".join(row) + " |" for row in (head, *lines)]
     return [re.sub(r"\|(?:  \|)+", lambda cells: cells[0].replace("  ", " "), text) for text in
             [texts[0], "|" + "---|" * len(head), *texts[1:]]]
@@ -288,7 +264,10 @@ def filled(page):
         if name is None:
             unknown += [f"{page.name}:{begin + number}: a number without a stored row: {one}"
                         for number, line in enumerate(stored[2:], 3) for one in split(line) if NUMBER.fullmatch(one)]
-    return "\n".join(out + lines[after:]) + "\n", different, unknown
+    text = "\n".join(out + lines[after:]) + "\n"
+    if any(f" {provenance.SIGN} |" in line for line in out) and provenance.LEGEND not in re.sub(r"\s+", " ", text):
+        unknown.append(f"{page.name}: a table has {provenance.SIGN}, and no sentence begins '{provenance.LEGEND}'")
+    return text, different, unknown
 
 
 def main():
@@ -309,7 +288,8 @@ def main():
             faults += different
         else:
             page.write_text(text, encoding="utf-8")
-    print("\n".join(faults) or f"{count} tables are those of their rows")
+    faults += shared.faults((str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")) for page in ALL)
+    print("\n".join(faults) or f"{count} tables are those of their rows, and sentences say the same numbers")
     sys.exit(bool(faults))
 
 

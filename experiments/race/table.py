@@ -27,6 +27,8 @@ TASKS = {
     "own": ("Whole methods", "Each method chooses its keys itself, in the time. They read different keys, so that the "
             "times are no ranking. The windows of fla and flash_nsa are FlashAttention-4's."),
 }
+# Of these both passes are also compared with cuDNN's dense attention, as README and the other pages tell it.
+SPARSE = ("expiring", "own")
 LENGTHS = (8192, 32768, 131072)
 HEADS = ("16/8", "64/4", "16/16", "32/2", "128/1", "64/1")
 HEAD = """# The race
@@ -83,6 +85,17 @@ def small(value):
     return f"{value:.1e}".replace("e-0", "e-")
 
 
+def by_place(rows):
+    """Times by task, rival, heads and tokens."""
+    return {(row["task"], row["rival"], row["heads"], row["tokens"]): row for row in of(rows, "time")}
+
+
+def over_cudnn(timed, task, rival, heads, tokens):
+    """cuDNN's time of dense attention over this one's, both passes; None where one of them is not there."""
+    dense, ours = timed.get(("dense", "cuDNN", heads, tokens)), timed.get((task, rival, heads, tokens))
+    return dense["both_ms"] / ours["both_ms"] if dense and ours else None
+
+
 def order(rows):
     """Heads and rivals, equal heads together, ours first."""
     return sorted(dict.fromkeys((row["heads"], row["rival"]) for row in rows), key=lambda key: turn(*key))
@@ -121,7 +134,7 @@ def times(rows, task):
     if not timed:
         return []
     found = {(row["heads"], row["rival"], row["tokens"]): row for row in timed}
-    lines, before = [], None
+    every, lines, before = by_place(rows), [], None
     lengths = [length for length in LENGTHS if any(row["tokens"] == length for row in timed)]
     for heads, rival in order(timed):
         cells = [found.get((heads, rival, length)) for length in lengths]
@@ -132,11 +145,14 @@ def times(rows, task):
         lines.append([
             heads if heads != before else "", rival,
             *(number(row[column]) if row else "" for row in cells for column in ("forward_ms", "both_ms")),
-            f"{middle['peak_mib']:,.0f}" if "peak_mib" in middle else "", *([ratio] if task != "own" else [])])
+            f"{middle['peak_mib']:,.0f}" if "peak_mib" in middle else "", *([ratio] if task != "own" else []),
+            *(f"{beside:.2f}" if (beside := over_cudnn(every, task, rival, heads, length)) else ""
+              for length in lengths if task in SPARSE)])
         before = heads
     head = ["heads", "rival", *(f"{length:,}: {what}, ms" for length in lengths for what in ("forward", "both")),
             "MiB at 32,768"]
-    return table([*head, *(["over ours, both, at 32,768"] if task != "own" else [])], lines)
+    head += ["over ours, both, at 32,768"] if task != "own" else []
+    return table([*head, *(f"cuDNN's dense over it, {length:,}" for length in lengths if task in SPARSE)], lines)
 
 
 # Why, by task: what is known of our kernel, so that a losing row is not left without a word.

@@ -16,12 +16,16 @@ import unittest.mock
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import claims  # noqa: E402
 import papers  # noqa: E402
 import papers_rows  # noqa: E402
+import provenance  # noqa: E402
+import run_tables  # noqa: E402
+import shared  # noqa: E402
 import tables  # noqa: E402
 from race import table as race_table  # noqa: E402
 
-KEYS = {"about", "card", "date", "command", "commit", "seeds", "columns", "once"}
+KEYS = {"about", *provenance.KEYS, "not_kept", "seeds", "columns", "once", "note"}
 
 
 @functools.cache
@@ -29,6 +33,10 @@ def help_of(script):
     """What a script of Python prints about itself; its text where it needs what this Python has not, such as torch."""
     said = subprocess.run([sys.executable, "-B", script, "--help"], capture_output=True, text=True, check=False)
     return script.read_text(encoding="utf-8") if said.returncode else said.stdout
+
+
+def claims_of_all():
+    return [claim for of_paper in papers.PAPERS.values() for claim in of_paper()]
 
 
 class Tables(unittest.TestCase):
@@ -52,7 +60,7 @@ class Tables(unittest.TestCase):
 
     def test_a_changed_cell_and_a_missing_row_are_found(self):
         table = "\n".join(tables.made("nsa"))
-        right = f"<!-- table nsa -->\n{table}\n\nText.\n"
+        right = f"<!-- table nsa -->\n{table}\n\n{provenance.LEGEND}.\n"
         self.assertEqual(self.of_page(right), (right, [], []))
         shorter = right.replace(table, table[:table.rindex("\n")])
         for wrong in (right.replace("0.755", "0.754"), right.replace("0.91", "0.92"), shorter):
@@ -75,6 +83,50 @@ class Tables(unittest.TestCase):
                 self.assertLessEqual(row.keys() - {"table", "since"}, stored | derived, name)
         self.assertLessEqual({table for table, _ in tables.DERIVED}, tables.noted().keys())
 
+    def test_a_sentence_that_says_another_number_than_rows_or_pages_is_found(self):
+        pages = [(page.name, page.read_text(encoding="utf-8")) for page in tables.ALL]
+        self.assertEqual(shared.faults(pages), [])
+        count = 0
+        for pattern, _ in shared.FACTS:
+            for at, (name, text) in enumerate(pages):
+                for place in re.finditer(pattern, shared.said(text)):
+                    # Each number of each place, told as another one, on this page alone.
+                    number = next(filter(None, place.groups()))
+                    wrong = pages[:at] + [(name, shared.said(text).replace(place[0], place[0].replace(
+                        number, f"{number}1", 1)))] + pages[at + 1:]
+                    self.assertTrue(any(fault.startswith(f"{name}: ") for fault in shared.faults(wrong)), place[0])
+                    count += 1
+            without = [(name, re.sub(pattern, "", shared.said(text))) for name, text in pages]
+            self.assertTrue(any("no page says" in fault for fault in shared.faults(without)), pattern)
+        self.assertGreater(count, len(shared.FACTS))
+
+    def test_one_speed_has_one_number_on_all_pages(self):
+        best = "DMA is 10.7 to 11.0 times as fast as cuDNN's dense attention."
+        page = pathlib.Path(tables.ROOT, "README.md").read_text(encoding="utf-8")
+        faults = [fault for fault in shared.faults([("README.md", f"{page}\n{best}\n")]) if "cuDNN" in fault]
+        self.assertEqual(faults, ["README.md: '10.7 to 11.0 times as fast as cuDNN's dense attention' is no number of "
+                                  "experiments/speeds.py"])
+
+    def test_each_table_has_card_date_commit_and_command_or_says_which_were_not_kept(self):
+        for name, (about, _) in tables.noted().items():
+            lost = about.get("not_kept", [])
+            self.assertEqual(sorted([*(about.keys() & set(provenance.KEYS)), *lost]), sorted(provenance.KEYS), name)
+            self.assertRegex(about["date"], r"^(by )?20\d\d-\d\d-\d\d", name)
+        for file in provenance.of_files():
+            self.assertEqual(provenance.missing(file), [], file)
+        # Every table is noted, made from a file of runs, or composed of such tables' rows on another page.
+        composed = {*papers.TABLES, *tables.choose_tables.TABLES, "speed", "advice", "far_apart", "over_dense"}
+        self.assertEqual(tables.COMPUTED.keys() - composed - provenance.tables_of_runs().keys(), set())
+
+    def test_a_table_without_its_commit_is_marked_on_the_page(self):
+        marked = [name for name in (*tables.COMPUTED, *tables.noted()) if f" {provenance.SIGN} |" in tables.made(name)[0]
+                  or tables.made(name)[0].startswith(f"| {provenance.SIGN} |")]
+        self.assertEqual(set(marked), {name for name in (*tables.COMPUTED, *tables.noted()) if provenance.not_kept(name)})
+        table = "\n".join(tables.made("nsa"))
+        unknown = self.of_page(f"<!-- table nsa -->\n{table}\n")[2]
+        self.assertEqual(len(unknown), 1)
+        self.assertIn(provenance.LEGEND, unknown[0])
+
     def test_what_is_computed_follows_its_row(self):
         (row, *_) = tables.noted()["nsa"][1]
         self.assertEqual(tables.DERIVED["nsa", "cuDNN / NSA"](row), "0.91")
@@ -84,19 +136,19 @@ class Tables(unittest.TestCase):
         self.assertEqual(tables.rate_of(row | {"ours": 1}, None), f"{4 * 128 * 32 * 8192 ** 2 / 2 / 1e9:.0f}")
 
     def test_a_claim_of_a_paper_names_rows_and_scripts_that_are_there(self):
-        for of_paper in papers.PAPERS.values():
-            for line in of_paper()[1]:
-                *_, verdict, why, _ = line
-                named = papers.rows_of(line)
-                self.assertLessEqual(set(named), {*tables.COMPUTED, *tables.noted()}, line)
-                self.assertEqual(bool(named), verdict.startswith("**"), line)
-                for path in re.findall(r"`(experiments/[\w./]+)`", why):
-                    self.assertTrue((ROOT / path).is_file(), path)
+        for claim in claims_of_all():
+            named = papers.rows_of(claim)
+            self.assertLessEqual(set(named), {*tables.COMPUTED, *tables.noted()}, claim)
+            self.assertEqual(bool(named), bool(claim.holds), claim)
+            self.assertIn(claim.apart, ("", *claims.APART), claim)
+            for path in re.findall(r"`(experiments/[\w./]+)`", claim.differs):
+                self.assertTrue((ROOT / path).is_file(), path)
 
     def test_rows_of_a_claim_and_of_a_noted_table_have_a_command_that_can_run(self):
-        decide = {name for of_paper in papers.PAPERS.values() for line in of_paper()[1] for name in papers.rows_of(line)}
+        decide = {name for claim in claims_of_all() for name in papers.rows_of(claim)}
         self.assertLessEqual(set(papers.MEASURES), decide)
         noted = [about["command"] for about, _ in tables.noted().values() if "command" in about]
+        noted += [line["command"] for line in provenance.of_files().values() if "command" in line]
         count = 0
         for command in [papers.command(name) for name in decide] + noted:
             self.assertTrue(command)
@@ -116,26 +168,68 @@ class Tables(unittest.TestCase):
             self.assertEqual(subprocess.run(["bash", "-n", path], check=False).returncode, 0, command)
             return True
         known = help_of(path)
-        for flag in re.findall(r"(?<!\S)--[a-z-]+", command[script.end():]):
+        for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]+", command[script.end():]):
             self.assertRegex(known, rf'{flag}\b', command)
         return True
 
     def test_verdicts_follow_from_conditions_alone(self):
-        for conditions, verdict in (([True, True], "reproduced"), ([True, False], "partly"), ([False], "refuted")):
-            self.assertEqual(papers.judged(conditions), f"**{verdict}**")
-        # No verdict is written by hand, but for claims without a measurement.
-        with unittest.mock.patch.object(papers, "judged", lambda conditions: f"of {len(list(conditions))}"):
-            lines = [line for of_paper in papers.PAPERS.values() for line in of_paper()[1]]
-        for line in lines:
-            self.assertRegex(line[3], r"^(of [1-9]\d*|not run|not comparable)$", line)
+        for held, verdict in (([True, True], "reproduced"), ([True, False], "partly"), ([False, False], "not reproduced"),
+                              ([True, None], "partly"), ([False, None], "not reproduced"), ([None], "not comparable"),
+                              ([], "not run")):
+            claim = claims.Claim("it is fast", holds=dict(enumerate(held)))
+            self.assertEqual(claim.verdict, verdict, held)
+            self.assertIn(claim.verdict, claims.VERDICTS)
+            self.assertEqual(claim.cells()[3], f"**{verdict}**" if held else verdict)
+        # Only the paper's own setting refutes, and another quantity decides nothing, whichever way it went.
+        self.assertEqual(claims.Claim("it is fast", holds={"a": False}, own_setting=True).verdict, "refuted")
+        for held in (True, False):
+            apart = claims.Claim("it is fast", holds={"a": held}, apart="quantity")
+            self.assertEqual((apart.verdict, apart.cells()[3]), ("not comparable", "**not comparable**: quantity"))
+
+    def test_no_verdict_is_written_by_hand(self):
+        """Every measured claim has conditions that the rows decided; a claim without one has no number either."""
+        for claim in claims_of_all():
+            self.assertLessEqual({type(held) for held in claim.holds.values()}, {bool, type(None)}, claim)
+            self.assertEqual(claim.here == "-", not claim.holds, claim)
+
+    def test_every_row_of_a_setting_is_a_condition(self):
+        """Where the project has two models or several lengths, a verdict reads both: the worst and the best."""
+        long = len(papers.of_long("ba_att"))
+        count = {claim.says: len(claim.holds) for claim in claims_of_all()}
+        for says, conditions in {"Half of the pairs dropped: nearly as good as dense": 1 + long, "The same on needles": 1 + long,
+                                 "Tables 3, 5: nearly as good as dense": 4 + long, "Table 2: RULER 89.49 for 89.73": long + 2,
+                                 "Figure 5: above the window and NSA": 12, "Figure 4: the lowest perplexity at each size, "
+                                 "80M to 1.7B": 6, "6.95 times FlashAttention at 256K, 5.70 with compensation": 4}.items():
+            self.assertEqual(count[says], conditions, says)
+
+    def test_cells_of_mqar_in_which_dense_attention_fails_judge_no_kind(self):
+        for claim in papers.figure5():
+            for (length, width), held in zip(papers.CELLS, claim.holds.values()):
+                dense = [row["accuracy"] for row in run_tables.runs("mqar", kind="dense", length=length, width=width)]
+                self.assertEqual(held is None, min(dense) <= 0.9, (length, width))
+
+    def test_kinds_of_the_hard_form_are_compared_after_equal_steps(self):
+        lines = tables.COMPUTED["mqar_hard"]()[1]
+        longer = [line[0] for line in lines if line[1] != f"{run_tables.EQUAL_STEPS:,}"]
+        self.assertEqual(longer, ["DMA as published, for longer"])
+        self.assertEqual(papers.hard_form().verdict, "not comparable")
+        # Three seeds of DMA after the others' steps would decide it.
+        rows = run_tables.runs("mqar_hard")
+        rows += [row | {"steps": 4000} for row in rows if row["kind"] == "DMA as published" and row["steps"] == 12000]
+        stored = lambda name, **values: sorted((row for row in rows if all(
+            row.get(key) == value for key, value in values.items())), key=lambda row: row["seed"])
+        with unittest.mock.patch.object(run_tables, "runs", stored), unittest.mock.patch.object(papers, "runs", stored):
+            claim = papers.hard_form()
+        self.assertEqual((claim.verdict, len(claim.holds)), ("partly", 3))
 
     def test_the_command_of_the_page_prints_every_verdict(self):
         script = [sys.executable, papers.__file__]
         said = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
-        claims = [line for of_paper in papers.PAPERS.values() for line in of_paper()[1]]
-        self.assertEqual([one.split("  ")[0].strip() for one in said], [line[3].strip("*") for line in claims])
+        self.assertEqual([one.split("  ")[0].strip() for one in said], [claim.verdict for claim in claims_of_all()])
+        why = subprocess.run([*script, "--why"], capture_output=True, text=True, check=True).stdout.splitlines()
+        self.assertEqual(len(why), len(said) + sum(len(claim.holds) for claim in claims_of_all()))
         said = subprocess.run([*script, "--commands"], capture_output=True, text=True, check=True).stdout
-        for name in {name for line in claims for name in papers.rows_of(line)}:
+        for name in {name for claim in claims_of_all() for name in papers.rows_of(claim)}:
             self.assertIn(f"{name}: {papers.command(name)}\n", said)
 
     def test_what_one_gpu_measures_decides_a_claim(self):
@@ -143,7 +237,7 @@ class Tables(unittest.TestCase):
               "momo:topk=exact,first_dense_layers=0": (60.0, 30.0),
               "momo:k_trim=1024,first_dense_layers=0": (150.0, 20.0)}
         rows = [{"method": "dense", "tokens": 131072, "whole_ms": 211.0}] + [
-            {"method": method, "tokens": 131072, "heads": 32, "density": 0.2, "mass": 0.9, "dense_ms": 211.0,
+            {"method": method, "tokens": 131072, "heads": 32, "density": 0.2, "probe_density": 0.06, "mass": 0.9, "dense_ms": 211.0,
              "whole_ms": whole, "selection_ms": select} for method, (whole, select) in ms.items()]
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "topk.json")
@@ -153,15 +247,15 @@ class Tables(unittest.TestCase):
             "trim", "permute", "far", "million", "more"]))
         self.assertEqual({"table", *columns}, found[0].keys())
         none = {table: rows for table, rows in tables.noted().items() if table != name}
-        claims = []
+        both = []
         for stored in (none, none | {name: ({"columns": columns}, found)}):
             with unittest.mock.patch.object(papers, "noted", lambda: stored):
-                claims.append({line[0]: line for line in papers.momo()[1]})
-        before, after = claims
-        changed = {claim.partition(":")[0]: line for claim, line in after.items() if line != before[claim]}
-        self.assertEqual({claim: line[2:4] for claim, line in changed.items()}, {
-            "Table 1": ["150.0 to 50.0 ms, dense 211.0", "**partly**"],
-            "Figure 4": ["20.0, 40.0, 30.0 ms at 131,072 tokens", "**partly**"]})
+                both.append({claim.says: claim for claim in papers.momo()})
+        before, after = both
+        changed = {says.partition(":")[0]: claim for says, claim in after.items() if claim != before[says]}
+        self.assertEqual({says: (claim.here, claim.verdict) for says, claim in changed.items()}, {
+            "Table 1": ("150.0 to 50.0 ms, dense 211.0", "partly"),
+            "Figure 4": ("20.0, 40.0, 30.0 ms at 131,072 tokens", "partly")})
 
     def test_what_figure2_draws_decides_its_claim(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -180,9 +274,13 @@ class Tables(unittest.TestCase):
                          [["dense", "copy", "answers", 700, 95.0, 95.0, "-"], ["dense", "select", "answers", 700, 40.0, 40.0, "-"]])
         with unittest.mock.patch.object(papers, "noted", lambda: {name: ({"columns": columns}, rows)}):
             claim = papers.figure2()
-        self.assertEqual(claim[2:4], ["copy: 95 % answered, 50 % of the keys; select: 40 % answered, 5 % of the keys",
-                                      "**partly**"])
-        self.assertIn("700 steps", claim[4])
+        self.assertEqual((claim.here, claim.verdict), (
+            "copy: 95 % answered, 50 % of the keys; select: 40 % answered, 5 % of the keys", "partly"))
+        self.assertIn("700 steps", claim.differs)
+        # A form that answers nothing cannot show which keys it needs.
+        unlearned = [row | {"answered, % at 512": 0.0} for row in rows]
+        with unittest.mock.patch.object(papers, "noted", lambda: {name: ({"columns": columns}, unlearned)}):
+            self.assertEqual(papers.figure2().verdict, "not comparable")
 
     def test_the_race_page_is_what_its_rows_give(self):
         for path, text in race_table.files(race_table.stored()).items():
