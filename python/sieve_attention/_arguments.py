@@ -5,12 +5,16 @@ import functools
 import inspect
 import math
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+from . import _axes
 from ._dma import NAMES
+from ._foreign import answer
 from ._library import SieveError
-from ._on_cpu import definition_of
+from ._on_cpu import as_on_a_gpu, definition_of
 
 
 def is_tensor(x):
@@ -34,6 +38,13 @@ def _list(wanted, of, *lengths):
     return wanted, lambda x: type(x) in (list, tuple) and all(map(of, x)) and len(x) in (lengths or (len(x),))
 
 
+def _are_documents(x):
+    if is_tensor(x):
+        is_whole = not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+        return x.dim() == 1 and is_whole and x.layout == torch.strided
+    return type(x) in (list, tuple) and all(map(is_tensor, x)) and len(x) == 2
+
+
 # As many heads as a recipe may have.
 MOST_HEADS = 1 << 14
 # What an argument must be, and a test of it, by its name or by function and name.
@@ -49,8 +60,12 @@ WANTED = {
     **dict.fromkeys(["a", "length", "cu_seqlens", "sinks"], _tensor(1)),
     **{
         argument: (" or ".join(f'"{name}"' for name in names), lambda x, names=names: x in names)
-        for argument, names in (("dma_attention.bias", NAMES["bias"]), ("dma_decode.bias", NAMES["bias"]),
-                                ("preset", NAMES["preset"]), ("recency", NAMES["recency"]))
+        for argument, names in (
+            ("dma_attention.bias", NAMES["bias"]),
+            ("dma_decode.bias", NAMES["bias"]),
+            ("preset", NAMES["preset"]),
+            ("recency", NAMES["recency"]),
+        )
     },
     **dict.fromkeys(
         ["shortest_period", "longest_period"], ("a number of tokens of at least 1", lambda x: _is_finite(x) and x >= 1)
@@ -62,7 +77,10 @@ WANTED = {
         "NsaBlocks(...) of whole numbers of at least 1",
         lambda x: hasattr(x, "sizes") and all(type(size) is int and size > 0 for size in x.sizes()),
     ),
-    "documents": _list("a pair of tensors: use documents(cu_seqlens, tokens)", is_tensor, 2),
+    "documents": (
+        "a pair of tensors: use documents(cu_seqlens, tokens), or cu_seqlens itself, int32 or int64",
+        _are_documents,
+    ),
     "selection": ("what select(rank, keep=...) returns", lambda x: hasattr(x, "expire")),
     "block_sparse.mask": ("what block_mask(mask, 64 or 128) returns", lambda x: hasattr(x, "words")),
 }
@@ -100,8 +118,13 @@ def _problem(name, defaults, arguments):
         if holds(x) or (x is None and may_be_none) or isinstance(default, str):
             continue
         layout = "" if not is_tensor(x) or x.layout == torch.strided else "sparse "
-        got = f"a {layout}tensor {list(x.shape)}" if is_tensor(x) else repr(x) if len(repr(x)) < 80 else f"a {type(x).__name__}"
-        return f"{argument} is {got}; it must be {wanted}{', or None' if may_be_none else ''}"
+        got = (
+            f"a {layout}tensor {list(x.shape)}"
+            if is_tensor(x)
+            else repr(x) if len(repr(x)) < 80 else f"a {type(x).__name__}"
+        )
+        axes = _axes.axes_of(name, argument) if "a tensor of" in wanted else ""
+        return f"{argument} is {got}; it must be {wanted}{', or None' if may_be_none else ''}{axes and ': ' + axes}"
     return None
 
 
@@ -144,20 +167,68 @@ def _mismatch(arguments):
     return None
 
 
+def _tokens_of(given):
+    """Tokens of a row, by the first tensor of a call: a rank has them last."""
+    argument, x = next(iter(given.items()))
+    return x.shape[2 if argument == "rank" else 1]
+
+
+def _with_axes(name, given, problem):
+    """A sentence about a shape with the names of the axes, and what to do where heads and tokens are exchanged."""
+    if found := re.search(r"\b([a-z_]+) has shape \[[^\]]*\], expected \[[^\]]*\]", problem):
+        axes = _axes.axes_of(name, found[1])
+        problem = problem.replace(found[0], f"{found[0]}{axes and ', '}{axes}")
+    if found or problem.startswith("number of "):
+        problem += _axes.hint_for(given)
+    return problem
+
+
+def _checked_for_definition(name, defaults, given):
+    """Refuses arguments that do not fit, which torch would take, and makes documents of cu_seqlens."""
+    if problem := _problem(name, defaults, given) or _mismatch(given):
+        raise SieveError(f"{name}: {_with_axes(name, given, problem)}")
+    if is_tensor(given.get("documents")) and name != "block_mask":
+        from .functional import documents
+
+        given["documents"] = documents(given["documents"], _tokens_of(given))
+    _axes.warn(given)
+
+
 def _cast(argument, x, dtype):
     return x.to(dtype) if argument in CAST and is_tensor(x) and x.dtype == torch.float32 else x
 
 
-def checked(function):
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(function: F) -> F:
     """The function with SieveErrors that name its arguments. These are looked at once a call has failed, which costs
     other calls nothing. Under autocast f32 tensors are cast first.
     """
     name, signature = function.__name__, inspect.signature(function)
     defaults = {x.name: x.default for x in signature.parameters.values()}
+    leader = next(iter(defaults))
+
+    def refuse_foreign(kwargs):
+        for argument, x in kwargs.items():
+            if argument not in defaults:
+                raise TypeError(
+                    f"{name}() got an unexpected keyword argument {argument!r}{answer(argument, x, defaults)}"
+                )
+
+    def arguments_of_definition(args, kwargs):
+        """By name. A definition takes what torch takes, so its arguments are looked at first."""
+        refuse_foreign(kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        _checked_for_definition(name, defaults, given)
+        if not torch.compiler.is_compiling():
+            given = as_on_a_gpu(call, name, given)
+        # It has no default of its own for block sizes.
+        return {**{x: value for x, value in defaults.items() if x == "blocks"}, **given}
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        first = args[0] if args else kwargs.get("q")
+        first = args[0] if args else kwargs.get(leader)
         run = definition_of(name, first) or function
         device = "cuda" if is_tensor(first) and first.is_cuda else "cpu"
         if torch.is_autocast_enabled(device):
@@ -165,17 +236,13 @@ def checked(function):
             args = [_cast(argument, x, dtype) for argument, x in zip(defaults, args)]
             kwargs = {argument: _cast(argument, x, dtype) for argument, x in kwargs.items()}
         if run is not function:
-            # A definition takes what torch takes, so its arguments are looked at first.
-            given = signature.bind(*args, **kwargs).arguments
-            if problem := _problem(name, defaults, given) or _mismatch(given):
-                raise SieveError(f"{name}: {problem}")
-            # It has no default of its own for block sizes.
-            kwargs = {**{x: value for x, value in defaults.items() if x == "blocks"}, **kwargs}
+            args, kwargs = (), arguments_of_definition(args, kwargs)
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
         try:
             return run(*args, **kwargs)
         except Exception as error:
+            refuse_foreign(kwargs)
             problem = None
             if not (isinstance(error, SieveError) and str(error).startswith(f"{name}: ")):
                 # Where an argument is missing, or one too many, Python says so.
@@ -185,8 +252,11 @@ def checked(function):
                 problem = re.sub(r"^[a-z_]+: ", "", str(error))
                 for theirs, ours in RENAMED.items():
                     problem = problem if theirs in defaults else re.sub(rf"\b{theirs}\b", ours, problem)
+                with contextlib.suppress(TypeError):
+                    problem = _with_axes(name, signature.bind(*args, **kwargs).arguments, problem)
             if problem is None:
                 raise
             raise SieveError(f"{name}: {problem}") from None
 
-    return call
+    call.is_checked, call.arguments_of_definition = True, arguments_of_definition
+    return call  # type: ignore[return-value]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from . import _axes
 from ._shapes import symbolic
 
 ABI = 2
@@ -36,12 +37,13 @@ class SieveError(ValueError):
 
 
 def _open():
+    """The library, or None where it cannot be loaded, and then why: definitions do without it."""
     path = os.environ.get("SIEVE_ATTENTION_LIBRARY") or Path(__file__).with_name("libsieve_capi.so")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        hint = "install the wheel, or build it: cargo xtask wheel"
-        raise ImportError(f"sieve_attention: {error}\n  hint: {hint}") from None
+        where = "the kernels run on Linux with an NVIDIA GPU; sieve_attention.on_cpu() computes without them"
+        return None, f"{error}\n  hint: install the wheel, or build it: cargo xtask wheel; {where}"
     void, text = ctypes.c_void_p, ctypes.c_char_p
     library.sieve_abi.restype = ctypes.c_uint32
     library.sieve_error.restype = library.sieve_plan_describe.restype = text
@@ -51,12 +53,12 @@ def _open():
     library.sieve_plan_run.argtypes = [void, void, ctypes.c_size_t, void]
     library.sieve_plan_free.restype = None
     if library.sieve_abi() != ABI:
-        raise ImportError(f"sieve_attention: {path} has interface {library.sieve_abi()}, this package needs {ABI}")
-    return library
+        return None, f"{path} has interface {library.sieve_abi()}, and this package needs {ABI}"
+    return library, ""
 
 
-_library = _open()
-_run = _library.sieve_plan_run
+_library, missing = _open()
+_run = _library and _library.sieve_plan_run
 # A torch without CUDA lacks these. Scratch memory is a block of torch's allocator: a tensor costs the host more.
 _stream, _device, _allocate, _free = (
     getattr(torch._C, name, None)
@@ -116,7 +118,9 @@ class Plan:
     """The launches of an op for given shapes; `call` is its JSON: {op: settings}."""
 
     def __init__(self, call, gpu, tensors):
-        self.request = {"call": call, "gpu": gpu, "tensors": tensors}
+        self.handle, self.request = None, {"call": call, "gpu": gpu, "tensors": tensors}
+        if _library is None:
+            raise SieveError(f"the library of kernels is not there: {missing}")
         handle = ctypes.c_void_p()
         _check(_library.sieve_plan(json.dumps(self.request).encode(), ctypes.byref(handle)))
         self.handle = handle.value
@@ -170,7 +174,8 @@ class Plan:
 
     def __del__(self):
         # A plan that was refused has none.
-        _library.sieve_plan_free(getattr(self, "handle", None))
+        if self.handle is not None:
+            _library.sieve_plan_free(self.handle)
 
 
 class Op:
@@ -249,6 +254,7 @@ class Op:
             # Another thread may have removed it.
             self.plans.pop(next(iter(self.plans)), None)
         plan, copied = self.plan(tensors, settings, gpu_of(device))
+        _axes.warn(dict(zip(self.tensors, tensors)))
         plan.prepare(device, device.index, self._absent(tensors, device))
         if Op.emulator is None:
             plan.load(device.index)

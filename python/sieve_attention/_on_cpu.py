@@ -7,35 +7,119 @@ are written in place, lists of blocks, packed rows.
 
 import contextlib
 import functools
+import warnings
+from types import TracebackType
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from . import _dma, definitions
+from . import _dma, _library, _plans, definitions
 from ._library import SieveError
 
-_is_on = False
+_is_on, _is_strict = False, True
+_said_that_limits_are_unknown = False
 
 
-def on_cpu(on=True):
+def on_cpu(on: bool = True, *, strict: bool = True) -> "_restored":
     """Computes every function on CPU tensors by its definition, in plain torch, with gradients; a GPU's tensors still
     go to the kernels. For machines without a GPU: it takes tokens x tokens memory, and is meant for small sizes.
 
+    What the kernels of a GPU refuse is refused here too, in the same words, so that code which runs here runs there:
+    the GPU is this machine's, or an H100. f32 and f64 alone are free, as more exact forms of bf16. With strict=False
+    the definitions take what torch takes.
+
     It holds from the call on, or in a `with` block. `on_cpu(False)` refuses CPU tensors again, as without it.
+
+    >>> import torch, sieve_attention as sieve
+    >>> with sieve.on_cpu():
+    ...     q = torch.randn(1, 32, 4, 64)
+    ...     sieve.attention(q, q, q, window=8).shape
+    torch.Size([1, 32, 4, 64])
     """
-    global _is_on
-    before, _is_on = _is_on, on
+    global _is_on, _is_strict, _said_that_limits_are_unknown
+    before, (_is_on, _is_strict) = (_is_on, _is_strict), (on, strict)
+    if on and strict and _library.missing and not _said_that_limits_are_unknown:
+        _said_that_limits_are_unknown = True
+        what = "no GPU's limits are checked: the library of kernels, which knows them, is not there"
+        warnings.warn(f"sieve_attention.on_cpu: {what} ({_library.missing})", stacklevel=2)
     return _restored(before)
 
 
-class _restored(contextlib.AbstractContextManager):
+class _restored(contextlib.AbstractContextManager[None]):
     """Sets what was before, at the end of a `with` block."""
 
-    def __init__(self, before):
+    def __init__(self, before: tuple[bool, bool]) -> None:
         self.before = before
 
-    def __exit__(self, *_):
-        global _is_on
-        _is_on = self.before
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _is_on, _is_strict
+        _is_on, _is_strict = self.before
+
+
+def asks_a_gpu():
+    """Whether definitions refuse what kernels do."""
+    return _is_on and _is_strict and not _library.missing
+
+
+# What kernels take as bf16 alone, and a definition in more bits.
+BF16 = {"q", "k", "v", "compressed_k", "compressed_v", "gates", "index_q", "index_k", "k_cache", "v_cache", "latents"}
+_answers = {}
+MOST_ANSWERS = 4096
+
+
+def as_on_a_gpu(function, name, given):
+    """The arguments of a definition that is about to run, by name; refused where a GPU's kernels refuse them."""
+    if not asks_a_gpu() or torch._C._len_torch_dispatch_stack():
+        return given
+    asked = {argument: _plans.without_values(x, _type_of(name, argument, x)) for argument, x in given.items()}
+    asked.pop("validate", None)
+    # Not a dict of names: these are in the order of the call.
+    key = function, torch.is_grad_enabled(), _library.Op.emulator is None, _plans.key_of(asked)
+    if key not in _answers:
+        if len(_answers) >= MOST_ANSWERS:
+            _answers.clear()
+        _answers[key] = _plans.refusal(function, (), asked, "cuda")
+    if _answers[key]:
+        raise SieveError(_answers[key])
+    return {argument: _once(x) for argument, x in given.items()}
+
+
+def _type_of(name, argument, x):
+    """The type that a tensor of a definition counts as; None for its own."""
+    if not isinstance(x, torch.Tensor):
+        return None
+    is_bf16 = argument in BF16 or (name == "decode" and argument == "sinks")
+    if is_bf16 and x.dtype in (torch.float32, torch.float64):
+        return torch.bfloat16
+    return torch.float32 if x.dtype == torch.float64 else None
+
+
+class _Once(torch.autograd.Function):
+    """The identity, with the limits of the kernels' gradients: no second ones, no forward mode, no torch.func."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_x):
+        return d_x
+
+
+def _once(x):
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    is_tracked = torch.is_grad_enabled() and x.requires_grad
+    return _Once.apply(x) if is_tracked or is_transformed or _has_tangent(x) else x
+
+
+def _has_tangent(x):
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def definition_of(name, first):
@@ -47,9 +131,7 @@ def definition_of(name, first):
 
 def is_served(device):
     """Whether tensors on this device are computed: by kernels, or by definitions."""
-    from ._library import Op
-
-    return torch.device(device).type == "cuda" or Op.emulator is not None or _is_on
+    return torch.device(device).type == "cuda" or _library.Op.emulator is not None or _is_on
 
 
 DEFINITIONS = {}
@@ -121,10 +203,14 @@ def _check_local(local, keep):
 
 
 @_defines
-def attention(q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False):
+def attention(
+    q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False, return_lse=False
+):
     _check_sinks("attention", q, sinks, bias)
     settings = {"window": window, "scale": scale, "bias": bias, "sinks": sinks, "documents": documents}
-    return definitions.attention(*_wide(q, k, v), **settings).to(q.dtype)
+    wide = _wide(q, k, v)
+    o = definitions.attention(*wide, **settings).to(q.dtype)
+    return (o, definitions.attention_lse(*(x.detach() for x in wide[:2]), **settings).float()) if return_lse else o
 
 
 @_defines
@@ -135,7 +221,8 @@ def select(rank, *, keep, local=0, documents=None):
     kept = definitions.kept_keys(rank.detach(), keep=keep, local=local, documents=documents)
     # A key that has left never returns, so its queries are those from its own on.
     position = torch.arange(rank.shape[2], device=rank.device)
-    return Selection((position + kept.sum(2)).to(torch.int32), None, documents)
+    lists = _plans.lists_of(rank, keep, local, documents) if asks_a_gpu() else None
+    return Selection((position + kept.sum(2)).to(torch.int32), lists, documents)
 
 
 @_defines
@@ -222,6 +309,7 @@ def nsa(
     q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=None, window=512, scale=None, documents=None,
     deterministic=False
 ):  # fmt: skip
+
     def of_document(q, k, v, weights, compressed_k, compressed_v):
         given = q, k, v, compressed_k, compressed_v, blocks
         branches, _ = definitions.nsa_branches(*given, window=window, scale=scale)
@@ -317,7 +405,14 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=
     if (chosen is None) != (block is None):
         raise SieveError("chosen is given together with block")
     _check_sinks("decode", q, sinks, chosen)
+    if q.shape[1] > 1:
+        from .functional import _decode_several
+
+        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen)
     row, length = torch.arange(len(q)), length.long()
+    if k is not None and bool((length >= k_cache.shape[2]).any()):
+        most = f"the caches hold {k_cache.shape[2]} keys"
+        raise SieveError(f"length is {length.tolist()}, and {most}: a new token has no place")
     if k is not None:
         k_cache[row, :, length], v_cache[row, :, length] = k[:, 0].to(k_cache.dtype), v[:, 0].to(v_cache.dtype)
     count = (length if k is None and chosen is None else length + 1)[:, None]

@@ -26,9 +26,9 @@ class BlockMask:
 
     words: torch.Tensor
     block: int
-    shape: tuple
+    shape: tuple[int, ...]
     places: torch.Tensor | None = None
-    _by_keys: dict = field(default_factory=dict, repr=False)
+    _by_keys: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict, repr=False)
 
     def over_documents(self, attend, q, k, v):
         """`attend(q, k, v, mask)` of the same mask without `places`, over rows in which every document begins at a
@@ -47,23 +47,22 @@ class BlockMask:
 
         It is made once for a number of KV heads and a stream, and does not wait for the GPU.
         """
-        if torch.compiler.is_compiling() or (self.words.is_cuda and torch.cuda.is_current_stream_capturing()):
+        is_traced = torch.compiler.is_compiling() or type(self.words) is not torch.Tensor
+        if is_traced or (self.words.is_cuda and torch.cuda.is_current_stream_capturing()):
             # A graph's tensors are its own.
             return self._lists(kv_heads, deterministic)
         stream = torch.cuda.current_stream(self.words.device).cuda_stream if self.words.is_cuda else 0
         key = kv_heads, stream, deterministic
         made = self._by_keys.get(key)
         if made is None:
-            made = self._lists(kv_heads, deterministic)
-            # Not one without values.
-            if type(made) is torch.Tensor:
-                self._by_keys[key] = made
+            made = self._by_keys[key] = self._lists(kv_heads, deterministic)
         return made
 
     def _lists(self, kv_heads, deterministic):
         blocks, schedule = _blocks_of(self.words.device), None
         # A trace would hold each round of a schedule.
-        if deterministic and blocks > 1 and not torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling() or type(self.words) is not torch.Tensor
+        if deterministic and blocks > 1 and not is_traced:
             tiles, heads_at_once = -(-self.shape[2] * self.block // TILE_KEYS), self._heads_at_once(kv_heads)
             schedule = functools.partial(_rounds, tiles=tiles, heads_at_once=heads_at_once)
         return _tile_lists(self.words, self.block, self.shape, kv_heads, blocks, schedule)
@@ -147,8 +146,13 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
         sums, by_sums = sums[by_time].sort(stable=True)
         turn = torch.empty_like(turn).scatter_(0, by_time[by_sums], at - torch.searchsorted(sums, sums))
     order = torch.nn.functional.pad(order, (0, -len(order) % blocks), value=-1)
-    found = torch.stack([(step << 2 | halves[:, None]).flatten()[by_place],
-                         (head % own)[:, None].expand_as(step).flatten()[by_place] << 16 | turn], -1)
+    found = torch.stack(
+        [
+            (step << 2 | halves[:, None]).flatten()[by_place],
+            (head % own)[:, None].expand_as(step).flatten()[by_place] << 16 | turn,
+        ],
+        -1,
+    )
     header = torch.cat([torch.full_like(starts[:1], blocks), starts, order])
     header = torch.nn.functional.pad(header, (0, len(header) % 2))
     return torch.cat([header, found.flatten()]).to(torch.int32)

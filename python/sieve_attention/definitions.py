@@ -60,6 +60,19 @@ def attention(q, k, v, *, window=None, scale=None, bias=None, sinks=None, docume
     return masked_attention(q, k, v, mask, bias, scale, sinks)
 
 
+def attention_lse(q, k, *, window=None, scale=None, bias=None, sinks=None, documents=None):
+    """log(sum(exp(logits))) of each query of `attention`, [batch, heads, tokens]; -inf where nothing is seen."""
+    mask, group = seen(q.shape[0], q.shape[1], window, documents, q.device), q.shape[2] // k.shape[2]
+    logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2))
+    logits = logits * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        logits = logits + bias.to(logits.dtype).repeat_interleave(group, 1)[:, :, None]
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return torch.logsumexp(logits, -1)
+
+
 def kept_keys(rank, *, keep, local=0, documents=None):
     """Which keys each query keeps, [batch, KV heads, tokens, tokens]: query by query, from the definition."""
     batch, heads, tokens = rank.shape

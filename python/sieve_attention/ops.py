@@ -4,9 +4,16 @@ Each operator is one op of libsieve_capi and returns its outputs as a list. Outp
 real calls run, so shapes, types and strides cannot differ.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ._library import Op
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Each operator of `TABLE`, a function of its tensors and settings."""
 
 QKV = ("q", "k", "v")
 BRANCHES = ("compressed", "selected", "window")

@@ -3,15 +3,16 @@
 import math
 import warnings
 import weakref
+from typing import Any
 
 import torch
 
-from . import functional
+from . import _autograd, _axes, functional
 from ._library import SieveError
 from ._on_cpu import is_served
 
 
-def register(name="sieve"):
+def register(name: str = "sieve") -> None:
     """Adds the attention and its mask to transformers: `from_pretrained(..., attn_implementation=name)`.
 
     Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. One
@@ -26,14 +27,14 @@ def register(name="sieve"):
     AttentionMaskInterface.register(name, attention_mask)
 
 
-def warn_without_gpu(name="sieve"):
+def warn_without_gpu(name: str = "sieve") -> None:
     """Says on a machine without a GPU, once, that models with this attention will be refused there."""
     if not torch.cuda.is_available() and not is_served("cpu"):
         what = f'attn_implementation="{name}" has no kernels on this machine: it has no CUDA GPU'
         warnings.warn(f"{what}\n  hint: sieve_attention.on_cpu() computes by the definitions, slowly", stacklevel=3)
 
 
-def attention_mask(**call):
+def attention_mask(**call: Any) -> torch.Tensor | None:
     """None or `[batch, tokens]` for whole rows. Behind a cache, one query a row without padding: how many keys it sees,
     int32 `[batch]`; other queries: bools `[batch, 1, queries, keys]`.
 
@@ -66,9 +67,12 @@ def attention_mask(**call):
     return sdpa_mask(**{**call, "allow_is_causal_skip": False})
 
 
+@_axes.known
 def attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, is_causal=None, **kwargs
-):
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask as the function of this name.
 
     block_indices of MiniMax M3 (arXiv:2606.13392), `[batch, (choosers,) tokens, blocks]` in any order, -1 for none, are
@@ -95,7 +99,7 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() == 1:
         # The decode kernels read a query's own block with the others.
         has_own = chosen is None or getattr(module.indexer, "local_blocks", 0) > 0
-        if has_own and not functional._tracks(query, key, value, sinks):
+        if has_own and not _autograd._tracks(query, key, value, sinks):
             q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling, "sinks": sinks}
             if chosen is not None:
                 # There the length is without the query's own key.
@@ -128,8 +132,8 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if chosen is not None:
         _require_blocks_from_0(module, attention_mask, bounds)
-        chosen, sizes = functional._in_pieces(chosen.transpose(1, 2), block)
-        k, v = functional._by_chooser(k, v, chosen)
+        chosen, sizes = _autograd._in_pieces(chosen.transpose(1, 2), block)
+        k, v = _autograd._by_chooser(k, v, chosen)
         blocks = functional.NsaBlocks(*sizes)
         return functional.nsa_selected(q, k, v, chosen.contiguous(), blocks=blocks, scale=scaling), None
     return functional.attention(q, k, v, window=sliding_window, scale=scaling, sinks=sinks, documents=bounds), None
@@ -246,7 +250,7 @@ def _of_positions(positions):
     return start.to(torch.int32), behind.to(torch.int32)
 
 
-def patch_doge():
+def patch_doge() -> None:
     """Doge (arXiv:2508.02124) by exact kernels: models with attn_implementation="sieve" build no n x n mask.
 
     The rank of a key and its bias are as in transformers: `exp(A * softplus(dt_proj(v)))`, chosen query by query, ties

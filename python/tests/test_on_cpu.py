@@ -163,7 +163,8 @@ def test_float_types_and_gradients(on_cpu):
     inputs = [x[:, :20, :, :16].double().requires_grad_() for x in (Q, K, V)]
     assert torch.autograd.gradcheck(lambda *x: sieve.attention(*x, window=5), inputs)
     for dtype in (torch.float32, torch.float16):
-        assert sieve.attention(*(x.to(dtype) for x in (Q, K, V))).dtype == dtype
+        with sieve.on_cpu(strict=False):
+            assert sieve.attention(*(x.to(dtype) for x in (Q, K, V))).dtype == dtype
 
 
 def test_it_is_explicit_and_ends(monkeypatch):

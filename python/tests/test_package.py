@@ -71,8 +71,8 @@ WRONG = {
     "attention: bias is bf16, expected f32": lambda: sieve.attention(*tensors(), bias=rank(1, 2, 32).bfloat16()),
     "attention: sinks are 3, and q has 4 heads": lambda: sieve.attention(*tensors(), sinks=torch.zeros(3)),
     "attention: sinks with a bias": lambda: sieve.attention(*tensors(), bias=rank(1, 2, 32), sinks=torch.zeros(4)),
-    "documents is a tensor [3]; it must be a pair of tensors: use documents(cu_seqlens, tokens)": lambda: (
-        sieve.attention(*tensors(), documents=BOUNDS)
+    "documents is a tensor [3]; it must be a pair of tensors: use documents(cu_seqlens, tokens), or cu": lambda: (
+        sieve.attention(*tensors(), documents=BOUNDS.float())
     ),
     "documents is [0, 32]": lambda: sieve.attention(*tensors(), documents=[0, 32]),
     "documents: cu_seqlens is [0, 10, 32]; it must be a tensor": lambda: sieve.documents([0, 10, 32], 32),
@@ -131,7 +131,7 @@ WRONG = {
     "lists are not those of a selection for this bias": lambda: ops.dma_attention_forward(
         *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
     ),
-    "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
+    "number of q/k/v heads 4/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
     "block_sparse: mask is a tensor [4, 1, 1]; it must be what block_mask(": lambda: sieve.block_sparse(
         *tensors(), torch.ones(4, 1, 1, dtype=torch.bool)
     ),
@@ -290,14 +290,16 @@ print(library.sieve_error().decode())
     assert sentence in done.stdout, done
 
 
-@pytest.mark.parametrize("broken, sentence", [("torch", "pip install torch"), ("library", "cargo xtask wheel")])
-def test_imports_that_cannot_work_say_why(broken, sentence, tmp_path):
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
-    if broken == "torch":
-        (tmp_path / "torch.py").write_text("raise ImportError('no torch')")
-        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
-    else:
-        environment["SIEVE_ATTENTION_LIBRARY"] = str(tmp_path / "none.so")
+@pytest.mark.parametrize(
+    "torch_py, sentence",
+    [
+        ("raise ModuleNotFoundError('no torch', name='torch')", "pip install torch"),
+        ("raise ImportError('libcudart is missing')", "torch is installed, and its import failed: libcudart is missing"),
+    ],
+)
+def test_imports_that_cannot_work_say_why(torch_py, sentence, tmp_path):
+    (tmp_path / "torch.py").write_text(torch_py)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     code = "import sieve_attention"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode and sentence in done.stderr.splitlines()[-1] + done.stderr.splitlines()[-2], done.stderr

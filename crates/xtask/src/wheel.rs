@@ -96,7 +96,7 @@ fn copy_package(from: &Path, to: &Path) -> Result<()> {
     let _ = fs::remove_dir_all(to);
     fs::create_dir_all(&module)?;
     for path in entries(&from.join("sieve_attention"))? {
-        if path.extension().is_some_and(|ending| ending == "py") {
+        if path.extension().is_some_and(|ending| ending == "py" || ending == "typed") {
             fs::copy(&path, module.join(path.file_name().unwrap_or_default()))?;
         }
     }

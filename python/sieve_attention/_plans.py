@@ -1,0 +1,93 @@
+"""Whether a call has kernels, asked of the plans: they need shapes and types alone, and no GPU."""
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from ._library import SieveError
+from ._tiles import BlockMask
+
+
+def refusal(function, args, kwargs, device=None):
+    """Why no kernel does `function(*args, **kwargs)` and its gradients; empty where kernels do. Runs nothing.
+
+    device: where the tensors count as being, their own place without one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    leaves = []
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        # torch differentiates nothing on a GPU that is not there; plans of tensors without a place are a GPU's.
+        device = "meta"
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = partial(_fake, mode, device, leaves)
+        try:
+            o = function(*map(fake, args), **{name: fake(x) for name, x in kwargs.items()})
+            first = o[0] if isinstance(o, tuple) else o
+            wanted = [x for x in leaves if x.requires_grad]
+            if isinstance(first, torch.Tensor) and first.requires_grad and wanted:
+                torch.autograd.grad(first, wanted, torch.empty_like(first), allow_unused=True)
+        except SieveError as error:
+            return str(error)
+    return ""
+
+
+def _fake(mode, device, leaves, x):
+    """x without memory, as part of what a call is given."""
+    inner = partial(_fake, mode, device, leaves)
+    if isinstance(x, BlockMask):
+        places = None if x.places is None else inner(x.places)
+        return dataclasses.replace(x, words=inner(x.words), places=places, _by_keys={})
+    if isinstance(x, tuple):
+        made = map(inner, x)
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.layout != torch.strided:
+        return mode.from_tensor(x)
+    on = {"dtype": x.dtype, "device": x.device if device is None else device}
+    made = torch.empty_strided(x.shape, x.stride(), **on, requires_grad=x.requires_grad)
+    leaves.append(made)
+    return made
+
+
+def without_values(x, dtype=None):
+    """x of that type without memory, as `refusal` takes it; what is no tensor stays."""
+    if isinstance(x, BlockMask):
+        places = None if x.places is None else without_values(x.places)
+        return dataclasses.replace(x, words=without_values(x.words), places=places, _by_keys={})
+    if isinstance(x, tuple):
+        made = map(without_values, x)
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        return x
+    return torch.empty_strided(
+        x.shape, x.stride(), dtype=dtype or x.dtype, device="meta", requires_grad=x.requires_grad
+    )
+
+
+def key_of(x):
+    """What an answer depends on: equal for equal shapes, strides and types."""
+    if isinstance(x, dict):
+        return tuple((name, key_of(y)) for name, y in x.items())
+    if isinstance(x, BlockMask):
+        return x.block, x.shape, key_of(x.words), key_of(x.places)
+    if isinstance(x, (tuple, list)):
+        return tuple(map(key_of, x))
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
+    return type(x), repr(x)
+
+
+def lists_of(rank, keep, local, documents):
+    """The lists of a `select`, a tensor without values; None where every key is kept."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from . import ops
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        rank, *bounds = _fake(mode, "meta", [], (rank.float().detach(), *(documents or (None, None))))
+        _, *lists = ops.dma_select(rank, *bounds, keep, local)
+        shapes = [(tuple(x.shape), x.dtype) for x in lists]
+    return torch.empty(shapes[0][0], dtype=shapes[0][1], device="meta") if shapes else None

@@ -1,0 +1,204 @@
+"""`sieve_attention.layers` beside the layers of an export (modeling_sieve.py), which tests/parity_transformers.rs
+compares with Sieve's own model: the same weights' names, outputs, gradients and steps behind a cache."""
+
+import copy
+
+import pytest
+import torch
+from conftest import DEVICE
+from parity import random
+from test_transformers import SIZES, exported, randomise, transformers
+
+import sieve_attention as sieve
+from sieve_attention import _library, layers
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="in f32 by the definitions")
+NSA = {"compress_block_size": 16, "compress_stride": 8, "select_block_size": 16, "num_selected_blocks": 3}
+KINDS = {
+    "mha": {}, "mha without norms, with biases": {"qk_norm": False, "qkv_bias": True},
+    "mha without positions": {"no_rope_layers": [0, 1]}, "mha with sinks": {"attention_sinks": True},
+    "mha, scaled": {"rope_frequencies": [0.5 ** n for n in range(32)], "rope_amplitude": 1.2},
+    "swa": {"window_size": 9}, "swa with sinks": {"window_size": 9, "attention_sinks": True},
+    "dma": {"keep_window_size": 12, "local_window_size": 3, "bias": "linear", "periods": [16.0, 32.0]},
+    "dma of the paper": {"keep_window_size": 12, "local_window_size": 0, "bias": "exp"},
+    "nsa": {**NSA, "window_size": 12, "compress_hidden_size": 24},
+    "nsa by means": {**NSA, "window_size": 12, "compress": "mean"},
+    "nsa, each branch its own": {**NSA, "window_size": 12, "shared_kv": False, "compress_hidden_size": 24},
+    "infllm_v2": {**NSA, "num_local_blocks": 1}, "moba": {"select_block_size": 16, "num_selected_blocks": 2},
+    "msa": {"select_block_size": 16, "num_selected_blocks": 2},
+    "mla": {"kv_lora_rank": 32, "qk_rope_head_dim": 32},
+    "mla with norms": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "mla_qk_norm": True},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(_library.Op, "emulator", None)
+    with sieve.on_cpu():
+        yield
+
+
+def both(kind):
+    """A layer of an export, and ours with its weights; f32."""
+    module = exported()
+    config = module.SieveConfig(**SIZES, attention_kind=kind.split()[0].rstrip(","), **KINDS[kind])
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    theirs = module.DecoderLayer(config, 0).self_attn
+    randomise(theirs)
+    ours = layers.of_config(config.to_dict(), 0)
+    assert {name: x.shape for name, x in ours.state_dict().items()} == {
+        n: x.shape for n, x in theirs.state_dict().items()
+    }
+    ours.load_state_dict(theirs.state_dict())
+    rows = lambda count: module.Rows(0, 0, count, count, config, "cpu")  # noqa: E731
+    return theirs, ours, rows
+
+
+def hidden(tokens=40, batch=2, seed=1):
+    return random(batch, tokens, SIZES["hidden_size"], device="cpu", dtype=torch.float32, seed=seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_equals_an_exports(kind):
+    theirs, ours, rows = both(kind)
+    results = []
+    for layer in (lambda x: theirs(x, rows(40), None), ours):
+        x = hidden().requires_grad_()
+        o = layer(x)
+        (o * hidden(seed=2)).sum().backward()
+        results.append([o.detach(), x.grad])
+    grads = [{name: p.grad for name, p in layer.named_parameters()} for layer in (theirs, ours)]
+    for name, expected in grads[0].items():
+        # An indexer learns by its loss alone.
+        if expected is not None:
+            results[0].append(expected)
+            results[1].append(grads[1][name])
+    for at, (expected, got) in enumerate(zip(*results)):
+        assert (got - expected).norm() <= 2e-5 * expected.norm() + 1e-7, f"{kind}, {at}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_behind_a_cache_equal_the_whole_row(kind):
+    """A prompt, several tokens at once, then token by token."""
+    _, ours, _ = both(kind)
+    x = hidden()
+    with torch.no_grad():
+        whole, cache = ours(x), layers.Cache(64)
+        parts = [ours(part, cache=cache) for part in x.split([19, 4, *[1] * 17], 1)]
+    assert cache.length == 40
+    assert (torch.cat(parts, 1) - whole).norm() <= 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_documents_equals_each_by_itself(kind):
+    _, ours, _ = both(kind)
+    x, offsets = hidden(batch=1), torch.tensor([0, 17, 18, 40])
+    with torch.no_grad():
+        packed = ours(x, documents=offsets)
+        alone = [ours(x[:, a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+    assert (packed - torch.cat(alone, 1)).norm() <= 1e-5 * packed.norm()
+
+
+@pytest.mark.parametrize("kind", ["dma", "nsa", "msa", "mla"])
+def test_twenty_steps_equal_an_exports(kind):
+    """A whole model of an export, and the same with our layers in it."""
+    module = exported()
+    config = module.SieveConfig(**SIZES, attention_kind=kind, **KINDS[kind])
+    torch.manual_seed(5)
+    theirs = module.SieveForCausalLM._from_config(config, attn_implementation="eager")
+    randomise(theirs)
+    ours = copy.deepcopy(theirs)
+
+    class Inside(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, rows, cache):
+            return self.layer(x)
+
+    for index, layer in enumerate(ours.model.layers):
+        mine = layers.of_config(config, index)
+        mine.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = Inside(mine)
+    ids, losses = torch.randint(1, 64, (2, 33), generator=torch.Generator().manual_seed(8)), []
+    for model in (theirs, ours):
+        step, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(20):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            step.zero_grad()
+            loss.backward()
+            step.step()
+            found.append(loss.item())
+        losses.append(torch.tensor(found))
+    assert losses[0][-1] < losses[0][0] - 1.0
+    assert (losses[1] - losses[0]).abs().max() < 2e-3, losses
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_indexers_loss(warmup):
+    """From every score, with its gradient; nothing else gets one."""
+    _, ours, _ = both("msa")
+    x = hidden(tokens=50).requires_grad_()
+    loss = ours.indexer_loss(x, warmup=warmup)
+    loss.backward()
+    learns = {name for name, p in ours.named_parameters() if p.grad is not None}
+    assert learns == {f"index_{a}_{b}.weight" for a in "qk" for b in ("proj", "norm")} and x.grad is None
+    mine = {name: ours.get_parameter(name).grad.clone() for name in learns}
+    ours.zero_grad()
+    positions = torch.arange(50)[None]
+    index_q, index_k = ours.index(x, positions)
+    q, (k, _) = ours.rotary(ours.q_norm(ours.heads(ours.q_proj(x))), positions), ours.keys(x, positions)
+    blocks = sieve.NsaBlocks(1, 1, 16, 2)
+    chosen = sieve.definitions.chosen_blocks(index_q, index_k, blocks, "largest_score", False, 1)
+    seen = torch.ones(50, 50, dtype=torch.bool).tril() & (warmup | chosen.repeat_interleave(16, -1)[..., :50])
+    logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)).detach() * ours.scale
+    p = logits.masked_fill(~seen.repeat_interleave(2, 1), -torch.inf).softmax(-1).unflatten(1, (2, 2)).mean(2)
+    index = torch.einsum("bihd,bjd->bhij", index_q, index_k[:, :, 0]) * ours.scale
+    log_index = index.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0)
+    expected = (torch.special.xlogy(p, p) - p * log_index).sum() / (2 * 50 * 2)
+    expected.backward()
+    assert (loss - expected).abs() < 1e-5 and loss > 0
+    for name, grad in mine.items():
+        assert (ours.get_parameter(name).grad - grad).norm() <= 1e-4 * grad.norm() + 1e-8, name
+
+
+def test_the_tiny_checkpoint_by_its_names():
+    """Weights below `self_attn` of the checkpoint that is in the repository, layer by layer."""
+    import json
+
+    from conftest import ROOT
+    from safetensors.torch import load_file
+
+    folder = ROOT / "checkpoints/tiny"
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    for index in range(config["num_hidden_layers"]):
+        head = f"model.layers.{index}.self_attn."
+        own = {name.removeprefix(head): x.float() for name, x in weights.items() if name.startswith(head)}
+        layer = layers.of_config(config, index)
+        layer.load_state_dict(own)
+        assert type(layer).__name__ == ("DenseAttention" if config["dense_layers"][index] else "DynamicMaskAttention")
+
+
+@pytest.mark.parametrize("kind", ["dma", "nsa by means", "moba", "msa", "swa"])
+def test_layers_compile_without_a_break(kind, monkeypatch):
+    """In bf16, by plans of the kernels whose outputs are zeros."""
+    _, ours, _ = both(kind)
+    zeros = lambda plan, _: [torch.zeros(shape, dtype=dtype) for _, shape, dtype in plan.outputs]  # noqa: E731
+    monkeypatch.setattr(_library.Op, "emulator", staticmethod(zeros))
+    with sieve.on_cpu(False):
+        o = torch.compile(ours.bfloat16(), fullgraph=True, backend="aot_eager")(hidden().bfloat16())
+    assert o.shape == (2, 40, SIZES["hidden_size"])
+
+
+def test_what_a_layer_does_not_do_is_refused():
+    _, ours, _ = both("mha")
+    with pytest.raises(sieve.SieveError, match="a row of several documents has no cache"):
+        ours(hidden(batch=1), documents=torch.tensor([0, 40]), cache=layers.Cache(64))
+    with pytest.raises(sieve.SieveError, match="a cache of 8 tokens gets 40"):
+        ours(hidden(), cache=layers.Cache(8))
+    config = exported().SieveConfig(**SIZES, attention_kind="msa", indexer="qsa")
+    with pytest.raises(sieve.SieveError, match="layer 0 is of kind msa, qsa, which has no layer here"):
+        layers.of_config(config)
+    assert transformers is not None
