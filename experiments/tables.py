@@ -219,7 +219,8 @@ COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_t
     "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),
     "tiny8k_loss": lambda: tiny8k.loss_table(tiny8k.json_lines(tiny8k.ROWS)),
     "long_memory": memory.table, "long_streams": lambda: long_prompts.streams(long_prompts.stored())} | {
-    name: functools.partial(of_rows, layouts.stored()) for name, of_rows in layouts.TABLES.items() if layouts.stored()}
+    name: functools.partial(of_rows, layouts.stored()) for name, of_rows in layouts.TABLES.items() if layouts.stored()
+} | table4.tables()
 
 
 def made(name):

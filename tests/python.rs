@@ -110,6 +110,15 @@ fn what_a_cpu_measures_of_the_papers_is_as_stored() {
 }
 
 #[test]
+fn the_race_of_table_4_goes_on_where_it_was_cut_off() {
+    let test = "the_race_of_table_4_goes_on_where_it_was_cut_off";
+    if let Some(python) = interpreter(test, "import tomllib") {
+        let program = crate::tiny_run::program().display().to_string();
+        run(&python, "../../experiments/table4/test_race.py", &[program]);
+    }
+}
+
+#[test]
 fn readme_and_the_board_show_the_stored_runs() {
     let Some(python) = interpreter("readme_and_the_board_show_the_stored_runs", "import json") else {
         return;

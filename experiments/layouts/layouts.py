@@ -167,8 +167,7 @@ def scores_of(args, runs, folder):
     return {"far": ppl and {str(one["more_than"]): round(one["far"]["loss"], 4) for one in ppl["by_word"]["again"]
                             if one["far"]["num_tokens"]},
             "needles": needle and by_length(needle["methods"][-1]["cells"]),
-            "ruler": ruler and {task["task"]: {str(one["length"]): [round(one["score"], 3), round(one["mean_rank"], 2)]
-                                               for one in task["lengths"]} for task in ruler["methods"][-1]["tasks"]}}
+            "ruler": ruler and by_task(ruler["methods"][-1]["tasks"])}
 
 
 def by_length(cells):
@@ -178,6 +177,12 @@ def by_length(cells):
         found.setdefault(str(cell["length"]), []).append(cell)
     return {length: [sum(cell["num_found"] for cell in of), sum(cell["num_needles"] for cell in of),
                      round(statistics.mean(cell["mean_rank"] for cell in of), 2)] for length, of in found.items()}
+
+
+def by_task(tasks):
+    """Score and mean rank of RULER's tasks, by task and length of the text."""
+    return {task["task"]: {str(one["length"]): [round(one["score"], 3), round(one["mean_rank"], 2)]
+                           for one in task["lengths"]} for task in tasks}
 
 
 def folder_of(args, job):

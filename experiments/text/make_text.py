@@ -2,11 +2,13 @@
 
     python3 experiments/text/make_text.py --from experiments/text/packages.lock --out data/text
     python3 experiments/text/make_text.py --lock experiments/text/packages.lock --pins name=version …
+    python3 experiments/text/make_text.py --check data/text
 
 `--from` gets the packages that the lock names into OUT/packages (`apt-get download` of Debian 12, and `cargo fetch`),
 checks the SHA-256 of each, and writes `train.jsonl`, `heldout.jsonl` and `manifest.json`, byte for byte the same each
 time. Where Debian has a newer version already, snapshot.debian.org has the file: put it into OUT/packages.
 `--lock` downloads the named packages and writes the lock; its crates are those of tests/python/crates_scaling.lock.
+`--check` compares a folder's text and tokenizer with the checksums of experiments/text/manifest.json.
 
 A document is a file: sources, documentation, and HTML without its tags. Left out: what is not UTF-8, has fewer than 200
 bytes or more than a megabyte, a line of more than 1000 characters, a third of digits, or says that it is generated; and
@@ -53,6 +55,11 @@ SKIPPED = re.compile(
 )
 NOISE = re.compile(r"(?is)<(script|style|head|nav|svg|footer)\b.*?</\1\s*>|<!--.*?-->")
 BREAK = re.compile(r"(?i)<(?:br|/p|/div|/li|/tr|/h[1-6]|/dt|/dd|/table|/section|/ul|/ol)\b[^>]*>")
+MANIFEST = pathlib.Path(__file__).with_name("manifest.json")
+TOKENIZER = "545176e4be8f347e"  # how the SHA-256 of the tokenizer begins
+HINT = """  hint: python3 experiments/text/make_text.py --from experiments/text/packages.lock --out {folder}
+        sieve tokenizer train --data {folder}/train.jsonl --vocab-size 50277 --sample-bytes 100000000 \\
+          --out {folder}/tokenizer.json"""
 TAG = re.compile(r"<[^>]{0,4000}>")
 Package = collections.namedtuple("Package", "name version sha256")
 Row = collections.namedtuple("Row", "unit path number package offset length is_held")
@@ -256,16 +263,39 @@ def read_lock(path):
     return [Package(*line) for line in lines]
 
 
+def checked(folder):
+    """The SHA-256 of the training text in `folder`; ends the program where the text, the held-out text or the tokenizer
+    is another than the one that the stored runs read, and says how to make it."""
+    wanted = {one["file"]: one["sha256"] for one in json.loads(MANIFEST.read_text())["files"]}
+    for name, digest in {**wanted, "tokenizer.json": TOKENIZER}.items():
+        path = folder / name
+        if not path.is_file():
+            sys.exit(f"{path}: there is no such file\n{HINT.format(folder=folder)}")
+        sha = hashlib.sha256()
+        with open(path, "rb") as file:
+            for part in iter(lambda: file.read(1 << 20), b""):
+                sha.update(part)
+        found = sha.hexdigest()
+        if not found.startswith(digest):
+            hint = HINT.format(folder=folder)
+            sys.exit(f"{path}: its SHA-256 is {found}, that of the stored runs is {digest}\n{hint}")
+    return wanted["train.jsonl"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lock = parser.add_mutually_exclusive_group(required=True)
     lock.add_argument("--from", dest="source", type=pathlib.Path, metavar="FILE", help="the lock of the packages")
     lock.add_argument("--lock", type=pathlib.Path, metavar="FILE", help="write a lock of the packages of --pins")
+    lock.add_argument("--check", type=pathlib.Path, metavar="FOLDER", help="compare its text with the checksums")
     parser.add_argument("--pins", nargs="+", default=[], metavar="NAME=VERSION")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("data/text"), help="%(default)s")
     parser.add_argument("--packages", type=pathlib.Path, help="where Debian's packages are kept (OUT/packages)")
     parser.add_argument("--registry", type=pathlib.Path, default=pathlib.Path.home() / ".cargo/registry")
     args = parser.parse_args()
+    if args.check:
+        print(f"{args.check}: the text of the stored runs, SHA-256 {checked(args.check)}")
+        return
     folder = args.packages or args.out / "packages"
     if args.lock:
         packages = [Package(*pin.split("=", 1), "") for pin in args.pins]

@@ -17,6 +17,7 @@ import time
 
 COLOURS = ["#1b6ca8", "#c0392b", "#e08a1e", "#7d3c98", "#2e8b57", "#7f8c8d", "#000000", "#999900", "#b03a7a", "#f0b070",
            "#555599", "#40a0a0"]
+STOPPING = 20  # seconds that a training has for its last step and its checkpoint
 PANEL, HEIGHT, LEFT, TOP, BOTTOM = 330, 300, 56, 34, 46
 
 
@@ -32,14 +33,20 @@ class Runs:
         self.environment = dict(os.environ, XDG_CACHE_HOME=str(arguments.out / f"cache-{device.replace(':', '-')}"))
 
     def run(self, command, output, log):
+        """The exit code, or None where the deadline came first. A training that is stopped then writes a checkpoint
+        after the step under way, so that the next call repeats no step."""
         command = [*command, "--device", self.device]
-        left = max(self.deadline - time.monotonic(), 0)
-        try:
-            done = subprocess.run(command, stdout=output, stderr=log, env=self.environment, check=False, timeout=left)
-            return done.returncode
-        except subprocess.TimeoutExpired:
-            log.write("stopped at the deadline\n")
-            return None
+        with subprocess.Popen(command, stdout=output, stderr=log, env=self.environment) as process:
+            try:
+                return process.wait(max(self.deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                log.write("stopped at the deadline\n")
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOPPING)
+            finally:
+                process.kill()
+        return None
 
 
 def on_devices(jobs, arguments, work):
@@ -188,10 +195,10 @@ def num_steps(settings):
     return int([key.split("=")[1] for key in settings if key.startswith("training.steps=")][-1])
 
 
-def trained(folder, recipe, settings, runs, arguments):
+def trained(folder, recipe, settings, runs, arguments, steps=None):
     """Trains in `folder`, from its last checkpoint where an earlier call was cut off, up to the validation after the
-    last step. Returns the metrics."""
-    steps = num_steps(settings)
+    last step, number `steps`, which stands in the settings unless the recipe has stages. Returns the metrics."""
+    steps = steps or num_steps(settings)
     done = lambda: any(line["step"] == steps for line in validations_of(metrics(folder)))
     command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder), *sets(settings)]
     command += ["--resume"] if (folder / "config.toml").exists() else []
@@ -203,13 +210,13 @@ def trained(folder, recipe, settings, runs, arguments):
     return metrics(folder)
 
 
-def evaluated(folder, words, runs, arguments):
-    """The report of `sieve eval` with these words on a trained run, kept in FOLDER.eval.json, where an earlier call's is
-    read again."""
-    path = pathlib.Path(f"{folder}.eval.json")
+def evaluated(folder, words, runs, arguments, name="eval"):
+    """The report of `sieve eval` with these words on a trained run, kept in FOLDER.NAME.json, where an earlier call's
+    is read again."""
+    path = pathlib.Path(f"{folder}.{name}.json")
     if not path.exists():
         unfinished = path.with_suffix(".part")
-        command = [arguments.sieve, "eval", *words, "--checkpoint", str(folder), "--json"]
+        command = [arguments.sieve, "-q", "eval", *map(str, words), "--checkpoint", str(folder), "--json"]
         with open(unfinished, "w", encoding="utf-8") as output, open(f"{folder}.log", "a", encoding="utf-8") as log:
             if runs.run(command, output, log) != 0:
                 raise Unfinished
