@@ -131,7 +131,7 @@ WRONG = {
     "lists are not those of a selection for this bias": lambda: ops.dma_attention_forward(
         *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
     ),
-    "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
+    "moba: heads 0..0 is not supported": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
     "block_sparse: mask is a tensor [4, 1, 1]; it must be what block_mask(": lambda: sieve.block_sparse(
         *tensors(), torch.ones(4, 1, 1, dtype=torch.bool)
     ),
