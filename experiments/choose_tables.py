@@ -187,7 +187,7 @@ def which(links=None):
     faster = 100 * (max(rates.values()) / rates["dense"] - 1)
     speed = {kind: statistics.mean(row["tokens_per_second"] for row in of) for kind, of in board.front_runs(
         board.finished(ROWS / "board.jsonl", board.KEY), 9.0).items()}
-    over_dense = f"{speed['DMA, 1 of 4 dense'] / speed['dense']:.1f}"
+    over_slope = f"{speed['DMA, 1 of 4 dense'] / speed['dense + slope']:.1f}"
     (hybrid,) = (line for line in choose_2048()[1] if line[0] == "windows with slope, hybrid")
     steps = round(1600 * 32768 / 1e6)  # docs/results.md, "What was trained"
     dma = [ratio for heads in ("16/8", "64/4") for ratio in speeds.dma_over_cudnn(32768, heads)]
@@ -197,7 +197,7 @@ def which(links=None):
          f"another kind trains at most {faster:.0f} % faster there; a hybrid of windows "
          f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, DMA's by none after 1.77B"],
         ["about 8192 tokens", "`dma`, one layer in four dense, as the `dma_*` recipes have it",
-         f"learns faster than dense, at {over_dense} times its tokens a second"],
+         f"level with dense attention that has its slope, at {over_slope} times the tokens a second"],
         ["32,768 tokens and more",
          "`dma` or a window with DMA's slope in all layers; or windows, with `infllm_v2` in one layer of four",
          f"DMA's attention is {speeds.span(dma)} times as fast as cuDNN's dense attention; the last led five layouts"],

@@ -73,8 +73,11 @@ FACTS = [
     (r"istance falls from ([\d.]+)(?: at step [\d,]+)? to ([\d.]+)", table4_distance),
     (r"ends (0\.\d+) above dense attention", lambda: table4_distance()[1:]),
     (r"DMA is then ([\d.]+) nats ahead of dense attention and the window ([\d.]+)\.", after_nine_minutes),
-    (r"leaders take ([\d.]+) times as many tokens", lambda: (
-        f"{of_board('DMA, 1 of 4 dense', 'tokens') / of_board('dense', 'tokens'):.2f}",)),
+    (r"the hybrid takes ([\d.]+) times as many tokens", lambda: (
+        f"{of_board('DMA, 1 of 4 dense, repeated', 'tokens') / of_board('dense + slope, 1 of 4 without', 'tokens'):.2f}",)),
+    (r"instead of ([\d.]+) \(same series", lambda: (f"{of_board('DMA, 1 of 4 dense, repeated', 'bits_per_byte'):.3f}",)),
+    (r"a sparse model trains at ([\d.]+) times the speed of a dense", lambda: (
+        f"{of_board('window + slope', 'tokens_per_second', 32768) / of_board('dense', 'tokens_per_second', 32768):.1f}",)),
     (r"takes ([\d.]+) of the tokens that it takes with AdamW", lambda: (
         f"{of_board('DMA, 1 of 4 dense, Muon', 'tokens') / of_board('DMA, 1 of 4 dense', 'tokens'):.2f}",)),
     (r"dense attention learns, at ([\d.]+) times its speed", layout_without_slope),
