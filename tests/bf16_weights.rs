@@ -5,8 +5,8 @@ use crate::random_model::{
 };
 use burn::tensor::{DType, TensorData};
 use burn_flex::Flex;
-use sieve_eval::{BatchGenerator, Generator, Selection, logits};
 use sieve_hf::{ExportDtype, Kept, export, load_model, load_parameters, named_parameters};
+use sieve_infer::{BatchGenerator, Generator, Selection, logits};
 use sieve_nn::Qwen3;
 use sieve_select::LayerSelectors;
 use std::path::Path;

@@ -4,7 +4,7 @@ use burn_flex::Flex;
 use sieve_core::Attention;
 use sieve_core::model::test_shapes::with_keys;
 use sieve_core::recipe::AttentionKind;
-use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, logits};
+use sieve_infer::{BatchGenerator, GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::{KvCache, Qwen3};
 
 /// Number of tokens of a text; the models' windows are 7 and 5 tokens.

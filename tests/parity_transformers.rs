@@ -11,8 +11,8 @@ use crate::random_model::{
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::DmaWindow;
-use sieve_eval::logits;
 use sieve_hf::{ExportDtype, NamedTensor, TensorFile, export, load_model, write_tensor_file};
+use sieve_infer::logits;
 use sieve_nn::Qwen3;
 use sieve_ops::{Documents, dma_select};
 use sieve_testing::Random;

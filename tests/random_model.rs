@@ -4,11 +4,11 @@ use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
-use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::{
     Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, load_parameters,
     named_parameters,
 };
+use sieve_infer::{GenerateConfig, Generator, Sampling};
 use sieve_nn::Qwen3;
 use sieve_testing::cases;
 use std::path::Path;

@@ -5,7 +5,7 @@
 Rust: `//` comments and `#[cfg(test)]` items go, and files that hold nothing but tests (tests.rs, tests/, testing.rs,
 test_*.rs, the crates sieve-tests and sieve-testing). CUDA: `//` comments go. Python: comments and doc strings go.
 
-The lab is what compares and measures: sieve-select, -eval, -bench and -report, the commands eval and kernels,
+The lab is what compares and measures: sieve-eval, -bench and -report, the commands eval and kernels,
 experiments, tests/. The engine is all other code, with the PyTorch package; chores (xtask, sieve-testing) are neither.
 The engine grows by features alone, and CHANGELOG says which; the lab is free.
 
@@ -26,7 +26,7 @@ TESTS = "Rust tests"
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
 
 
-LAB = re.compile(r"crates/(sieve-(select|eval|bench|report)|sieve/src/(eval|kernels))(/|\.rs$)|(experiments|tests)/")
+LAB = re.compile(r"crates/(sieve-(eval|bench|report)|sieve/src/(eval|kernels))(/|\.rs$)|(experiments|tests)/")
 CHORES = re.compile(r"crates/(xtask|sieve-testing)/")
 PARTS = "engine", "lab"
 

@@ -1,13 +1,12 @@
 //! A layer's q, k and v from the dense model's forward pass: dense attention on them, and a selector's attention beside
 //! it. Both run on the device that holds the operands, or on the host if the device has no kernel.
-use crate::EvalError;
-use crate::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
-use crate::device_steps;
-use crate::pass::{cosine, milliseconds, number};
-use crate::selection::{Selection, copied_bytes, dense_pairs, layer_shape};
 use crate::selectors::LayerMeasure;
 use burn::tensor::{DType, Tensor};
 use sieve_core::KeyMask;
+use sieve_infer::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
+use sieve_infer::device_steps;
+use sieve_infer::pass::{cosine, milliseconds, number};
+use sieve_infer::{InferError, Selection, copied_bytes, dense_pairs, layer_shape};
 use sieve_nn::{LayerCache, LayerOperands};
 use sieve_ops::{DeviceBackend, SparseOutput, has_sparse_attention, sparse_attention, upload_mask};
 use sieve_select::{DecodeSession, Selector, dense_attention, recall};
@@ -42,7 +41,7 @@ pub(crate) struct Done<B: DeviceBackend> {
 impl<B: DeviceBackend> Captured<B> {
     /// Runs dense attention of a layer on the same path (device or host) as selectors. Also returns its output, which
     /// the model's next layer needs.
-    pub(crate) fn of(operands: &LayerOperands<B>) -> Result<(Self, Tensor<B, 4>), EvalError> {
+    pub(crate) fn of(operands: &LayerOperands<B>) -> Result<(Self, Tensor<B, 4>), InferError> {
         let captured =
             |dense, o: &Tensor<B, 4>, dense_ms| Self { operands: operands.clone(), dense, o: o.clone(), dense_ms };
         if has_sparse_attention(&operands.qkv) {
@@ -58,7 +57,7 @@ impl<B: DeviceBackend> Captured<B> {
             dense_ms = milliseconds(started);
             lse = dense.lse;
             host.clone_from(&dense.o);
-            Ok::<_, EvalError>(dense.o)
+            Ok::<_, InferError>(dense.o)
         })?;
         Ok((captured(Output::Host(host, Some(lse)), &o, dense_ms), o))
     }
@@ -70,7 +69,7 @@ impl<B: DeviceBackend> Captured<B> {
     }
 
     /// Runs a selector's attention on the layer's operands: on the device if [`Selection::attends_on_device`].
-    pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+    pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, InferError> {
         let operands = &self.operands;
         let selector = selection.selectors().of(operands.layer);
         if selector.is_dense_layer(operands.layer) && has_sparse_attention(&operands.qkv) {
@@ -91,7 +90,7 @@ impl<B: DeviceBackend> Captured<B> {
     }
 
     /// Reads the text token by token on the device.
-    fn stream_on_device(&self, selector: &Selector) -> Result<Done<B>, EvalError> {
+    fn stream_on_device(&self, selector: &Selector) -> Result<Done<B>, InferError> {
         let (operands, started) = (&self.operands, Instant::now());
         let (mut cache, mut scratch) = (LayerCache::Empty, Default::default());
         let (o, pairs) = device_steps::stream(selector, operands, &mut cache, &mut scratch)?;
@@ -106,7 +105,7 @@ impl<B: DeviceBackend> Captured<B> {
         })
     }
 
-    fn run_on_device(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+    fn run_on_device(&self, selection: &Selection) -> Result<Done<B>, InferError> {
         let selector = selection.selectors().of(self.operands.layer);
         let started = Instant::now();
         // No mask is reused from another layer: each layer's time includes its own selection.
@@ -119,7 +118,7 @@ impl<B: DeviceBackend> Captured<B> {
     }
 
     /// Selection and attention on the host, from a copy of the operands.
-    fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+    fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, InferError> {
         let selector = selection.selectors().of(self.operands.layer);
         let mut done = None;
         self.operands.on_host(|operands| {
@@ -141,7 +140,7 @@ impl<B: DeviceBackend> Captured<B> {
             let milliseconds = milliseconds(started);
             let output = o.clone();
             done = Some(Done { output: Output::Host(o, lse), cost, milliseconds });
-            Ok::<_, EvalError>(output)
+            Ok::<_, InferError>(output)
         })?;
         let mut done = done.expect("the layer was attended to");
         done.cost.host_bytes += copied_bytes(&self.operands);
@@ -149,7 +148,7 @@ impl<B: DeviceBackend> Captured<B> {
     }
 
     /// Compares a selector's attention with dense attention: density, recall and error of the output.
-    pub(crate) fn compare(&self, done: &Done<B>) -> Result<LayerMeasure, EvalError> {
+    pub(crate) fn compare(&self, done: &Done<B>) -> Result<LayerMeasure, InferError> {
         let (recall, output_error) = match (&done.output, &self.dense) {
             (Output::Device(sparse), Output::Device(dense)) => {
                 let mass = (sparse.lse.clone() - dense.lse.clone()).exp().clamp_max(1.0);
@@ -183,10 +182,10 @@ impl<B: DeviceBackend> Captured<B> {
 }
 
 /// Dense attention by the sparse kernel, with a mask that keeps every key.
-fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
+fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, InferError> {
     let shape = operands.shape(operands.num_tokens());
     let all = KeyMask::dense(shape);
-    let refused = |reason: String| EvalError::kernel("dense", reason);
+    let refused = |reason: String| InferError::kernel("dense", reason);
     let mask = upload_mask::<B>(&all, &operands.qkv.device()).map_err(|error| refused(error.to_string()))?;
     let scale = 1.0 / (shape.head_dim as f64).sqrt();
     let dense = sparse_attention(operands.qkv.clone(), &mask, scale).map_err(refused)?;

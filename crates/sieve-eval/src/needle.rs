@@ -10,11 +10,10 @@ mod sample;
 pub use haystack::Haystack;
 pub(crate) use haystack::made_up_sentences;
 
-use crate::continuation::TextsWithEndings;
-use crate::greedy::Greedy;
-use crate::{EvalError, LayerPath, Selection, TaskModel};
+use crate::EvalError;
 use sample::{Sample, samples, texts};
 use serde::Serialize;
+use sieve_infer::{Greedy, LayerPath, Selection, TaskModel, TextsWithEndings};
 use sieve_ops::DeviceBackend;
 
 /// Wrong numbers that the answer is ranked among.

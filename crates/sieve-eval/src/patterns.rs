@@ -1,9 +1,10 @@
 //! Offline searches on a dense model: MInference's pattern and DAM's map for every head.
 use crate::EvalError;
-use crate::chunks::call;
-use crate::input::check_row;
-use crate::pass::attending_pass;
 use sieve_core::ModelShape;
+use sieve_infer::InferError;
+use sieve_infer::chunks::call;
+use sieve_infer::input::check_row;
+use sieve_infer::pass::attending_pass;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_select::decode::dam::{DamCapture, DamConfig, DamMaps};
@@ -74,7 +75,7 @@ pub fn calibrate_dam<B: DeviceBackend>(
 ) -> Result<DamMaps, EvalError> {
     let shape = model.shape();
     if windows.is_empty() {
-        return Err(EvalError::NoTokens);
+        return Err(InferError::NoTokens.into());
     }
     for window in windows {
         check("dam", shape, window)?;
@@ -119,8 +120,8 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
 }
 
 fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
-    EvalError::require_dense(method, shape)?;
-    check_row(window, window.len().saturating_sub(1), shape)
+    InferError::require_dense(method, shape)?;
+    Ok(check_row(window, window.len().saturating_sub(1), shape)?)
 }
 
 #[cfg(test)]

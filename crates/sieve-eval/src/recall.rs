@@ -1,10 +1,10 @@
 //! Accuracy on multi-query associative recall (arXiv:2312.04927), by kind of sample and by distance.
 use crate::EvalError;
-use crate::input::{check_length, check_vocabulary, ids};
 use crate::weights::{attention_weights, check_length as check_weights};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
+use sieve_infer::input::{check_length, check_vocabulary, ids};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 
@@ -293,7 +293,7 @@ mod tests {
         let (mut correct, mut by_distance) = (0, vec![0; 6]);
         for index in 0..5 {
             let sample = mqar.sample(MqarSplit::Test, index);
-            let logits = crate::logits(&model, &sample.tokens, &device).expect("known tokens");
+            let logits = sieve_infer::logits(&model, &sample.tokens, &device).expect("known tokens");
             let logits: Vec<f32> = logits.to_vec().expect("f32");
             for query in sample.queries {
                 let row = &logits[query.position * 80..(query.position + 1) * 80];

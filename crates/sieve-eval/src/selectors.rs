@@ -7,12 +7,12 @@ pub use grid::{READY_GRIDS, selector_grid};
 
 use crate::EvalError;
 use crate::captured::Captured;
-use crate::chunks::call;
-use crate::input::{check_vocabulary, check_windows};
-use crate::pass::{Agreement, Pass, attending_pass, layers_pass, own_pass};
-use crate::selection::{LayerPath, Selection};
 use burn::tensor::Tensor;
 use serde::Serialize;
+use sieve_infer::chunks::call;
+use sieve_infer::input::{check_vocabulary, check_windows};
+use sieve_infer::pass::{Agreement, Pass, attending_pass, layers_pass, own_pass};
+use sieve_infer::{LayerPath, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_select::{LayerSelectors, Selected, dense_attention};
@@ -189,7 +189,7 @@ pub fn selector_masks<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<Result<LayerMasks, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
-    let start = |one: &LayerSelectors| Selection::new(one.clone(), model.shape()).map(|_| Vec::new());
+    let start = |one: &LayerSelectors| Ok(Selection::new(one.clone(), model.shape()).map(|_| Vec::new())?);
     let mut masks: Vec<Result<LayerMasks, EvalError>> = selectors.iter().map(start).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
@@ -342,7 +342,7 @@ impl Sums {
         self.tiles += done.cost.tile_density;
         self.device_selections += done.cost.device_calls;
         self.host_bytes += done.cost.host_bytes;
-        layer.compare(&done)
+        Ok(layer.compare(&done)?)
     }
 }
 

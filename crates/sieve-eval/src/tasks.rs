@@ -8,7 +8,7 @@ mod spec;
 mod template;
 mod text_scores;
 
-use crate::{EvalError, Selection, TaskModel, texts_together};
+use crate::EvalError;
 use answer::answers;
 pub use chat::{TaskChat, Turn};
 pub use likelihood::Likelihood;
@@ -16,6 +16,7 @@ use likelihood::{Encode, Pair, likelihoods};
 pub use longbench::LongBenchAverage;
 use serde::Serialize;
 use sieve_data::{TableRow, Tokenizer};
+use sieve_infer::{Selection, TaskModel, texts_together};
 use sieve_ops::DeviceBackend;
 pub use size::TaskSize;
 use spec::{Measure, Question};

@@ -1,13 +1,13 @@
 //! Measures models with their own trained attention beside selectors: density from the masks that they use, loss and
 //! time.
 use crate::EvalError;
-use crate::input::{check_windows, ids};
-use crate::pass::own_pass;
-use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::kinds::BlockPairs;
 use sieve_core::{LayerPattern, ModelShape, attention_label};
+use sieve_infer::dense_pairs;
+use sieve_infer::input::{check_windows, ids};
+use sieve_infer::pass::own_pass;
 use sieve_nn::{DecoderLayer, LayerContext, PassState, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;

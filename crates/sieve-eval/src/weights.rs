@@ -1,10 +1,10 @@
 //! The attention weights of every layer and head of a trained model on one prompt, and statistics of them.
 use crate::EvalError;
-use crate::input::{check_row, ids};
 use crate::trained::layer_label;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
+use sieve_infer::input::{check_row, ids};
 use sieve_nn::{LayerContext, PassState, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;

@@ -2,7 +2,7 @@
 use axum::body::Body;
 use axum::http::{Response, StatusCode, header};
 use serde_json::{Value, json};
-use sieve_eval::EvalError;
+use sieve_infer::InferError;
 use std::io;
 
 /// Why a server cannot start.
@@ -137,10 +137,10 @@ impl ApiError {
     }
 }
 
-impl From<EvalError> for ApiError {
-    fn from(error: EvalError) -> Self {
+impl From<InferError> for ApiError {
+    fn from(error: InferError) -> Self {
         match error {
-            EvalError::NotFinite(_) => Self::server(error.to_string()),
+            InferError::NotFinite(_) => Self::server(error.to_string()),
             _ => Self::invalid("", error.to_string()),
         }
     }

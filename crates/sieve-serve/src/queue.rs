@@ -1,6 +1,6 @@
 //! The texts that requests ask for, on their way to the thread that owns the model.
 use crate::error::ApiError;
-use sieve_eval::{Sampling, TokenScore};
+use sieve_infer::{Sampling, TokenScore};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;

@@ -4,7 +4,7 @@ use crate::queue::Piece;
 use crate::request::{Asked, Form};
 use crate::server::Server;
 use serde_json::{Map, Value, json};
-use sieve_eval::TokenScore;
+use sieve_infer::TokenScore;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::SystemTime;

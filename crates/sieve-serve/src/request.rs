@@ -3,8 +3,8 @@ use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
 use serde_json::{Value, json};
-use sieve_eval::Sampling;
 use sieve_hf::ChatMessage;
+use sieve_infer::Sampling;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 use crate::metrics::Metrics;
 use crate::queue::Queue;
 use sieve_data::Tokenizer;
-use sieve_eval::Selection;
 use sieve_hf::ChatTemplate;
+use sieve_infer::Selection;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use std::sync::Arc;

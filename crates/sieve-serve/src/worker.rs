@@ -4,7 +4,7 @@ use crate::metrics::Metrics;
 use crate::queue::{Piece, Text, Waiting};
 use crate::server::Engine;
 use sieve_data::{DecodeStream, Tokenizer};
-use sieve_eval::{EvalError, OpenTexts, Sampler, StopTexts, TokenScore, score_prompts};
+use sieve_infer::{InferError, OpenTexts, Sampler, StopTexts, TokenScore, score_prompts};
 use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -101,7 +101,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
     }
 
     /// Scores prompts, and draws one token after each that asks for it.
-    fn score(&self, texts: Vec<Text>) -> Result<(), EvalError> {
+    fn score(&self, texts: Vec<Text>) -> Result<(), InferError> {
         let Engine { model, device, .. } = *self.engine;
         let num_top = texts.iter().filter_map(|text| text.num_top).max().unwrap_or(0);
         let prompts: Vec<&[u32]> = texts.iter().map(|text| &*text.prompt).collect();
@@ -120,7 +120,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
     }
 
     /// Reads a text's prompt and draws its first token.
-    fn begin(&mut self, text: Text) -> Result<(), EvalError> {
+    fn begin(&mut self, text: Text) -> Result<(), InferError> {
         let (engine, metrics) = (self.engine, self.metrics);
         if text.scores_prompt {
             let num_top = text.num_top.unwrap_or(0);
@@ -169,7 +169,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
 }
 
 /// Runs a part of the work. A panic in it becomes an error of the requests it was for.
-fn caught(work: impl FnOnce() -> Result<(), EvalError>) -> Result<(), ApiError> {
+fn caught(work: impl FnOnce() -> Result<(), InferError>) -> Result<(), ApiError> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done.map_err(ApiError::from),
         Err(_) => Err(ApiError::server("the model failed on this request; the server's output says where")),
@@ -191,7 +191,7 @@ struct Writing<'t> {
 }
 
 impl<'t> Writing<'t> {
-    fn new(text: Text, tokenizer: &'t Tokenizer) -> Result<Self, EvalError> {
+    fn new(text: Text, tokenizer: &'t Tokenizer) -> Result<Self, InferError> {
         Ok(Self {
             sampler: Sampler::new(text.sampling)?,
             stream: Some(tokenizer.decode_stream(&text.prompt)?),
@@ -215,11 +215,11 @@ impl<'t> Writing<'t> {
         logits: &[f32],
         engine: &Engine<'_, B>,
         metrics: &Metrics,
-    ) -> Result<(), EvalError> {
+    ) -> Result<(), InferError> {
         // Logits beyond the tokenizer's vocabulary are padding.
         let logits = &logits[..engine.num_tokens()];
         let num_read = self.text.prompt.len() + self.num_tokens;
-        let token = self.sampler.sample(logits).ok_or(EvalError::NotFinite(num_read))?;
+        let token = self.sampler.sample(logits).ok_or(InferError::NotFinite(num_read))?;
         let scores = self.text.num_top.map(|num_top| TokenScore::new(token, logits, num_top));
         metrics.new_tokens.fetch_add(1, Relaxed);
         (self.last, self.num_tokens) = (token, self.num_tokens + 1);
@@ -246,7 +246,7 @@ impl<'t> Writing<'t> {
         if let Some(stream) = self.stream.take() {
             let rest = match stream.finish() {
                 Ok(rest) => rest,
-                Err(error) => return self.fail(EvalError::from(error).into()),
+                Err(error) => return self.fail(InferError::from(error).into()),
             };
             let (mut shown, is_met) = self.stop.push(&rest);
             match is_met {

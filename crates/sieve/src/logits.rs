@@ -49,7 +49,7 @@ pub(crate) fn run(mut args: LogitsArgs) -> Result<()> {
 
 fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, kept: Kept) -> Result<()> {
     let loaded = load_model::<B>(&args.checkpoint, device, kept)?;
-    let data = sieve_eval::logits(&loaded.model, tokens, device)?;
+    let data = sieve_infer::logits(&loaded.model, tokens, device)?;
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     let tensors = [NamedTensor { name, data }];

@@ -5,7 +5,7 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_core::{ModelShape, attention_label};
-use sieve_eval::{LayerPath, Selection};
+use sieve_infer::{LayerPath, Selection};
 use sieve_select::{LayerSelectors, Selector};
 
 /// Help text of `--selector`.

@@ -2,12 +2,11 @@
 use super::LongSource;
 use super::fit::LongTexts;
 use super::sample::{LongSample, NUM_WRONG};
-use crate::continuation::TextsWithEndings;
-use crate::greedy::Greedy;
-use crate::input::check_length;
+use crate::EvalError;
 use crate::needle::rank;
-use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
+use sieve_infer::input::check_length;
+use sieve_infer::{Greedy, LayerPath, Selection, TaskModel, TextsWithEndings};
 use sieve_ops::DeviceBackend;
 
 /// Depths are grouped into this many equal ranges.

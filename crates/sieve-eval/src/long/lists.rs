@@ -2,7 +2,7 @@
 use super::random::Random;
 use super::sample::{LongSample, Match, Size, wrong};
 use super::text::NOISE;
-use crate::sampler::different;
+use crate::seeded::different;
 
 /// Assignments in a chain of RULER's variable tracking, one for each variable.
 pub(super) const CHAIN: usize = 5;

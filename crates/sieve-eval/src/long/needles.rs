@@ -2,7 +2,7 @@
 use super::random::Random;
 use super::sample::{LongSample, Match, depth, wrong};
 use super::text::{LongText, NOISE};
-use crate::sampler::different;
+use crate::seeded::different;
 
 /// Needles in essays are placed at depths drawn from this many even steps from 0 to 100 %.
 const NUM_DEPTHS: usize = 40;

@@ -1,5 +1,5 @@
 //! Random words, numbers, UUIDs and orders for long texts.
-use crate::sampler::seeded;
+use crate::seeded::seeded;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::Rng;
 

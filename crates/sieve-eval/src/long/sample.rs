@@ -1,5 +1,5 @@
 //! A sample of a long task: a question with its text, and how its answer is scored.
-use crate::sampler::different;
+use crate::seeded::different;
 use serde::Serialize;
 
 /// Wrong answers that the right answer is ranked among.

@@ -1,8 +1,9 @@
 //! The text that needles are hidden in.
-use crate::{EvalDocument, EvalError};
+use crate::EvalError;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_data::Tokenizer;
+use sieve_infer::{EvalDocument, InferError};
 use std::collections::HashMap;
 
 /// Sentences of a paragraph of made-up text.
@@ -68,7 +69,7 @@ impl Haystack {
     /// # Errors
     /// A document that cannot be read.
     pub fn of_documents(
-        documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+        documents: impl Iterator<Item = Result<EvalDocument, InferError>>,
         num_tokens: usize,
         tokenizer: &Tokenizer,
     ) -> Result<Self, EvalError> {

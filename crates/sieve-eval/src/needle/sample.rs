@@ -2,7 +2,7 @@
 use super::haystack::pick;
 use super::{NUM_DISTRACTORS, NeedleConfig};
 use crate::EvalError;
-use crate::sampler::{different, seeded};
+use crate::seeded::{different, seeded};
 use chacha20::rand_core::Rng;
 use sieve_data::Tokenizer;
 

@@ -98,7 +98,7 @@ fn ranks_are_those_of_whole_passes_for_every_kind() {
                 text.extend_from_slice(&sample.question);
                 let likelihood = |candidate: &Vec<u32>| -> f64 {
                     let all = [&text[..], candidate].concat();
-                    let logits = crate::logits(&model, &all, &Default::default()).expect("it is short");
+                    let logits = sieve_infer::logits(&model, &all, &Default::default()).expect("it is short");
                     let logits: Vec<f32> = logits.to_vec().expect("f32");
                     let rows = logits.chunks(VOCAB_SIZE).skip(text.len() - 1).zip(candidate);
                     rows.map(|(row, &token)| {

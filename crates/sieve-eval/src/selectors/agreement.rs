@@ -1,9 +1,9 @@
 //! How BA-Att's block scores agree with dense attention on one prompt.
 use crate::EvalError;
-use crate::chunks::call;
-use crate::input::check_vocabulary;
-use crate::pass::attending_pass;
 use serde::Serialize;
+use sieve_infer::chunks::call;
+use sieve_infer::input::check_vocabulary;
+use sieve_infer::pass::attending_pass;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_select::prefill::ba_att::HeadAgreement;

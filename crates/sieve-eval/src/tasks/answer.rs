@@ -1,9 +1,8 @@
 //! Generates a model's answers, and decides whether they are right.
 use super::spec::Matching;
 use super::text_scores::TextScore;
-use crate::continuation::texts_together;
-use crate::greedy::Greedy;
-use crate::{EvalError, Selection, TaskModel};
+use crate::EvalError;
+use sieve_infer::{Greedy, Selection, TaskModel, texts_together};
 use sieve_ops::DeviceBackend;
 
 /// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.

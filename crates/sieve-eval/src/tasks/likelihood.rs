@@ -2,14 +2,14 @@
 //! into rows as documents; the prefix that a question's pairs share is computed once. Long prompts go through the KV
 //! cache instead.
 use super::size::TaskSize;
-use crate::continuation::{Continuation, Ending};
-use crate::input::{check_vocabulary, ids};
-use crate::pass::LOGIT_TOKENS;
-use crate::rows::Rows;
-use crate::{EvalError, Selection, TaskModel, texts_together};
+use crate::EvalError;
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::{DataError, Tokenizer};
+use sieve_infer::input::{check_vocabulary, ids};
+use sieve_infer::pass::LOGIT_TOKENS;
+use sieve_infer::rows::Rows;
+use sieve_infer::{Continuation, Ending, InferError, Selection, TaskModel, texts_together};
 use sieve_nn::{LayerContext, Qwen3, SharedPrompts};
 use sieve_ops::{DeviceBackend, Documents, RotaryEmbedding};
 use std::cmp::Reverse;
@@ -363,7 +363,7 @@ impl Layout {
         for (pair, num_scored) in self.pairs {
             let ending = endings[&pair];
             if !ending.log_likelihood.is_finite() {
-                return Err(EvalError::NotFinite(self.tokens.len()));
+                return Err(InferError::NotFinite(self.tokens.len()).into());
             }
             keep(pair, ending, num_scored);
         }

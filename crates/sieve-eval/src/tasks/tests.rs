@@ -1,9 +1,9 @@
 use super::likelihood::{Pair, likelihoods, score_after_contexts};
 use super::*;
 use crate::test_model::{llama_tokenizer, tiny_model};
-use crate::{GenerateConfig, Generator, Sampling, logits};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape};
+use sieve_infer::{GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::Qwen3;
 use sieve_testing::refusal;
 
@@ -296,7 +296,7 @@ fn endings_of_a_shared_prompt_get_the_likelihoods_that_they_get_alone() {
         let (together, alone) = (ask(&questions), ask(&alone));
         let mut cached = Vec::new();
         for pairs in &questions {
-            let keep = |n: usize, ending: crate::continuation::Ending| {
+            let keep = |n: usize, ending: sieve_infer::Ending| {
                 cached.push(Likelihood {
                     log_likelihood: ending.log_likelihood,
                     num_tokens: pairs[n].parts().1,

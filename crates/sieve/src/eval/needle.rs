@@ -8,10 +8,9 @@ use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::{ShownPath, attention_label};
 use sieve_data::Tokenizer;
-use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, linear_grid, needle, text_documents,
-};
+use sieve_eval::{Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, linear_grid, needle};
 use sieve_hf::{Kept, LoadedModel};
+use sieve_infer::{Selection, TaskModel, text_documents};
 use sieve_ops::DeviceBackend;
 use std::path::PathBuf;
 

@@ -7,8 +7,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_core::{ModelShape, ShownPath};
-use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
+use sieve_eval::{PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::{Kept, LoadedModel};
+use sieve_infer::InferError;
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::decode::dam::{DamConfig, DamMap, DamMaps};
@@ -163,7 +164,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
 
 /// Tokens of a prompt. Fails, before any text is read, if the model has no dense layer, sinks, or too short a context.
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
-    EvalError::require_dense(args.method.name(), shape)?;
+    InferError::require_dense(args.method.name(), shape)?;
     let context = shape.max_seq_len;
     let length = match (&args.method, args.length) {
         (_, Some(length)) => length,
@@ -171,7 +172,7 @@ fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usi
         (Search::Dam(dam), None) => dam.capture.min(context),
     };
     if length > context {
-        let error = EvalError::TooLong { num_tokens: length, context };
+        let error = InferError::TooLong { num_tokens: length, context };
         return Err(error).context("--length");
     }
     if let Search::Dam(dam) = &args.method

@@ -15,11 +15,11 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_core::{ShownPath, covered_words};
 use sieve_data::{Corpus, Prepared};
-use sieve_eval::{
-    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss,
+use sieve_hf::{Kept, LoadedModel};
+use sieve_infer::{
+    EvalDocument, Extrapolation, InferError, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss,
     RollingPerplexity, Selection, first_tokens, perplexity, prepared_documents, text_documents,
 };
-use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -199,7 +199,7 @@ fn loss_by_position(title: &str, by_position: &[PositionLoss], mean_loss: f64) -
 /// Measures perplexity with a progress bar; `total` is the number of tokens to predict, if known.
 fn with_progress<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
-    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    documents: impl Iterator<Item = Result<EvalDocument, InferError>>,
     config: &PerplexityConfig,
     device: &B::Device,
     selection: Option<&mut Selection>,

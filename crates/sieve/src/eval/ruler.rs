@@ -11,9 +11,10 @@ use sieve_core::{ShownPath, attention_label};
 use sieve_data::Tokenizer;
 use sieve_eval::{
     EvalError, LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG,
-    QaData, SampleScore, Selection, Split, TaskModel, ask_long, long_texts,
+    QaData, SampleScore, Split, ask_long, long_texts,
 };
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
+use sieve_infer::{Selection, TaskModel};
 use sieve_ops::DeviceBackend;
 use std::path::{Path, PathBuf};
 

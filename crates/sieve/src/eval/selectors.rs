@@ -17,10 +17,10 @@ pub(crate) use run::SelectorsArgs;
 use run::{COMMAND, Failures, Run};
 use sieve_core::{ModelShape, ShownPath};
 use sieve_eval::{
-    BlockAgreement, EvalError, READY_GRIDS, Selection, block_agreement, measure_selectors, selector_grid,
-    selector_masks, sweep_selectors,
+    BlockAgreement, READY_GRIDS, block_agreement, measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
 use sieve_hf::Kept;
+use sieve_infer::{InferError, Selection};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, LayerSelectors, Phase, Selector};
@@ -111,7 +111,7 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
     if asked.is_empty() {
-        EvalError::require_dense("every method", shape)?;
+        InferError::require_dense("every method", shape)?;
     }
     let (candidates, mut left_out) = match &args.grid {
         Some(grid) => read_grid(grid)?,

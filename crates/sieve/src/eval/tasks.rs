@@ -7,10 +7,10 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_data::read_table;
 use sieve_eval::{
-    LongBenchAverage, READY_TASKS, Selection, Task, TaskChat, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize,
-    TaskTexts, Turn, run_task,
+    LongBenchAverage, READY_TASKS, Task, TaskChat, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts, Turn, run_task,
 };
 use sieve_hf::{ChatMessage, Kept, LoadedModel, peek_model, peek_tokenizer};
+use sieve_infer::{Selection, TaskModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};

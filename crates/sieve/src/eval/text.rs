@@ -3,7 +3,7 @@ use crate::text_files::{self, FormatArg};
 use anyhow::{Result, bail};
 use sieve_core::ModelShape;
 use sieve_data::{Corpus, CorpusConfig, Tokenizer};
-use sieve_eval::{TextsWithEndings, prompt_part, text_documents};
+use sieve_infer::{TextsWithEndings, prompt_part, text_documents};
 use sieve_plan::InferenceSize;
 
 /// Opens files, folders and globs. A file's extension says its format; a document's text is in the column `text`.

@@ -4,12 +4,12 @@ use anyhow::{Result, ensure};
 use burn::module::AutodiffModule;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::Tokenizer;
-use sieve_eval::{EvalError, GenerateConfig, Generator, Sampling};
+use sieve_infer::{GenerateConfig, Generator, InferError, Sampling};
 use sieve_ops::TrainBackend;
 use sieve_train::Trainer;
 
 /// The tokens that a model continues others with.
-type Continues<'a> = dyn Fn(&[u32], GenerateConfig) -> Result<Vec<u32>, EvalError> + 'a;
+type Continues<'a> = dyn Fn(&[u32], GenerateConfig) -> Result<Vec<u32>, InferError> + 'a;
 
 /// Has texts written every `generation.interval` steps, where this process prints and holds the model.
 ///

@@ -3,8 +3,8 @@ use super::{BATCH_TOKENS, PplArgs, prepared_data};
 use crate::terminal;
 use anyhow::{Result, bail};
 use sieve_data::Tokenizer;
-use sieve_eval::{EvalDocument, EvalError, Extrapolation, extrapolation, prepared_documents, text_documents};
 use sieve_hf::LoadedModel;
+use sieve_infer::{EvalDocument, Extrapolation, InferError, extrapolation, prepared_documents, text_documents};
 use sieve_ops::DeviceBackend;
 
 /// Lengths of the contexts, in multiples of a training row.
@@ -42,7 +42,7 @@ pub(super) fn measure<B: DeviceBackend>(
         Some(most) => most.div_ceil(trained.div_ceil(2) as u64).max(1) as usize,
         None => usize::MAX,
     };
-    let run = |documents: &mut dyn Iterator<Item = Result<EvalDocument, EvalError>>| {
+    let run = |documents: &mut dyn Iterator<Item = Result<EvalDocument, InferError>>| {
         let template = "{human_pos} tokens behind longer contexts, {elapsed}";
         terminal::with_bar(0, template, |bar| {
             let (model, sizes) = (&loaded.model, (BATCH_TOKENS, max_pieces));

@@ -10,7 +10,7 @@ mod windows;
 use crate::input::{check_vocabulary, ids};
 use crate::rows::Rows;
 use crate::words::WordUse;
-use crate::{EvalDocument, EvalError, Selection};
+use crate::{EvalDocument, InferError, Selection};
 use breakdown::Breakdown;
 pub use breakdown::{LossByDistance, MeanLoss, PositionLoss, WordLoss};
 use burn::tensor::{Tensor, TensorData};
@@ -45,7 +45,7 @@ impl PerplexityConfig {
     ///
     /// # Errors
     /// One of them is out of range.
-    pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
+    pub fn check(&self, max_seq_len: usize) -> Result<(), InferError> {
         check(self.context, self.stride, max_seq_len)
     }
 }
@@ -122,12 +122,12 @@ pub struct RollingPerplexity {
 /// predict, a loss that is not finite, a selector that refuses a call.
 pub fn perplexity<B: DeviceBackend>(
     model: &Qwen3<B>,
-    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    documents: impl Iterator<Item = Result<EvalDocument, InferError>>,
     config: &PerplexityConfig,
     device: &B::Device,
     selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(u64),
-) -> Result<PerplexityReport, EvalError> {
+) -> Result<PerplexityReport, InferError> {
     let vocab_size = model.shape().vocab_size;
     let PerplexityConfig { context, stride, .. } = *config;
     config.check(model.shape().max_seq_len)?;
@@ -165,7 +165,7 @@ pub fn perplexity<B: DeviceBackend>(
     observe(num_tokens);
     if num_tokens == 0 {
         let what = format!("no document holds a token to predict ({num_documents} in all)");
-        return Err(EvalError::refused(what, "give longer documents"));
+        return Err(InferError::refused(what, "give longer documents"));
     }
     let [word_perplexity, byte_perplexity, bits_per_byte] = per_word_and_byte(nats, num_words, num_bytes);
     let loss = nats / num_tokens as f64;
@@ -191,16 +191,16 @@ pub fn perplexity<B: DeviceBackend>(
 }
 
 /// Refuses a context longer than the model's, and a stride of 0 or longer than the context.
-fn check(context: usize, stride: usize, max_seq_len: usize) -> Result<(), EvalError> {
+fn check(context: usize, stride: usize, max_seq_len: usize) -> Result<(), InferError> {
     if context == 0 || context > max_seq_len {
-        return Err(EvalError::setting(
+        return Err(InferError::setting(
             "context",
             format!("{context}, the model's positions end at {max_seq_len}"),
             "use 1 up to the model's max_position_embeddings",
         ));
     }
     if stride == 0 || stride > context {
-        return Err(EvalError::setting(
+        return Err(InferError::setting(
             "stride",
             format!("{stride} with a context of {context}"),
             "use 1 up to the context; smaller is slower and sees more",
@@ -260,7 +260,7 @@ fn per_word_and_byte(nats: f64, num_words: u64, num_bytes: u64) -> [Option<f64>;
 
 impl<B: DeviceBackend> Rolling<'_, B> {
     /// Predicts a document's text, window by window.
-    fn add(&mut self, document: &EvalDocument, context: usize) -> Result<(), EvalError> {
+    fn add(&mut self, document: &EvalDocument, context: usize) -> Result<(), InferError> {
         let text = document.text;
         self.num_words += text.num_words;
         self.num_bytes += text.num_bytes;
@@ -273,7 +273,7 @@ impl<B: DeviceBackend> Rolling<'_, B> {
     }
 
     /// Runs the last forward pass; returns the perplexities of all texts.
-    fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
+    fn finish(mut self) -> Result<RollingPerplexity, InferError> {
         self.pass.run()?;
         let Self { pass: Pass { sums, .. }, num_words, num_bytes, .. } = self;
         let [word_perplexity, byte_perplexity, bits_per_byte] = per_word_and_byte(sums.nats(), num_words, num_bytes);
@@ -304,7 +304,7 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
     }
 
     /// Adds a window. If the rows are full, first runs the forward pass of the windows before it, and returns true.
-    fn predict(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> Result<bool, EvalError> {
+    fn predict(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> Result<bool, InferError> {
         if push(&mut self.rows, tokens, uses, window) {
             return Ok(false);
         }
@@ -315,7 +315,7 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
     }
 
     /// Runs the forward pass of the windows added so far.
-    fn run(&mut self) -> Result<(), EvalError> {
+    fn run(&mut self) -> Result<(), InferError> {
         let Some(batch) = self.rows.batch() else {
             return Ok(());
         };
@@ -342,7 +342,7 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
         self.speed.add(self.sums.num_tokens() - before, started.elapsed());
         match self.sums.nats().is_finite() {
             true => Ok(()),
-            false => Err(EvalError::NotFinite(self.sums.num_tokens() as usize)),
+            false => Err(InferError::NotFinite(self.sums.num_tokens() as usize)),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Runs a prefill selector on one layer's prompt: as one call, or in chunks of queries that each see all earlier keys.
 //! The attention runs on the host or on the device; the selection may run on either.
-use crate::EvalError;
+use crate::InferError;
 use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, ChosenKeys, KeyMask};
 use sieve_nn::{HostOperands, LayerOperands};
@@ -13,36 +13,41 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Output of a layer's attention on one document under a prefill selector, all calls together.
-pub(crate) struct Prefilled {
+#[derive(Debug)]
+pub struct Prefilled {
     /// Attention output, `[num_tokens, num_heads, head_dim]`.
-    pub(crate) o: Vec<f32>,
+    pub o: Vec<f32>,
     /// Log-sum-exp over the kept pairs, `[num_heads, num_tokens]`.
-    pub(crate) lse: Vec<f32>,
-    pub(crate) cost: Cost,
+    pub lse: Vec<f32>,
+    /// Statistics of all calls.
+    pub cost: Cost,
 }
 
 /// Statistics of the calls on one document in one layer.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Cost {
+pub struct Cost {
     /// Computed pairs over causal pairs, probe rows included.
-    pub(crate) density: f64,
+    pub density: f64,
     /// Kept tiles over causal tiles. For several calls, their mean weighted by causal pairs.
-    pub(crate) tile_density: f64,
+    pub tile_density: f64,
     /// Seconds spent on choosing the masks.
-    pub(crate) select_seconds: f64,
-    pub(crate) calls: u64,
+    pub select_seconds: f64,
+    /// Number of calls.
+    pub calls: u64,
     /// Calls whose masks were made on the device.
-    pub(crate) device_calls: u64,
-    pub(crate) dense_calls: u64,
-    pub(crate) nan_lists: u64,
+    pub device_calls: u64,
+    /// Calls that ran dense.
+    pub dense_calls: u64,
+    /// Choices that became dense because a score was NaN.
+    pub nan_lists: u64,
     /// Bytes copied from the device to the host.
-    pub(crate) host_bytes: u64,
+    pub host_bytes: u64,
     causal_pairs: f64,
 }
 
 impl Cost {
     /// For dense attention or a method that reads token by token, which have no tiles.
-    pub(crate) fn of_density(density: f64) -> Self {
+    pub fn of_density(density: f64) -> Self {
         Self { density, tile_density: density, ..Self::default() }
     }
 
@@ -119,7 +124,7 @@ fn shares(selected: &Selected) -> [f64; 2] {
 
 /// A selection made on the host, with its mask uploaded to the device.
 #[derive(Debug)]
-pub(crate) struct Made {
+pub struct Made {
     shape: CallShape,
     shares: [f64; 2],
     stats: SelectStats,
@@ -137,16 +142,12 @@ impl Made {
 
 /// Masks that depend only on a call's shape: (selector, tokens of the prompt, mask). They are reused in the next layers
 /// and for later prompts of the same length.
-pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
+pub type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
 
 /// Runs a prefill selector on a document on the host, in calls of `chunk` tokens or in one call. A row depends only on
 /// earlier rows of the layer below, so chunking each layer gives the same output as a model that reads its prompt chunk
 /// by chunk.
-pub(crate) fn prefill(
-    selector: &Selector,
-    operands: HostOperands<'_>,
-    chunk: Option<usize>,
-) -> Result<Prefilled, EvalError> {
+pub fn prefill(selector: &Selector, operands: HostOperands<'_>, chunk: Option<usize>) -> Result<Prefilled, InferError> {
     let call = call(operands)?;
     let (tokens, heads) = (operands.shape.num_queries, operands.shape.num_heads);
     let mut done = Prefilled {
@@ -188,13 +189,13 @@ pub(crate) fn calls_of<B: DeviceBackend>(
 /// As [`prefill`], with the attention on the device; o is `[1, num_tokens, num_heads, head_dim]`. If the selection has
 /// no kernel, it copies its operands to the host and the mask back. With `has_clock`, the host waits for the device
 /// after each selection to time it.
-pub(crate) fn prefill_on_device<B: DeviceBackend>(
+pub fn prefill_on_device<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
     has_clock: bool,
     kept: &mut KeptMasks,
-) -> Result<(SparseOutput<B>, Cost), EvalError> {
+) -> Result<(SparseOutput<B>, Cost), InferError> {
     let (layer, tokens) = (operands.layer, operands.num_tokens());
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
     let mut copied = None;
@@ -239,7 +240,7 @@ fn select_on_device<B: DeviceBackend>(
     shape: CallShape,
     has_clock: bool,
     cost: &mut Cost,
-) -> Result<Option<ChosenOnDevice<B>>, EvalError> {
+) -> Result<Option<ChosenOnDevice<B>>, InferError> {
     let Some(selection) = selector.block_selection(shape, operands.layer, operands.num_layers) else {
         return Ok(None);
     };
@@ -249,7 +250,7 @@ fn select_on_device<B: DeviceBackend>(
         return Ok(None);
     };
     if has_clock {
-        B::sync(&qkv.device()).map_err(|error| EvalError::kernel(selector.name(), error.to_string()))?;
+        B::sync(&qkv.device()).map_err(|error| InferError::kernel(selector.name(), error.to_string()))?;
         cost.select_seconds += started.elapsed().as_secs_f64();
     }
     // Before the attention is launched: reading the statistics waits for all launched work.
@@ -267,8 +268,8 @@ fn attend<B: DeviceBackend>(
     mask: &KeyMask<Tensor<B, 1, Int>>,
     probe_o: Option<Tensor<B, 4>>,
     is_dense: bool,
-) -> Result<SparseOutput<B>, EvalError> {
-    let refused = |reason: String| EvalError::kernel(selector.name(), reason);
+) -> Result<SparseOutput<B>, InferError> {
+    let refused = |reason: String| InferError::kernel(selector.name(), reason);
     let scale = f64::from(shape.softmax_scale());
     let mut output = sparse_attention(qkv.clone(), mask, scale).map_err(refused)?;
     let correction = selector.correction(shape, layer);
@@ -293,7 +294,7 @@ fn select_on_host<B: DeviceBackend>(
     kept: &mut KeptMasks,
     copied: &mut Option<HostQueriesAndKeys>,
     cost: &mut Cost,
-) -> Result<Arc<Made>, EvalError> {
+) -> Result<Arc<Made>, InferError> {
     let shape = CallShape { num_queries: rows.len(), num_keys: rows.end, ..whole };
     let reads = selector.reads(operands.layer, rows.len());
     let serves_others = reads == Reads::Nothing && operands.layer >= selector.first_alike_layer();
@@ -312,7 +313,7 @@ fn select_on_host<B: DeviceBackend>(
             Call::of_means(shape, BlockMeans { block, q, k })?
         }
         Reads::Values => {
-            return Err(EvalError::kernel(
+            return Err(InferError::kernel(
                 selector.name(),
                 "its selection reads values, which stay on the device".to_owned(),
             ));
@@ -370,7 +371,7 @@ fn block_means<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: us
 }
 
 /// A selector's call on a whole document in one layer.
-pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
+pub fn call(operands: HostOperands<'_>) -> Result<Call<'_>, InferError> {
     let call = Call::new(operands.shape, operands.q, operands.k, operands.v)?;
     Ok(call.in_layer(operands.layer, operands.num_layers))
 }

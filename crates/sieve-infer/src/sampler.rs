@@ -1,5 +1,5 @@
 //! Draws a token from logits: greedily, or with temperature and nucleus sampling (arXiv:1904.09751).
-use crate::EvalError;
+use crate::InferError;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_ops::first_of_largest;
@@ -38,9 +38,9 @@ impl Sampler {
     ///
     /// # Errors
     /// A temperature that is negative, infinite or NaN; a `top_p` outside `(0, 1]`.
-    pub fn new(sampling: Sampling) -> Result<Self, EvalError> {
+    pub fn new(sampling: Sampling) -> Result<Self, InferError> {
         let Sampling { temperature, top_p, top_k, seed } = sampling;
-        let bad = |name, value: f64, hint| Err(EvalError::setting(name, value, hint));
+        let bad = |name, value: f64, hint| Err(InferError::setting(name, value, hint));
         if !(temperature >= 0.0 && temperature.is_finite()) {
             return bad(
                 "temperature",
@@ -126,32 +126,11 @@ fn likelier(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
-/// `count` different results of `draw`, in the order drawn.
-pub(crate) fn different(count: usize, mut draw: impl FnMut() -> String) -> Vec<String> {
-    let mut found: Vec<String> = Vec::with_capacity(count);
-    while found.len() < count {
-        let one = draw();
-        if !found.contains(&one) {
-            found.push(one);
-        }
-    }
-    found
-}
-
-/// A random generator seeded by four numbers.
-pub(crate) fn seeded(parts: [u64; 4]) -> ChaCha8Rng {
-    let mut seed = [0; 32];
-    for (to, from) in seed.chunks_mut(8).zip(parts) {
-        to.copy_from_slice(&from.to_le_bytes());
-    }
-    ChaCha8Rng::from_seed(seed)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn new(temperature: f64, top_p: f64, top_k: Option<usize>, seed: u64) -> Result<Sampler, EvalError> {
+    fn new(temperature: f64, top_p: f64, top_k: Option<usize>, seed: u64) -> Result<Sampler, InferError> {
         Sampler::new(Sampling { temperature, top_p, top_k, seed })
     }
 

@@ -1,7 +1,7 @@
 //! A text with its KV cache: a prompt is read (in chunks, if all layers keep few keys), then one token after another.
 use crate::input::{check_vocabulary, ids};
 use crate::logits::max_and_log_sum;
-use crate::{EvalError, Selection};
+use crate::{InferError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
@@ -21,9 +21,9 @@ pub fn texts_together(num_tokens: usize) -> usize {
 #[derive(Clone, Copy, Debug)]
 pub struct TextsWithEndings {
     /// Texts whose answers are decoded as one batch.
-    pub(crate) texts: usize,
+    pub texts: usize,
     /// Endings of a text that are scored as one batch.
-    pub(crate) endings: usize,
+    pub endings: usize,
 }
 
 impl TextsWithEndings {
@@ -66,7 +66,7 @@ pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, 
 
 /// A text with its KV cache. A clone continues independently.
 #[derive(Clone, Debug)]
-pub(crate) struct Continuation<'a, B: DeviceBackend> {
+pub struct Continuation<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     device: B::Device,
     rope: RotaryEmbedding<B>,
@@ -79,7 +79,7 @@ pub(crate) struct Continuation<'a, B: DeviceBackend> {
 
 impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// An empty text with positions for `max_tokens`.
-    pub(crate) fn new(model: &'a Qwen3<B>, max_tokens: usize, device: &B::Device) -> Self {
+    pub fn new(model: &'a Qwen3<B>, max_tokens: usize, device: &B::Device) -> Self {
         Self {
             rope: model.rope(max_tokens, device),
             cache: KvCache::new(model.layers.len()),
@@ -99,20 +99,20 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
 
     /// As [`with_selection`](Self::with_selection), with a copy of the selector whose statistics are at 0.
     #[must_use]
-    pub(crate) fn with_copy_of(self, selection: Option<&Selection>) -> Self {
+    pub fn with_copy_of(self, selection: Option<&Selection>) -> Self {
         self.with_selection(selection.map(Selection::uncounted))
     }
 
     /// Adds the statistics of this text's selector to `original`, whose copy [`with_copy_of`](Self::with_copy_of)
     /// made.
-    pub(crate) fn add_totals_to(&self, original: Option<&mut Selection>) {
+    pub fn add_totals_to(&self, original: Option<&mut Selection>) {
         if let (Some(original), Some(copy)) = (original, &self.selection) {
             original.add_totals(copy);
         }
     }
 
     /// The selector, with the statistics of its calls.
-    pub(crate) fn selection(&self) -> Option<&Selection> {
+    pub fn selection(&self) -> Option<&Selection> {
         self.selection.as_ref()
     }
 
@@ -130,7 +130,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     ///
     /// # Errors
     /// Operands that the selector refuses.
-    pub(crate) fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EvalError> {
+    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, InferError> {
         self.logits(tokens).map(on_host)
     }
 
@@ -139,14 +139,14 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub(crate) fn read_likeliest(&mut self, tokens: &[u32], num_tokens: usize) -> Result<Option<u32>, EvalError> {
+    pub(crate) fn read_likeliest(&mut self, tokens: &[u32], num_tokens: usize) -> Result<Option<u32>, InferError> {
         let likeliest = sieve_ops::likeliest(self.logits(tokens)?, num_tokens);
         Ok(likeliest.first().copied().flatten())
     }
 
     /// The logits after `tokens`. A selector that acts in decoding computes the attention of every call, a prefill
     /// method the attention of the prompt only.
-    fn logits(&mut self, tokens: &[u32]) -> Result<Tensor<B, 2>, EvalError> {
+    fn logits(&mut self, tokens: &[u32]) -> Result<Tensor<B, 2>, InferError> {
         let ids_of = |tokens: &[u32], device: &B::Device| ids(tokens, [1, tokens.len()], device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let num_tokens = cache.num_tokens + tokens.len();
@@ -222,7 +222,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
         mut next: impl FnMut(usize, &[f32]),
-    ) -> Result<(), EvalError> {
+    ) -> Result<(), InferError> {
         let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
         let [_, vocab_size] = logits.dims();
         // A batch's logits may be as large as the model's weights: no text gets a copy of its own.
@@ -243,7 +243,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
         num_tokens: usize,
-    ) -> Result<Vec<Option<u32>>, EvalError> {
+    ) -> Result<Vec<Option<u32>>, InferError> {
         let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
         let likeliest = sieve_ops::likeliest(logits, num_tokens);
         Ok(row_of.into_iter().map(|row| likeliest[row]).collect())
@@ -259,7 +259,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         texts: &mut [&mut Self],
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
-    ) -> Result<(Tensor<B, 2>, Vec<usize>), EvalError> {
+    ) -> Result<(Tensor<B, 2>, Vec<usize>), InferError> {
         let in_order = (0..texts.len()).collect();
         if texts.iter().any(|text| text.selection.as_ref().is_some_and(Selection::acts_in_decode)) {
             let each = texts.iter_mut().zip(tokens).map(|(text, token)| text.logits(&[*token]));
@@ -295,12 +295,12 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.
-    pub(crate) fn endings(
+    pub fn endings(
         &mut self,
         logits: &[f32],
         endings: &[impl AsRef<[u32]>],
         together: usize,
-    ) -> Result<Vec<Ending>, EvalError> {
+    ) -> Result<Vec<Ending>, InferError> {
         let endings: Vec<&[u32]> = endings.iter().map(AsRef::as_ref).collect();
         let vocab_size = self.model.shape().vocab_size;
         for ending in &endings {
@@ -341,7 +341,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
         match found.iter().all(|ending| ending.log_likelihood.is_finite()) {
             true => Ok(found),
-            false => Err(EvalError::NotFinite(self.cache.num_tokens)),
+            false => Err(InferError::NotFinite(self.cache.num_tokens)),
         }
     }
 }
@@ -354,11 +354,11 @@ fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
 
 /// A model's likelihood of a text's ending.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ending {
+pub struct Ending {
     /// Natural logarithm of the ending's probability.
-    pub(crate) log_likelihood: f64,
+    pub log_likelihood: f64,
     /// Whether greedy decoding gives this ending. Of equal logits the first token counts.
-    pub(crate) is_greedy: bool,
+    pub is_greedy: bool,
 }
 
 impl Default for Ending {

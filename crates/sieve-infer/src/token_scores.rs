@@ -1,5 +1,5 @@
 //! Log-probabilities of single tokens, and of every token of several prompts in one pass.
-use crate::EvalError;
+use crate::InferError;
 use crate::input::{check_row, ids};
 use crate::logits::max_and_log_sum;
 use crate::pass::LOGIT_TOKENS;
@@ -63,7 +63,7 @@ pub struct PromptScores {
 }
 
 /// Scores every token of `prompts` but their first ones. Short prompts share a forward pass. `num_top` tokens are
-/// given beside each. Log-probabilities equal those of [`run_task`](crate::run_task).
+/// given beside each. Log-probabilities equal those of sieve-eval's `run_task`.
 ///
 /// # Errors
 /// A prompt that is empty, too long, or has a token outside the vocabulary; output that is NaN or infinite.
@@ -72,7 +72,7 @@ pub fn score_prompts<B: DeviceBackend>(
     prompts: &[&[u32]],
     num_top: usize,
     device: &B::Device,
-) -> Result<Vec<PromptScores>, EvalError> {
+) -> Result<Vec<PromptScores>, InferError> {
     for prompt in prompts {
         check_row(prompt, prompt.len(), model.shape())?;
     }
@@ -97,7 +97,7 @@ fn score_row<B: DeviceBackend>(
     prompts: &[&[u32]],
     num_top: usize,
     device: &B::Device,
-) -> Result<Vec<PromptScores>, EvalError> {
+) -> Result<Vec<PromptScores>, InferError> {
     let tokens = prompts.concat();
     let shape = [1, tokens.len()];
     let (mut start, mut end, mut labels) = (Vec::new(), Vec::new(), Vec::new());
@@ -129,7 +129,7 @@ fn score_row<B: DeviceBackend>(
                 continue;
             }
             if !losses[position].is_finite() {
-                return Err(EvalError::NotFinite(position + 1));
+                return Err(InferError::NotFinite(position + 1));
             }
             let score = TokenScore::known(tokens[position + 1], -losses[position], logits, num_top);
             of_prompt.tokens.push(score);

@@ -1,7 +1,7 @@
 //! Texts that are decoded as one batch while others join and leave between tokens.
 use crate::continuation::{Continuation, rows_of_texts};
 use crate::input::check_row;
-use crate::{EvalError, Selection};
+use crate::{InferError, Selection};
 use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
@@ -80,8 +80,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     pub fn join(
         &mut self,
         prompt: &[u32],
-        next: impl FnOnce(&[f32]) -> Result<Option<T>, EvalError>,
-    ) -> Result<(), EvalError> {
+        next: impl FnOnce(&[f32]) -> Result<Option<T>, InferError>,
+    ) -> Result<(), InferError> {
         self.join_after(prompt, |_, logits| next(logits))
     }
 
@@ -93,8 +93,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     pub(crate) fn join_after(
         &mut self,
         prompt: &[u32],
-        next: impl FnOnce(&mut Continuation<'a, B>, &[f32]) -> Result<Option<T>, EvalError>,
-    ) -> Result<(), EvalError> {
+        next: impl FnOnce(&mut Continuation<'a, B>, &[f32]) -> Result<Option<T>, InferError>,
+    ) -> Result<(), InferError> {
         check_row(prompt, prompt.len(), self.model.shape())?;
         let mut text = self.empty.clone().with_copy_of(self.selection.as_ref());
         let logits = text.read(prompt)?;
@@ -114,7 +114,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         &mut self,
         token_of: impl FnMut(&T) -> Option<u32>,
         mut next: impl FnMut(&mut T, &[f32]),
-    ) -> Result<(), EvalError> {
+    ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, |_, _| {});
         if tokens.is_empty() {
             return Ok(());
@@ -134,7 +134,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         token_of: impl FnMut(&T) -> Option<u32>,
         left: impl FnMut(&Continuation<'a, B>, &mut T),
         mut next: impl FnMut(&mut T, Option<u32>),
-    ) -> Result<(), EvalError> {
+    ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, left);
         if tokens.is_empty() {
             return Ok(());

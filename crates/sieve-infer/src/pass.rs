@@ -1,5 +1,5 @@
 //! One forward pass over a prompt, with its loss and time, and the comparison of two passes.
-use crate::EvalError;
+use crate::InferError;
 use crate::input::ids;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -8,47 +8,43 @@ use sieve_ops::{DeviceBackend, Documents};
 use std::time::Instant;
 
 /// Positions whose logits are held at once.
-pub(crate) const LOGIT_TOKENS: usize = 256;
+pub const LOGIT_TOKENS: usize = 256;
 
 /// Result of a forward pass over one window.
 #[derive(Clone, Debug)]
-pub(crate) struct Pass<B: DeviceBackend> {
+pub struct Pass<B: DeviceBackend> {
     /// The last block's output `[1, num_tokens, d_model]`.
-    pub(crate) hidden: Tensor<B, 3>,
+    pub hidden: Tensor<B, 3>,
     /// Sum of the window's cross-entropies, in nats.
-    pub(crate) nats: f64,
+    pub nats: f64,
     /// Milliseconds from token ids to the last block's output.
-    pub(crate) prefill_ms: f64,
+    pub prefill_ms: f64,
 }
 
 /// Runs the model with its own attention. All tokens of `window` but the last are inputs; all but the first are
 /// predicted.
-pub(crate) fn own_pass<B: DeviceBackend>(
-    model: &Qwen3<B>,
-    window: &[u32],
-    device: &B::Device,
-) -> Result<Pass<B>, EvalError> {
+pub fn own_pass<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Result<Pass<B>, InferError> {
     pass(model, window, device, |ids, context| Ok(model.hidden(ids, context)))
 }
 
 /// As [`own_pass`], with `attend` as the attention of dense layers; it gets operands on the host.
-pub(crate) fn attending_pass<B: DeviceBackend>(
+pub fn attending_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
-    attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
-) -> Result<Pass<B>, EvalError> {
+    attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, InferError>,
+) -> Result<Pass<B>, InferError> {
     let attend = &mut |operands: &LayerOperands<B>| operands.on_host(&mut *attend);
     layers_pass(model, window, device, attend)
 }
 
 /// Like [`attending_pass`], but `attend` gets the operands on the model's device.
-pub(crate) fn layers_pass<B: DeviceBackend>(
+pub fn layers_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
-    attend: &mut LayerAttention<'_, B, EvalError>,
-) -> Result<Pass<B>, EvalError> {
+    attend: &mut LayerAttention<'_, B, InferError>,
+) -> Result<Pass<B>, InferError> {
     pass(model, window, device, |ids, context| model.hidden_attending(ids, context, attend))
 }
 
@@ -57,8 +53,8 @@ fn pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
-    hidden: impl FnOnce(Tensor<B, 2, Int>, &LayerContext<'_, B>) -> Result<Tensor<B, 3>, EvalError>,
-) -> Result<Pass<B>, EvalError> {
+    hidden: impl FnOnce(Tensor<B, 2, Int>, &LayerContext<'_, B>) -> Result<Tensor<B, 3>, InferError>,
+) -> Result<Pass<B>, InferError> {
     let num_tokens = window.len() - 1;
     let shape = [1, num_tokens];
     let documents = Documents::whole_rows(shape, device);
@@ -76,24 +72,24 @@ fn pass<B: DeviceBackend>(
     let nats: f64 = losses.iter::<f64>().sum();
     match nats.is_finite() {
         true => Ok(Pass { hidden, nats, prefill_ms }),
-        false => Err(EvalError::NotFinite(num_tokens)),
+        false => Err(InferError::NotFinite(num_tokens)),
     }
 }
 
 /// How far the predictions under a selector agree with the dense model's. All fields are sums over positions.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Agreement {
+pub struct Agreement {
     /// Kullback-Leibler divergence in nats: `sum p ln(p / q)`, p of the dense model, q under the selector.
-    pub(crate) kl: f64,
+    pub kl: f64,
     /// Positions whose likeliest token is the dense model's.
-    pub(crate) same_first: f64,
+    pub same_first: f64,
     /// Cosine similarity of the last block's output, dense and under the selector.
-    pub(crate) cosine: f64,
+    pub cosine: f64,
 }
 
 impl Agreement {
     /// Compares two passes by their last blocks' outputs, `[1, num_tokens, d_model]`.
-    pub(crate) fn of<B: DeviceBackend>(model: &Qwen3<B>, dense: &Tensor<B, 3>, sparse: &Tensor<B, 3>) -> Self {
+    pub fn of<B: DeviceBackend>(model: &Qwen3<B>, dense: &Tensor<B, 3>, sparse: &Tensor<B, 3>) -> Self {
         let num_tokens = dense.dims()[1];
         let mut sum = Self::default();
         for first in (0..num_tokens).step_by(LOGIT_TOKENS) {
@@ -113,17 +109,19 @@ impl Agreement {
 }
 
 /// Mean cosine between the rows of `a` and `b`, `[rows, width]`, in f32.
-pub(crate) fn cosine<B: DeviceBackend>(a: Tensor<B, 2>, b: Tensor<B, 2>) -> f64 {
+pub fn cosine<B: DeviceBackend>(a: Tensor<B, 2>, b: Tensor<B, 2>) -> f64 {
     let [a, b] = [a, b].map(|x| x.cast(DType::F32));
     let dot = |a: &Tensor<B, 2>, b: &Tensor<B, 2>| (a.clone() * b.clone()).sum_dim(1);
     let size = (dot(&a, &a).sqrt() * dot(&b, &b).sqrt()).clamp_min(f32::MIN_POSITIVE);
     number((dot(&a, &b) / size).mean())
 }
 
-pub(crate) fn number<B: DeviceBackend>(x: Tensor<B, 1>) -> f64 {
+/// The one number of a tensor on the device.
+pub fn number<B: DeviceBackend>(x: Tensor<B, 1>) -> f64 {
     x.into_data().iter::<f64>().next().unwrap_or(f64::NAN)
 }
 
-pub(crate) fn milliseconds(started: Instant) -> f64 {
+/// Milliseconds since `started`.
+pub fn milliseconds(started: Instant) -> f64 {
     started.elapsed().as_secs_f64() * 1e3
 }

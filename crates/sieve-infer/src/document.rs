@@ -1,5 +1,5 @@
 //! Documents to evaluate on, from text files or from prepared shards.
-use crate::EvalError;
+use crate::InferError;
 use crate::words::{WordUse, word_uses};
 use sieve_core::ShownPath;
 use sieve_data::{DataError, Document, Prepared, Tokenizer};
@@ -50,7 +50,7 @@ pub fn text_documents<'a>(
     documents: impl Iterator<Item = Result<Document, DataError>> + 'a,
     tokenizer: &'a Tokenizer,
     eos_id: u32,
-) -> impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a {
+) -> impl Iterator<Item = Result<EvalDocument, InferError>> + 'a {
     documents.map(move |document| {
         let text = document?.text;
         let mut tokens = tokenizer.encode(&text)?;
@@ -73,16 +73,16 @@ pub fn text_documents<'a>(
 pub fn prepared_documents<'a>(
     prepared: &Prepared,
     tokenizer: &'a Tokenizer,
-) -> Result<impl Iterator<Item = Result<EvalDocument, EvalError>> + use<'a>, EvalError> {
+) -> Result<impl Iterator<Item = Result<EvalDocument, InferError>> + use<'a>, InferError> {
     if prepared.meta.tokenizer_hash != format!("{:032x}", tokenizer.hash()) {
         let dir = prepared.dir.shown();
         let what = format!("{dir}: the shards there were made with another tokenizer than the checkpoint's");
-        return Err(EvalError::refused(what, "name the text with --data instead"));
+        return Err(InferError::refused(what, "name the text with --data instead"));
     }
     if prepared.meta.validation.num_predicted.is_some() {
         let dir = prepared.dir.shown();
         let what = format!("{dir}: the run takes loss of a part of its tokens, and this would take it of all");
-        return Err(EvalError::refused(
+        return Err(InferError::refused(
             what,
             "read the validation losses of the run's metrics.jsonl, or name text with --data",
         ));
@@ -103,10 +103,10 @@ pub fn prepared_documents<'a>(
 
 /// The first documents that together have `max_tokens` tokens to predict; the last one is cut. `None` keeps all.
 pub fn first_tokens<'a>(
-    mut documents: impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a,
+    mut documents: impl Iterator<Item = Result<EvalDocument, InferError>> + 'a,
     tokenizer: &'a Tokenizer,
     max_tokens: Option<u64>,
-) -> impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a {
+) -> impl Iterator<Item = Result<EvalDocument, InferError>> + 'a {
     let mut left = max_tokens.unwrap_or(u64::MAX);
     std::iter::from_fn(move || {
         if left == 0 {
@@ -124,7 +124,7 @@ pub fn first_tokens<'a>(
 }
 
 /// Cuts a document to its first `num_tokens`, and counts its bytes and words again.
-fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), EvalError> {
+fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), InferError> {
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
     let later = document.tokens.iter().skip(1);
@@ -140,7 +140,7 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
 }
 
 /// Bytes of text of the first token, but at most `limit`.
-fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
+fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, InferError> {
     let is_first = true;
     let first = tokens.first().map(|&first| tokenizer.token_bytes(first, is_first));
     Ok(first.transpose()?.unwrap_or(0).min(limit) as u64)

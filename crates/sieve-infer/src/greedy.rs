@@ -1,24 +1,24 @@
 //! Greedy answers to several prompts, decoded as one batch.
 use crate::continuation::Continuation;
-use crate::{EvalError, OpenTexts, Selection, TaskModel};
+use crate::{InferError, OpenTexts, Selection, TaskModel};
 use sieve_data::DecodeStream;
 use sieve_ops::{DeviceBackend, first_of_largest};
 
 /// Called with a prompt's index, its text once the prompt is read, and the logits of its next token.
-pub(crate) type AfterPrompt<'x, B> = dyn FnMut(usize, &mut Continuation<'_, B>, &[f32]) -> Result<(), EvalError> + 'x;
+pub type AfterPrompt<'x, B> = dyn FnMut(usize, &mut Continuation<'_, B>, &[f32]) -> Result<(), InferError> + 'x;
 
 /// How prompts are answered.
-pub(crate) struct Greedy<'x, B: DeviceBackend> {
+pub struct Greedy<'x, B: DeviceBackend> {
     /// Tokens of the answer to a prompt, given by its index, at most.
-    pub(crate) max_new_tokens: &'x dyn Fn(usize) -> usize,
+    pub max_new_tokens: &'x dyn Fn(usize) -> usize,
     /// Tokens that a text has room for after its prompt, at least as many as an answer's.
-    pub(crate) room: usize,
+    pub room: usize,
     /// Texts that are decoded as one batch, at most.
-    pub(crate) together: usize,
+    pub together: usize,
     /// Whether the text of the answer to a prompt, given by its index, is complete.
-    pub(crate) is_enough: &'x dyn Fn(usize, &str) -> bool,
+    pub is_enough: &'x dyn Fn(usize, &str) -> bool,
     /// Called with each text after its prompt was read, to ask the model more of it.
-    pub(crate) after_prompt: &'x mut AfterPrompt<'x, B>,
+    pub after_prompt: &'x mut AfterPrompt<'x, B>,
 }
 
 impl<B: DeviceBackend> Greedy<'_, B> {
@@ -28,13 +28,13 @@ impl<B: DeviceBackend> Greedy<'_, B> {
     ///
     /// # Errors
     /// Tokens outside the vocabulary, a NaN logit, operands that the selector refuses, an error of `after_prompt`.
-    pub(crate) fn answers(
+    pub fn answers(
         self,
         model: &TaskModel<'_, B>,
         prompts: &[impl AsRef<[u32]>],
         mut selection: Option<&mut Selection>,
         observe: &mut dyn FnMut(usize),
-    ) -> Result<Vec<String>, EvalError> {
+    ) -> Result<Vec<String>, InferError> {
         let prefix_id = model.tokenizer.prefix_id()?;
         // Logits beyond the tokenizer's vocabulary are padding.
         let num_tokens = model.tokenizer.vocab_size().min(model.model.shape().vocab_size);
@@ -113,8 +113,8 @@ impl OpenAnswer<'_> {
         ends: &[u32],
         max_new_tokens: usize,
         is_enough: impl Fn(&str) -> bool,
-    ) -> Result<Option<u32>, EvalError> {
-        let token = self.next.ok_or(EvalError::NotFinite(self.num_read + self.num_tokens))?;
+    ) -> Result<Option<u32>, InferError> {
+        let token = self.next.ok_or(InferError::NotFinite(self.num_read + self.num_tokens))?;
         if ends.contains(&token) || self.num_tokens == max_new_tokens {
             return Ok(None);
         }

@@ -1,5 +1,5 @@
 //! A selector in place of a dense model's attention, with statistics of its calls.
-use crate::EvalError;
+use crate::InferError;
 use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
 use crate::device_steps::{self, dense};
 use burn::tensor::Tensor;
@@ -83,7 +83,7 @@ impl SelectionTotals {
     }
 
     /// Reads a text token by token from its first token, and adds the statistics.
-    fn stream(&mut self, session: &mut DecodeSession, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+    fn stream(&mut self, session: &mut DecodeSession, operands: HostOperands<'_>) -> Result<Vec<f32>, InferError> {
         let o = session.stream(operands.q, operands.k, operands.v)?;
         self.calls += 1;
         self.pairs += session.pairs_read() as f64;
@@ -157,7 +157,7 @@ impl AddAssign for SelectionTotals {
 
 /// Refuses selectors that rotate keys to other positions, where the model's keys have other angles than the plain ones
 /// of `rope_theta`, or no rotation.
-fn check_rotations(selectors: &LayerSelectors, shape: &ModelShape) -> Result<(), EvalError> {
+fn check_rotations(selectors: &LayerSelectors, shape: &ModelShape) -> Result<(), InferError> {
     for selector in selectors.iter() {
         if shape.rope_scaling.is_some() && selector.moves_keys() {
             let name = selector.name();
@@ -166,7 +166,7 @@ fn check_rotations(selectors: &LayerSelectors, shape: &ModelShape) -> Result<(),
                  scaled (model.rope_scaling)"
             );
             let hint = "use a method that leaves keys at their positions: streamingllm without reindex, h2o, quest";
-            return Err(EvalError::refused(what, hint));
+            return Err(InferError::refused(what, hint));
         }
     }
     let nope = (0..shape.num_layers).filter(|&layer| shape.has_dense_attention(layer) && !shape.has_rope(layer));
@@ -179,7 +179,7 @@ fn check_rotations(selectors: &LayerSelectors, shape: &ModelShape) -> Result<(),
                  (model.rope_layers)"
             );
             let hint = format!("give that layer a method that leaves keys at their positions: {layer}=dense/…");
-            return Err(EvalError::refused(what, hint));
+            return Err(InferError::refused(what, hint));
         }
     }
     Ok(())
@@ -192,9 +192,9 @@ impl Selection {
     /// A model without a dense layer, or with sinks; selectors for layers that do not exist, or layers without a
     /// selector; settings that no prompt within the context can meet; a method without its file; a method that rotates
     /// keys by other angles than the model.
-    pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
+    pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, InferError> {
         let selectors = selectors.into();
-        EvalError::require_dense(selectors.name(), shape)?;
+        InferError::require_dense(selectors.name(), shape)?;
         let selectors = selectors.for_layers(shape.num_layers)?;
         let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));
         check_rotations(&selectors, shape)?;
@@ -229,9 +229,9 @@ impl Selection {
     ///
     /// # Errors
     /// A chunk of 0; a method that reads token by token; chunks so short that every call would be dense.
-    pub fn in_chunks(self, chunk: usize) -> Result<Self, EvalError> {
+    pub fn in_chunks(self, chunk: usize) -> Result<Self, InferError> {
         let name = self.selectors.name();
-        let bad = |value: String, hint| Err(EvalError::setting("chunk", value, hint));
+        let bad = |value: String, hint| Err(InferError::setting("chunk", value, hint));
         if chunk == 0 {
             return bad("0".to_owned(), "use at least 1 token");
         }
@@ -257,10 +257,10 @@ impl Selection {
     ///
     /// # Errors
     /// No layer has a method that reads token by token.
-    pub fn as_stream(self) -> Result<Self, EvalError> {
+    pub fn as_stream(self) -> Result<Self, InferError> {
         match self.is_token_by_token() {
             true => Ok(Self { streams: true, ..self }),
-            false => Err(EvalError::setting(
+            false => Err(InferError::setting(
                 "stream",
                 format!("true with {}, which reads a prompt whole", self.selectors.name()),
                 "leave --stream out, or use a decode method",
@@ -305,7 +305,7 @@ impl Selection {
     }
 
     /// A copy with all statistics at 0.
-    pub(crate) fn uncounted(&self) -> Self {
+    pub fn uncounted(&self) -> Self {
         let mut copy = self.clone();
         copy.totals.fill(SelectionTotals::default());
         copy
@@ -340,7 +340,7 @@ impl Selection {
     }
 
     /// Whether GPU kernels take the attention of every call on this prompt.
-    pub(crate) fn attends_on_device<B: DeviceBackend>(&self, operands: &LayerOperands<B>) -> bool {
+    pub fn attends_on_device<B: DeviceBackend>(&self, operands: &LayerOperands<B>) -> bool {
         let mut calls = calls_of(operands, self.chunk);
         let selector = self.selectors.of(operands.layer);
         !selector.is_token_by_token()
@@ -352,7 +352,7 @@ impl Selection {
     ///
     /// # Errors
     /// Operands that the selector refuses.
-    pub fn attend<B: DeviceBackend>(&mut self, operands: &LayerOperands<B>) -> Result<Tensor<B, 4>, EvalError> {
+    pub fn attend<B: DeviceBackend>(&mut self, operands: &LayerOperands<B>) -> Result<Tensor<B, 4>, InferError> {
         let (tokens, layer) = (operands.num_tokens(), operands.layer);
         if self.selectors.of(layer).is_dense_layer(layer) {
             let started = Instant::now();
@@ -394,7 +394,7 @@ impl Selection {
     ///
     /// # Errors
     /// Operands that the selector refuses.
-    fn attend_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+    fn attend_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, InferError> {
         let started = Instant::now();
         let (tokens, heads) = (operands.shape.num_queries, operands.shape.num_heads);
         let selector = self.selectors.of(operands.layer);
@@ -424,7 +424,7 @@ impl Selection {
         num_tokens: usize,
         cache: &mut LayerCache<B>,
         scratch: &mut B::DecodeScratch,
-    ) -> Result<Tensor<B, 4>, EvalError> {
+    ) -> Result<Tensor<B, 4>, InferError> {
         let layer = operands.layer;
         let (steps, width) = (self.steps.of(layer), operands.qkv.dims()[3]);
         let on_device = steps.steps_on_device(width) && has_sparse_attention(&operands.qkv);
@@ -469,7 +469,7 @@ impl Selection {
     }
 
     /// Attention of a layer on the host: the first call of a layer has its prompt, each later one a new token.
-    fn continue_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+    fn continue_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, InferError> {
         let HostOperands { q, k, v, layer, .. } = operands;
         let Some(session) = &mut self.sessions[layer] else {
             let mut session = DecodeSession::new(self.steps.of(layer), layer_shape(operands))?;
@@ -502,7 +502,7 @@ impl Selection {
 }
 
 /// Bytes that a layer's operands take when they are copied to the host.
-pub(crate) fn copied_bytes<B: DeviceBackend>(operands: &LayerOperands<B>) -> u64 {
+pub fn copied_bytes<B: DeviceBackend>(operands: &LayerOperands<B>) -> u64 {
     match has_sparse_attention(&operands.qkv) {
         true => (operands.qkv.shape().num_elements() * operands.qkv.dtype().size()) as u64,
         // The CPU backend's operands are in host memory already.
@@ -511,13 +511,13 @@ pub(crate) fn copied_bytes<B: DeviceBackend>(operands: &LayerOperands<B>) -> u64
 }
 
 /// (query, key) pairs of dense causal attention, over all heads.
-pub(crate) fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
+pub fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
     let tokens = num_tokens as f64;
     tokens * (tokens + 1.0) / 2.0 * num_heads as f64
 }
 
 /// Head counts, head width and index of a layer.
-pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
+pub fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
     let shape = operands.shape;
     LayerShape::new([shape.num_heads, shape.num_kv_heads], shape.head_dim, operands.layer)
 }

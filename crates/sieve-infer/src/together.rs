@@ -1,6 +1,6 @@
 //! Generates several texts in one batch.
 use crate::generator::Start;
-use crate::{EvalError, GenerateConfig, OpenTexts, Sampler};
+use crate::{GenerateConfig, InferError, OpenTexts, Sampler};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
@@ -41,7 +41,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         config: GenerateConfig,
         num_texts: usize,
         device: &B::Device,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, InferError> {
         let of_text = |text: usize| {
             let mut sampling = config.sampling;
             sampling.seed = sampling.seed.wrapping_add(text as u64);
@@ -62,7 +62,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         prompts: &[Vec<u32>],
         config: GenerateConfig,
         device: &B::Device,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, InferError> {
         let starts = prompts.iter().map(|prompt| Start::new(model, prompt, config, device));
         let starts = starts.collect::<Result<Vec<_>, _>>()?;
         let samplers = starts.iter().map(|_| Sampler::new(config.sampling)).collect::<Result<_, _>>()?;
@@ -99,7 +99,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
     }
 
     /// The token drawn for each text; `None` after a NaN logit, and for a text that has ended.
-    fn draw(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
+    fn draw(&mut self) -> Result<Vec<Option<u32>>, InferError> {
         let num_texts = self.samplers.len();
         let is_prompt = self.last.is_empty();
         self.last.resize(num_texts, 0);
@@ -151,14 +151,14 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
     }
 
     /// The next token of each text; `None` for a text that has ended.
-    fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
+    fn step(&mut self) -> Result<Vec<Option<u32>>, InferError> {
         let drawn = self.draw()?;
         let mut tokens = vec![None; drawn.len()];
         for (at, token) in drawn.into_iter().enumerate() {
             if self.is_done[at] {
                 continue;
             }
-            let token = token.ok_or_else(|| EvalError::NotFinite(self.num_read(at)))?;
+            let token = token.ok_or_else(|| InferError::NotFinite(self.num_read(at)))?;
             self.last[at] = token;
             match self.ends.contains(&token) {
                 true => self.is_done[at] = true,
@@ -170,7 +170,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
 }
 
 impl<B: DeviceBackend> Iterator for BatchGenerator<'_, B> {
-    type Item = Result<Vec<Option<u32>>, EvalError>;
+    type Item = Result<Vec<Option<u32>>, InferError>;
 
     /// The next token of each text, or `None` for a text that has ended. Ends when all texts have ended, after
     /// `max_new_tokens`, and after an error.

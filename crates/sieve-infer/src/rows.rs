@@ -4,7 +4,7 @@ use std::ops::Range;
 
 /// Rows of one forward pass. `P` describes a prediction, for the caller that sums up the losses.
 #[derive(Debug)]
-pub(crate) struct Rows<P> {
+pub struct Rows<P> {
     row_len: usize,
     max_rows: usize,
     /// Each row by itself, without padding.
@@ -13,18 +13,19 @@ pub(crate) struct Rows<P> {
 
 /// The rows, padded to equal length and concatenated.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct PackedRows<P> {
+pub struct PackedRows<P> {
     /// Shape of the batch, `[rows, tokens of a row]`.
-    pub(crate) shape: [usize; 2],
-    pub(crate) tokens: Vec<u32>,
+    pub shape: [usize; 2],
+    /// Token ids of all rows.
+    pub tokens: Vec<u32>,
     /// The token to predict after each input, or `IGNORE_LABEL`.
-    pub(crate) labels: Vec<i32>,
+    pub labels: Vec<i32>,
     /// First position of the text that each token belongs to, within its row.
-    pub(crate) start: Vec<u32>,
+    pub start: Vec<u32>,
     /// Position after the text that each token belongs to, within its row.
-    pub(crate) end: Vec<u32>,
+    pub end: Vec<u32>,
     /// The description of each prediction, in the order of the labels that are not ignored.
-    pub(crate) places: Vec<P>,
+    pub places: Vec<P>,
 }
 
 impl<P> PackedRows<P> {
@@ -34,14 +35,15 @@ impl<P> PackedRows<P> {
 }
 
 impl<P: Copy> Rows<P> {
-    pub(crate) fn new(row_len: usize, max_rows: usize) -> Self {
+    /// No rows yet: at most `max_rows` of at most `row_len` tokens.
+    pub fn new(row_len: usize, max_rows: usize) -> Self {
         Self { row_len, max_rows, rows: Vec::new() }
     }
 
     /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. From the position
     /// `first_scored` on, the token after each input is predicted; `places` describes each of these predictions.
     /// Returns false if no row has room.
-    pub(crate) fn push(
+    pub fn push(
         &mut self,
         tokens: &[u32],
         input: Range<usize>,
@@ -74,12 +76,13 @@ impl<P: Copy> Rows<P> {
         true
     }
 
-    pub(crate) fn clear(&mut self) {
+    /// Removes all rows.
+    pub fn clear(&mut self) {
         self.rows.clear();
     }
 
     /// All rows, padded to the longest one; `None` without rows. Padding is a document of its own without labels.
-    pub(crate) fn batch(&self) -> Option<PackedRows<P>> {
+    pub fn batch(&self) -> Option<PackedRows<P>> {
         let row_len = self.rows.iter().map(|row| row.shape[1]).max()?;
         let mut batch = PackedRows::empty([self.rows.len(), row_len]);
         for row in &self.rows {

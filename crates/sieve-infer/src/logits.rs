@@ -1,5 +1,5 @@
 //! Logits of a whole document, for comparison with other programs; and the sum by which logits become probabilities.
-use crate::EvalError;
+use crate::InferError;
 use crate::input::{check_row, ids};
 use burn::tensor::TensorData;
 use sieve_nn::{LayerContext, Qwen3};
@@ -9,7 +9,11 @@ use sieve_ops::{DeviceBackend, Documents};
 ///
 /// # Errors
 /// No token, a token outside the vocabulary, more tokens than the model's context.
-pub fn logits<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<TensorData, EvalError> {
+pub fn logits<B: DeviceBackend>(
+    model: &Qwen3<B>,
+    tokens: &[u32],
+    device: &B::Device,
+) -> Result<TensorData, InferError> {
     let (num_tokens, shape) = (tokens.len(), model.shape());
     check_row(tokens, num_tokens, shape)?;
     let documents = Documents::whole_rows([1, num_tokens], device);

@@ -1,6 +1,6 @@
 //! The loss on the same tokens after contexts of different lengths, up to more tokens than a training row has.
 use super::windows::Window;
-use super::{EvalDocument, EvalError, Pass, check, check_vocabulary};
+use super::{EvalDocument, InferError, Pass, check, check_vocabulary};
 use crate::words::WordUse;
 use serde::Serialize;
 use sieve_nn::Qwen3;
@@ -31,12 +31,12 @@ pub struct Extrapolation {
 /// The errors of [`perplexity`](super::perplexity); no document longer than the longest context.
 pub fn extrapolation<B: DeviceBackend>(
     model: &Qwen3<B>,
-    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    documents: impl Iterator<Item = Result<EvalDocument, InferError>>,
     contexts: &[usize],
     (batch_tokens, max_pieces): (usize, usize),
     device: &B::Device,
     observe: &mut dyn FnMut(u64),
-) -> Result<Vec<Extrapolation>, EvalError> {
+) -> Result<Vec<Extrapolation>, InferError> {
     let longest = contexts.iter().copied().max().unwrap_or(0);
     let first = contexts.first().copied().unwrap_or(0);
     let stride = longest;
@@ -57,7 +57,7 @@ pub fn extrapolation<B: DeviceBackend>(
     if pieces.is_empty() {
         let what =
             format!("no document has {} tokens; the longest of {num_documents} has {longest_document}", longest + 1);
-        return Err(EvalError::refused(what, "give longer documents, or shorter contexts"));
+        return Err(InferError::refused(what, "give longer documents, or shorter contexts"));
     }
     let num_scored = first.div_ceil(2);
     let uses = vec![WordUse::NoWord; longest + 1];

@@ -1,7 +1,7 @@
 //! Generates text token by token.
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
-use crate::{EvalError, Sampler, Sampling, Selection};
+use crate::{InferError, Sampler, Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
@@ -39,7 +39,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
         prompt: &[u32],
         config: GenerateConfig,
         device: &B::Device,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, InferError> {
         let prompt = match prompt {
             [] => vec![config.eos_id],
             tokens => tokens.to_vec(),
@@ -56,7 +56,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
                 prompt.len(),
                 config.max_new_tokens
             );
-            return Err(EvalError::refused(what, hint));
+            return Err(InferError::refused(what, hint));
         }
         check_vocabulary(&prompt, model.shape().vocab_size)?;
         Ok(Self {
@@ -88,7 +88,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         prompt: &[u32],
         config: GenerateConfig,
         device: &B::Device,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, InferError> {
         Ok(Self { start: Start::new(model, prompt, config, device)?, sampler: Sampler::new(config.sampling)? })
     }
 
@@ -118,20 +118,20 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
     }
 
     /// Reads the tokens that the cache lacks and draws the next one.
-    fn step(&mut self) -> Result<u32, EvalError> {
+    fn step(&mut self) -> Result<u32, InferError> {
         let Start { text, prompt, config, .. } = &mut self.start;
         let token = match self.sampler.is_greedy() {
             true => text.read_likeliest(prompt, config.num_tokens)?,
             false => self.sampler.sample(&text.read(prompt)?[..config.num_tokens]),
         };
-        let token = token.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
+        let token = token.ok_or(InferError::NotFinite(text.cache().num_tokens))?;
         *prompt = vec![token];
         Ok(token)
     }
 }
 
 impl<B: DeviceBackend> Iterator for Generator<'_, B> {
-    type Item = Result<u32, EvalError>;
+    type Item = Result<u32, InferError>;
 
     /// The next token. `None` after `max_new_tokens`, after an error, and instead of a token that ends the text.
     fn next(&mut self) -> Option<Self::Item> {

@@ -1,5 +1,5 @@
 //! Decode methods on the device: the KV cache stays there, and each new token attends to some of its keys.
-use crate::EvalError;
+use crate::InferError;
 use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use sieve_core::TokenKeys;
@@ -27,7 +27,7 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     cache: &mut LayerCache<B>,
-) -> Result<Option<Tensor<B, 4>>, EvalError> {
+) -> Result<Option<Tensor<B, 4>>, InferError> {
     let num_tokens = operands.num_tokens();
     match selector.heavy_keys(operands.shape(num_tokens), operands.layer) {
         None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
@@ -63,7 +63,7 @@ pub(crate) fn step<B: DeviceBackend>(
     num_tokens: usize,
     cache: &mut LayerCache<B>,
     scratch: &mut B::DecodeScratch,
-) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
+) -> Result<(Tensor<B, 4>, f64, bool), InferError> {
     let spec = operands.spec();
     let (o, read, is_chosen) = match cache {
         LayerCache::Selector(cache) => {
@@ -84,8 +84,8 @@ pub(crate) fn step<B: DeviceBackend>(
     Ok((o, read * operands.num_heads as f64, is_chosen))
 }
 
-fn refused(selector: &Selector, reason: String) -> EvalError {
-    EvalError::kernel(selector.name(), reason)
+fn refused(selector: &Selector, reason: String) -> InferError {
+    InferError::kernel(selector.name(), reason)
 }
 
 /// Whether the tokens of a layer read keys that the device chooses, not all keys or the same positions for all heads.
@@ -102,7 +102,7 @@ fn decode_tokens<B: DeviceBackend>(
     operands: &LayerOperands<B>,
     cache: &mut SelectorCache<B>,
     scratch: &mut B::DecodeScratch,
-) -> Result<(Tensor<B, 4>, f64), EvalError> {
+) -> Result<(Tensor<B, 4>, f64), InferError> {
     let first = cache.keys.len() + 1;
     let seen = first..first + operands.num_tokens();
     let keys_of = |num_keys: usize| selector.token_keys(num_keys, operands.layer);
@@ -116,7 +116,7 @@ fn decode_tokens<B: DeviceBackend>(
 
 /// Whether the device reads a layer's whole text token by token, from its first token on: where each token reads all
 /// keys, or chooses some of them.
-pub(crate) fn streams<B: DeviceBackend>(selector: &Selector, operands: &LayerOperands<B>) -> bool {
+pub fn streams<B: DeviceBackend>(selector: &Selector, operands: &LayerOperands<B>) -> bool {
     let (num_tokens, layer) = (operands.num_tokens(), operands.layer);
     let has_keys = selector.reads_all(layer) || selector.token_keys(num_tokens, layer).is_some();
     has_keys && selector.steps_on_device(operands.qkv.dims()[3]) && has_sparse_attention(&operands.qkv)
@@ -127,12 +127,12 @@ pub(crate) fn streams<B: DeviceBackend>(selector: &Selector, operands: &LayerOpe
 ///
 /// # Errors
 /// Operands that a kernel refuses.
-pub(crate) fn stream<B: DeviceBackend>(
+pub fn stream<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     cache: &mut LayerCache<B>,
     scratch: &mut B::DecodeScratch,
-) -> Result<(Tensor<B, 4>, f64), EvalError> {
+) -> Result<(Tensor<B, 4>, f64), InferError> {
     let part = |first: usize, count: usize| LayerOperands {
         qkv: operands.qkv.clone().narrow(1, first, count),
         ..operands.clone()
