@@ -2,7 +2,7 @@
 
     python examples/small_gpt.py --layer dma
     python examples/small_gpt.py --layer nsa --device cuda --context 4096 --batch 8
-    for layer in dense window dma nsa infllm_v2 moba msa mla; do python examples/small_gpt.py --layer $layer; done
+    python examples/small_gpt.py --help           # names the layers
 
 It reads bytes, of --text FILE or of Python's own help texts, prints the loss and tokens per second, and ends with a few
 bytes that it writes behind a cache. Compare kinds by several --seed: two runs of one kind often differ more than two

@@ -44,8 +44,8 @@ ANSWERS = {
     "block_size": "it is block here; of nsa and infllm_v2 blocks=NsaBlocks(compressed, stride, selected, num_selected)",
     "block_indices": "it is indices here",
     "block_counts": "counts= of selected_attention, or num_selected of NsaBlocks(...)",
-    **dict.fromkeys(["topk", "moba_topk", "top_k", "select_num"], "it is num_selected here"),
-    "moba_chunk_size": "it is block here",
+    **dict.fromkeys(["topk", "top_k", "select_num"], "it is num_selected here"),
+    "chunk_size": "it is block here",
     "keep_window_size": "it is keep here",
     "local_window_size": "it is local here",
 }  # fmt: skip
@@ -68,7 +68,8 @@ def answer(keyword, value, taken):
 
     taken: names of the function's own arguments. A hint that is one of these alone is not given to other functions.
     """
-    found = ANSWERS.get(keyword)
+    # Some packages put their name before a keyword.
+    found = ANSWERS.get(keyword) or ANSWERS.get(keyword.partition("_")[2])
     if found is None:
         return ""
     said = found(value) if callable(found) else found

@@ -60,10 +60,16 @@ def documents(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return cu_seqlens[document][None], cu_seqlens[document + 1][None]
 
 
-def _bounds(given: Documents | None, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+def _bounds(given: Documents | None, x: Tensor, axis: int = 1) -> tuple[Tensor | None, Tensor | None]:
+    """First tokens and ends of the documents of rows, whose tokens are that axis of x."""
     if given is None:
         return None, None
-    return documents(given, tokens) if isinstance(given, Tensor) else given
+    return documents(given, x.shape[axis]) if isinstance(given, Tensor) else given
+
+
+def _bounds_of_all(given: Documents) -> tuple[Tensor, Tensor]:
+    """The same of a row that ends where the last document does; waits for the GPU where these are cu_seqlens."""
+    return documents(given, int(given[-1])) if isinstance(given, Tensor) else given
 
 
 # fmt: off
@@ -102,10 +108,11 @@ def attention(
     """
     if sinks is not None:
         check_sinks("attention", q, sinks, bias)
-    (start, end), scale = _bounds(documents, q.shape[1]), _scale(scale, q)
+    start, end = (None, None) if documents is None else _bounds(documents, q)
+    scale = _scale(scale, q)
     if not _tracks(q, k, v, bias, sinks):
-        o, *kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window, not return_lse)
-        return (o, _autograd.with_base(kept[0], None if bias is None else kept[-1])) if return_lse else o
+        kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window, not return_lse)
+        return (kept[0], _autograd.with_base(kept[1], None if bias is None else kept[-1])) if return_lse else kept[0]
     return _autograd.Attention.apply(q, k, v, bias, sinks, start, end, scale, window, deterministic, return_lse)
 
 
@@ -132,7 +139,7 @@ def select(rank: Tensor, *, keep: int, local: int = 0, documents: Documents | No
     >>> sieve.select(torch.tensor([[[5.0, 1.0, 3.0, 2.0, 4.0]]]), keep=2).expire.tolist()
     [[[5, 2, 4, 3, 5]]]
     """
-    start, end = _bounds(documents, rank.shape[2])
+    start, end = _bounds(documents, rank, 2)
     rank = rank.detach() if rank.requires_grad else rank
     expire, *lists = ops.dma_select(rank, start, end, keep, local)
     return Selection(expire, lists[0] if lists else None, documents)
@@ -183,7 +190,7 @@ def dma_scores(
     >>> sieve.dma_scores(v, w_dt, a, slopes=sieve.dma_slopes(32, 2)).shape
     torch.Size([1, 2, 128])
     """
-    start, _ = _bounds(documents, v.shape[1])
+    start, _ = _bounds(documents, v)
     return _autograd.DmaScores.apply(v, w_dt.float(), a.float(), start, tuple(slopes or ()))
 
 
@@ -229,7 +236,7 @@ def dma_attention(
         "dma_attention", keep, v.shape[2], preset=preset, bias=bias, recency=recency, local=local, periods=periods,
         slopes=slopes,
     )  # fmt: skip
-    (start, end), scale = _bounds(documents, q.shape[1]), _scale(scale, q)
+    (start, end), scale = _bounds(documents, q), _scale(scale, q)
     if _tracks(q, k, v, w_dt, a):
         settings = form.slopes, form.linear, scale, keep, form.local, deterministic
         return _autograd.Dma.apply(q, k, v, w_dt, a, start, end, *settings)
@@ -261,7 +268,7 @@ def nsa_mean_pool(
     >>> [x.shape[1] for x in sieve.nsa_mean_pool(k, v)]
     [8, 8]
     """
-    start, end = _bounds(documents, k.shape[1])
+    start, end = _bounds(documents, k)
     if _tracks(k, v):
         pooled = _autograd.NsaMeanPool.apply(k, v, start, end, blocks.sizes())
     else:
@@ -286,7 +293,7 @@ def nsa_compressed(
     >>> indices[0, 127, 0, :3].tolist()                             # blocks of 64 tokens: both, then none
     [0, 1, -1]
     """
-    start, end = _bounds(documents, q.shape[1])
+    start, end = _bounds(documents, q)
     compressed = _compressed(compressed_k, compressed_v)
     return _autograd.NsaCompressed.apply(q, compressed, start, end, _scale(scale, q), blocks.sizes(), deterministic)
 
@@ -303,7 +310,7 @@ def nsa_selected(
     >>> sieve.nsa_selected(q, k, v, indices).shape
     torch.Size([1, 128, 4, 64])
     """
-    start, end = _bounds(documents, q.shape[1])
+    start, end = _bounds(documents, q)
     return _autograd.NsaSelected.apply(q, k, v, indices, start, end, _scale(scale, q), blocks.sizes(), deterministic)
 
 
@@ -324,7 +331,7 @@ def nsa(
     >>> sieve.nsa(q, k, v, *sieve.nsa_mean_pool(k, v), gates, window=32).shape
     torch.Size([1, 128, 4, 64])
     """
-    (start, end), scale, sizes = _bounds(documents, q.shape[1]), _scale(scale, q), blocks.sizes()
+    (start, end), scale, sizes = _bounds(documents, q), _scale(scale, q), blocks.sizes()
     given = q, k, v, compressed_k, compressed_v, gates, gate_bias
     if _tracks(*given):
         return _autograd.Nsa.apply(*given, start, end, scale, sizes, window, deterministic)
@@ -338,7 +345,7 @@ def _of_chosen(
 ) -> Tensor:  # fmt: skip
     """Attention over the blocks that each query chooses: by q and k, or by queries and keys for this alone."""
     scale, documents, deterministic = settings
-    (start, end), scale = _bounds(documents, q.shape[1]), _scale(scale, q)
+    (start, end), scale = _bounds(documents, q), _scale(scale, q)
     given = q, k, v, index_q, index_k, start, end, scale, choice
     return _autograd.Chosen.apply(*given, deterministic) if _tracks(q, k, v) else _read_chosen(*given, True)[0]
 
@@ -443,7 +450,7 @@ def selected_attention(
     >>> sums[0, 40].flatten().tolist()                              # two heads of each KV head
     [2.0, 2.0]
     """
-    (start, end), scale = _bounds(documents, q.shape[1]), _scale(scale, q)
+    (start, end), scale = _bounds(documents, q), _scale(scale, q)
     check_selected(q, indices, counts, start, block, window, causal, validate)
     if indices.dtype == torch.int64:
         # Numbers that 32 bits do not hold are blocks after every query's own, or none.
@@ -515,9 +522,7 @@ def block_mask(mask: Tensor, block: int = 128, documents: Documents | None = Non
     kept = mask.bool() & (torch.arange(keys, device=mask.device) <= size[:, None])
     places = None
     if documents is not None:
-        if isinstance(documents, Tensor):
-            documents = _bounds(documents, int(documents[-1]))  # type: ignore[assignment]
-        places, document = places_of(documents, block)
+        places, document = places_of(_bounds_of_all(documents), block)
         if len(document) != queries or queries != keys:
             raise SieveError(
                 f"block_mask: the mask has {queries} x {keys} blocks; the documents have {len(document)} of {block}"
@@ -528,7 +533,7 @@ def block_mask(mask: Tensor, block: int = 128, documents: Documents | None = Non
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
     if len(tiles) <= len(mask) * queries:
-        _axes.warn_of_mask(mask, queries > 1 and not bool(kept.tril(-1).any()))
+        _axes.warn_of_mask(mask, queries > 2 and not bool(kept.tril(-1).any()))
     words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)
     return BlockMask(words, block, tuple(mask.shape), places)
 
@@ -605,7 +610,7 @@ def decode(
         raise SieveError(f"decode: with k and v, chosen and block have no kernel\n  hint: {hint}")
     if chosen is not None and window is not None:
         raise SieveError("decode: chosen and window together have no kernel; pass one of them")
-    if q.dim() == 4 and q.shape[1] > 1:
+    if q.shape[1] > 1:
         return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen)
     if k is None or v is None:
         return ops.cached_decode(q, k_cache, v_cache, length, chosen, sinks, _scale(scale, q), window, block)[0]

@@ -110,7 +110,7 @@ class Rotary(nn.Module):
 def _positions(x: Tensor, documents: Documents | None, cache: Cache | None) -> Tensor:
     """The number of each token in its document, `[batch or 1, tokens]`."""
     index = torch.arange(x.shape[1], device=x.device)[None]
-    start, _ = functional._bounds(documents, x.shape[1])
+    start, _ = functional._bounds(documents, x)
     return index + (0 if cache is None else cache.length) if start is None else index - start
 
 
@@ -504,7 +504,7 @@ class NativeSparseAttention(_BlocksAttention):
         size, stride, _, _ = self.blocks.sizes()
         tokens, slots = k.shape[1], -(-k.shape[1] // stride)
         token = torch.arange(tokens, device=k.device)[None]
-        start, end = functional._bounds(documents, tokens)
+        start, end = functional._bounds(documents, k)
         start, end = (
             (token.new_zeros(1, 1), token.new_full((1, 1), tokens)) if start is None or end is None else (start, end)
         )

@@ -38,6 +38,9 @@ def qkv(heads=4, kv_heads=2, width=64, batch=1, tokens=128, dtype=BF16):
     return tuple(made(batch, tokens, n, width, dtype=dtype) for n in (heads, kv_heads, kv_heads))
 
 
+INDEX = made(1, 128, 2, 64), made(1, 128, 1, 64)
+
+
 def step(dtype=BF16, new=1, capacity=8):
     caches = [torch.zeros(1, 2, capacity, 64, dtype=dtype) for _ in range(2)]
     return *qkv(tokens=new, dtype=dtype), *caches, torch.tensor([3], dtype=torch.int32)
@@ -56,7 +59,7 @@ NARROW = {
     "infllm_v2 of 256": ("infllm_v2", qkv(width=256), {}, "heads of 64 and 128"),
     "msa of 32": ("msa", (*qkv(width=32), made(1, 128, 2, 32), made(1, 128, 1, 32)), {}, "heads of 64 and 128"),
     "a stride that does not divide": ("nsa", *nsa(blocks=sieve.NsaBlocks(33, 16, 64, 16)), "stride divide both"),
-    "moba of 100": ("moba", qkv(), {"block": 100}, "block 100 is not supported (supported: up to 64, and multiples of"),
+    "blocks of 100": ("msa", (*qkv(), *INDEX), {"block": 100}, "block 100 is not supported (supported: up to 64, and multiples of"),
     "40 KV heads": (
         "dma_attention", (*qkv(40, 40), made(40, 40 * 64), made(40)), {"keep": 16}, "KV heads 40 is not supported"
     ),
@@ -119,7 +122,7 @@ def test_derivatives_that_kernels_lack_are_refused(on_cpu):
 def test_supports_answers_by_name_without_a_gpu(no_gpu):
     q, k, v = qkv()
     assert sieve.supports("attention", q, k, v, device="cuda") == (True, "")
-    assert sieve.supports(sieve.moba, q, k, v, block=64, device="cuda") == (True, "")
+    assert sieve.supports(sieve.infllm_v2, q, k, v, device="cuda") == (True, "")
     assert "on_cpu" in sieve.supports("attention", q, k, v)[1]
     with pytest.raises(sieve.SieveError, match='no function "atention"; there are attention, block_mask'):
         sieve.supports("atention", q, k, v)
@@ -182,8 +185,8 @@ def test_keywords_of_other_packages_are_answered(sentence, way, no_gpu):
 
 
 def test_keywords_of_other_functions(on_cpu):
-    with pytest.raises(TypeError, match="'moba_chunk_size'\n  hint: it is block here"):
-        sieve.moba(*qkv(), moba_chunk_size=64)
+    with pytest.raises(TypeError, match="'other_chunk_size'\n  hint: it is block here"):
+        sieve.msa(*qkv(), *INDEX, other_chunk_size=64)
     with pytest.raises(TypeError, match="'cache_seqlens'\n  hint: length= of decode"):
         sieve.decode(*step()[:5], cache_seqlens=step()[5])
     with pytest.raises(TypeError, match="argument 'windw'$"):
@@ -251,7 +254,7 @@ def test_several_tokens_a_step(settings, way, monkeypatch):
 FROM_OFFSETS = {
     "attention": lambda x, **s: sieve.attention(*x, **s),
     "dma_attention": lambda x, **s: sieve.dma_attention(*x, made(2, 128), made(2), keep=16, **s),
-    "moba": lambda x, **s: sieve.moba(*x, block=32, **s),
+    "msa": lambda x, **s: sieve.msa(*x, *INDEX, block=32, num_selected=2, **s),
     "select": lambda x, **s: sieve.select(made(1, 2, 128, dtype=F32), keep=16, **s).expire,
     "dma_scores": lambda x, **s: sieve.dma_scores(x[2], made(2, 128), made(2), slopes=[0.1, 0.2], **s),
     "nsa_mean_pool": lambda x, **s: torch.stack(sieve.nsa_mean_pool(*x[1:], **s)),

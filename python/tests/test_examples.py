@@ -1,6 +1,7 @@
 """The calls in the docstrings, small_gpt.py and the notebook, as a reader without a GPU runs them."""
 
 import doctest
+import runpy
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from sieve_attention import _library
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="of a machine without a GPU")
 # What is called by other calls' examples alone.
+EXAMPLE = ROOT / "python/examples/small_gpt.py"
 WITHOUT = {"BlockMask", "NsaBlocks", "Selection", "SieveError"}
 
 
@@ -30,12 +32,12 @@ def test_docstrings_have_calls_that_run(name, monkeypatch):
     assert result.failed == 0, "".join(said)
 
 
-@pytest.mark.parametrize("layer", ["dense", "window", "dma", "nsa", "infllm_v2", "moba", "msa", "mla"])
+@pytest.mark.parametrize("layer", runpy.run_path(str(EXAMPLE))["LAYERS"])
 def test_the_small_gpt_learns_with_each_layer(layer):
     """By its help, twelve steps: from 5.5 nats a byte to below 4."""
     command = [
         sys.executable,
-        ROOT / "python/examples/small_gpt.py",
+        EXAMPLE,
         "--layer",
         layer,
         "--steps",

@@ -19,7 +19,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     o, sums = sieve.selected_attention(q, k, v, q, block_sums=True)
     mask: sieve.BlockMask = sieve.block_mask(lse, 64)
     with sieve.on_cpu(strict=False):
-        o = o + sums + sieve.block_sparse(q, k, v, mask) + sieve.moba(q, k, v) + sieve.msa(q, k, v, q, k)
+        o = o + sums + sieve.block_sparse(q, k, v, mask) + sieve.infllm_v2(q, k, v) + sieve.msa(q, k, v, q, k)
     is_supported, why = sieve.supports("attention", q, k, v, device="cuda")
     integration.register("sieve" if is_supported else why)
     return o + sieve.decode(q, None, None, k, v, torch.tensor([3]))
@@ -28,7 +28,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
 def wrong(q: Tensor) -> None:
     sieve.attention(q, q, q, windw=3)  # type: ignore[call-overload]
     sieve.attention(q, q, q, window="3")  # type: ignore[call-overload]
-    sieve.moba(q, q, q, block=1.5)  # type: ignore[arg-type]
+    sieve.msa(q, q, q, q, q, block=1.5)  # type: ignore[arg-type]
     sieve.dma_attention(q, q, q, q, q, keep=3, preset="papr")  # type: ignore[arg-type]
     sieve.select(q, 3)  # type: ignore[call-arg]
     sieve.documents([0, 3], 3)  # type: ignore[arg-type]
