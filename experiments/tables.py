@@ -45,7 +45,6 @@ ALL = [*(ROOT / page for page in PAGES), *(ROOT / f"docs/{name}.md" for name in 
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
-BYTES_A_TOKEN = 1544919 / 416624  # of the held-out crates, as docs/board.md has them
 
 
 def ratio(above, below, digits=2):
@@ -53,7 +52,7 @@ def ratio(above, below, digits=2):
 
 
 def bits(losses):
-    return f"{statistics.mean(map(float, losses)) / math.log(2) / BYTES_A_TOKEN:.3f}"
+    return f"{statistics.mean(map(float, losses)) / math.log(2) / shared.BYTES_A_TOKEN:.3f}"
 
 
 def rate_of(row, columns):
