@@ -1,4 +1,5 @@
 //! `cargo xtask dist`: makes an archive of the program, and checks that it runs without Rust and this machine's tools.
+use crate::release;
 use crate::workspace::{self, entries, root, target_folder};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Files of the repository that are copied unchanged.
 const FILES: [&str; 4] = ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "CHANGELOG.md"];
 
-/// Builds the archive, unpacks it into an empty folder, and runs it there with nothing in PATH.
+/// Builds the archive, unpacks it into an empty folder, runs it there with nothing in PATH, and adds it to the release.
 pub(crate) fn run() -> Result<()> {
     workspace::cargo("build --release --bin sieve")?;
     let version = env!("CARGO_PKG_VERSION");
@@ -39,7 +40,8 @@ pub(crate) fn run() -> Result<()> {
         megabytes(size(&folder)?),
         megabytes(size(&program)?)
     );
-    check(&archive, &name, &dist.join("empty"))
+    check(&archive, &name, &dist.join("empty"))?;
+    release::add(&archive)
 }
 
 /// Strips the program's symbols, or prints that `strip` is missing.

@@ -13,6 +13,7 @@ mod check;
 mod dist;
 mod gpu;
 mod kernels;
+mod release;
 mod tidy;
 mod wheel;
 mod workspace;
@@ -27,10 +28,13 @@ const USAGE: &str = "cargo xtask <command>
   check --gpu SIEVE [kernels|memcheck|synccheck|initcheck|racecheck ..] [--attention|--sparse|--nsa|--mla|--sinks]
                          the GPU's part alone, or only what is named, with a program that is there: needs neither cargo
                          nor the sources, so both programs can be carried to a machine with a GPU
-  tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
+  tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words, tests that
+                         would not run
   dist                   one archive of the program, recipes, docs and licences; unpacks it into an empty folder and
                          runs it there with nothing in PATH
   wheel                  the Python package sieve-attention (docs/pytorch.md) as one wheel in target/wheel/made
+                         dist and wheel also copy what they made to target/to-publish, which holds a release with its
+                         SHA256SUMS (CONTRIBUTING.md, Releases)
   book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
   kernels [--arch A]     compile what ships with nvcc (installed into target/cuda-venv when missing), print registers,
                          spills, stack and shared memory; fails on any spill that kernels/allowances.toml does not

@@ -5,6 +5,7 @@ mod files;
 pub(crate) mod headers;
 mod kinds;
 mod links;
+mod targets;
 
 use anyhow::{Result, bail};
 
@@ -17,6 +18,7 @@ pub(crate) fn run() -> Result<()> {
     headers::check(&mut problems)?;
     kinds::check(&mut problems)?;
     links::check(&mut problems)?;
+    targets::check(&mut problems)?;
     if problems.is_empty() {
         println!("tidy: clean");
         return Ok(());

@@ -1,4 +1,5 @@
 //! `cargo xtask wheel`: builds the Python package as one wheel, for every Python 3 on Linux with glibc 2.28 or newer.
+use crate::release;
 use crate::workspace::{self, entries, root, target_folder};
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -14,7 +15,7 @@ const TOOLS: &[&str] = &["cargo-zigbuild==0.24.0", "ziglang==0.15.2", "setuptool
 
 const MOST_BYTES: u64 = 6_000_000;
 
-/// Builds the wheel, and loads its library in an empty virtual environment.
+/// Builds the wheel, loads its library in an empty virtual environment, and adds it to the release.
 pub(crate) fn run() -> Result<()> {
     let venv = target_folder("wheel-venv")?;
     let bin = |venv: &Path, program: &str| venv.join("bin").join(program).display().to_string();
@@ -57,7 +58,8 @@ pub(crate) fn run() -> Result<()> {
     let size = wheel.metadata()?.len();
     println!("wheel: {}, {:.2} MB, needs glibc {}.{}", wheel.display(), size as f64 / 1e6, newest.0, newest.1);
     ensure!(size <= MOST_BYTES, "the wheel has {size} bytes, more than {MOST_BYTES}");
-    check_in_empty_environment(&wheel, bin)
+    check_in_empty_environment(&wheel, bin)?;
+    release::add(&wheel)
 }
 
 /// Installs the wheel without torch. The library must load, and the import must say that torch is missing.

@@ -39,6 +39,9 @@ const SECOND_VERSIONS: &[(&str, &str)] = &[
 /// `cargo run` and `cargo test` build with the same features.
 const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")];
 
+/// Through `burn` a crate gets the nodes of the autodiff graph without naming the crate that they come from.
+const GRAPH_OF_BURN: &str = concat!("burn::backend::", "autodiff");
+
 /// Checks all packages.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let packages = workspace::packages("cargo metadata --format-version 1")?;
@@ -64,6 +67,11 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         let name = text(package, "name");
         let folder = std::path::Path::new(text(package, "manifest_path"));
         let sources = sources(folder.parent().context("a manifest is in a folder")?)?;
+        if sources.contains(GRAPH_OF_BURN) {
+            problems.push(format!(
+                "crate {name} registers backward passes through {GRAPH_OF_BURN}: name burn_autodiff, and depend on it"
+            ));
+        }
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
             let dependency = text(dependency, "name");
             named.insert(dependency);
