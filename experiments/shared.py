@@ -8,7 +8,6 @@ is "times as fast as cuDNN's dense attention" must be a number of speeds.py.
 """
 
 import functools
-import math
 import re
 import statistics
 
@@ -20,7 +19,6 @@ from table4 import table as table4
 
 import board  # noqa: E402  (run_tables names its folder)
 
-BYTES_A_TOKEN = 1544919 / 416624  # of the held-out crates, as docs/board.md has them
 TRAINING_TOKENS, PARAMETERS = 45.0e6, 85.0e6  # of the crates' text and the 80M models
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -99,7 +97,6 @@ FACTS = [
     (r"kind (?:is over|trains at most) (\d+) % faster", faster_at_2048),
     (r"ends (0\.\d+) nats below dense attention", lambda: (f"{after_200m_tokens()[0]:.3f}",)),
     (r"differ by (0\.\d+) nats \(one seed\)", lambda: (f"{after_200m_tokens()[1]:.3f}",)),
-    (r"ahead by (0\.\d+) bits per byte already", lambda: (f"{after_200m_tokens()[0] / math.log(2) / BYTES_A_TOKEN:.3f}",)),
     (r"`xattention` is ([\d.]+) times as fast at the longest prompt and `pbs` ([\d.]+) times",
      lambda: longest_prompt("xattention", "pbs")),
     # Measured outside of the rows: the pages that say it agree.
