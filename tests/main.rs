@@ -26,6 +26,7 @@ mod kernel_branches;
 mod kernels_cli;
 mod library_page;
 mod operator;
+mod printed_commands;
 mod resume_kill;
 mod serve;
 mod sessions;

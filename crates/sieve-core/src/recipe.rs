@@ -57,7 +57,8 @@ pub use sections::{
 };
 pub use stages::{Stage, StageSection};
 pub use template::{
-    EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_text, tokens_of_text, vocab_size_for_text,
+    EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_answers, steps_for_text, tokens_of_text,
+    vocab_size_for_text,
 };
 
 pub(crate) use rules::Rules;

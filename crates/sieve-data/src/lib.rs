@@ -24,6 +24,7 @@
 //!     validation: ValidationSource::Fraction(0.1),
 //!     on_change: OnChange::Refuse,
 //!     base: None,
+//!     known: &[],
 //! };
 //! let prepared = prepare(&[corpus], &tokenizer, &config, &|_progress| {})?;
 //! let loader = Loader::new(
@@ -74,8 +75,8 @@ pub use loader::{Batch, IGNORE_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT,
 pub use mqar::{Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit};
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
-    ChatsMeta, DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck, SourceMeta,
-    SplitMeta, ValidationSettings, ValidationSource, check_owner, prepare, read_document_sizes,
+    ChatsMeta, DocumentSize, DocumentTokens, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck,
+    SourceMeta, SplitMeta, ValidationSettings, ValidationSource, check_owner, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};
 pub use tokenizer::{BpeConfig, DecodeStream, Tokenizer};

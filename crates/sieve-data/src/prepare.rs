@@ -17,6 +17,7 @@
 
 mod call;
 mod check;
+mod known;
 mod lock;
 mod meta;
 mod names;
@@ -35,6 +36,7 @@ pub use call::{OnChange, PrepareConfig, Progress, ValidationSource};
 pub use check::ShardCheck;
 pub use meta::{ChatsMeta, DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
 pub use prepared::Prepared;
+pub use tokenise::DocumentTokens;
 
 use crate::corpus::{Corpus, CorpusConfig};
 use crate::error::DataError;
@@ -117,7 +119,7 @@ fn prepare_at_pace(
         pace,
     };
     if let Some(meta) = &earlier {
-        let found = Prepared { dir: dir.clone(), meta: meta.clone(), reused: true };
+        let found = Prepared { dir: dir.clone(), meta: meta.clone(), reused: true, taken_from: None };
         let is_whole = || match config.on_change {
             OnChange::ReplaceDamaged => meta.check_files(dir).and_then(|()| found.verify()).is_ok(),
             OnChange::Refuse | OnChange::Replace => meta.check_files(dir).is_ok(),
@@ -132,8 +134,14 @@ fn prepare_at_pace(
             return Err(DataError::OtherPreparation { dir: dir.clone(), what: plan.difference(meta) });
         }
     }
+    if earlier.is_none()
+        && let Some((meta, other)) = known::take(dir, &plan.lock, config.known, &plan.fingerprint)?
+    {
+        remove_leftovers(dir)?;
+        return Ok(Prepared { dir: dir.clone(), meta, reused: true, taken_from: Some(other) });
+    }
     let meta = plan.run(progress)?;
-    Ok(Prepared { dir: dir.clone(), meta, reused: false })
+    Ok(Prepared { dir: dir.clone(), meta, reused: false, taken_from: None })
 }
 
 /// A hash of everything that the shards depend on, in hexadecimal.

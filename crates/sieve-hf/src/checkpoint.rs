@@ -4,7 +4,7 @@
 //! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
 use crate::odd_folders::refuse_odd_model;
-use crate::tensor_file::{TensorHeader, stream_tensor_file};
+use crate::tensor_file::{TensorHeader, of_step, step_of, stream_tensor_file};
 use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use burn::tensor::Bytes;
@@ -189,7 +189,7 @@ impl Checkpoint {
             let partial = partial(folder, step);
             let mut checksums = write_texts(&partial, texts)?;
             let name = TensorFiles::name(MODEL, 0, 1);
-            let sum = stream_tensor_file(&partial.join(&name), headers, None, read)?;
+            let sum = stream_tensor_file(&partial.join(&name), headers, Some(of_step(step)), read)?;
             checksums.insert(name, sum);
             sync_folder(&partial)?;
             Ok(checksums)
@@ -244,7 +244,7 @@ impl Checkpoint {
             // With several ranks, a reader expects a file of each, even if it holds no tensor.
             if stem == MODEL || rank > 0 || !tensors.is_empty() {
                 let name = TensorFiles::name(stem, rank, size);
-                let sum = write_tensor_file(&partial.join(&name), tensors, None)?;
+                let sum = write_tensor_file(&partial.join(&name), tensors, Some(of_step(step)))?;
                 checksums.insert(name, sum);
             }
         }
@@ -367,7 +367,8 @@ impl Checkpoint {
                 let what = format!("{} has a model's weights, but config.json is missing", path.shown());
                 return Err(CheckpointError::refused(what, "fetch or copy the model's config.json into this folder"));
             }
-            return Err(CheckpointError::NotFound { path: path.to_owned(), beside: latest_beside(path) });
+            let (beside, runs) = (latest_beside(path), runs_in(path));
+            return Err(CheckpointError::NotFound { path: path.to_owned(), beside, runs });
         };
         let previous = all.len().checked_sub(2).map(|n| all[n].1.clone());
         Ok((latest.clone(), previous.or_else(|| previous_of(latest))))
@@ -380,16 +381,16 @@ impl Checkpoint {
         is_read: impl Fn(&str) -> bool,
     ) -> Result<Self, CheckpointError> {
         let checkpoint = Self::read_state(path, &previous)?;
+        let step = checkpoint.state.step;
         for (name, expected) in checkpoint.state.checksums.iter().filter(|(name, _)| is_read(name)) {
             let file = path.join(name);
             let found = checksum_of(&file).map_err(|error| unreadable(&file, error, &previous))?;
-            if found != *expected {
-                return Err(CheckpointError::Damaged {
-                    problem: format!("its checksum is {found}, {STATE} says {expected}"),
-                    path: file,
-                    previous,
-                });
-            }
+            let problem = match step_of(&file) {
+                _ if found != *expected => format!("its checksum is {found}, {STATE} says {expected}"),
+                Some(other) if other != step => format!("it was written at step {other}, {STATE} is of step {step}"),
+                _ => continue,
+            };
+            return Err(CheckpointError::Damaged { problem, path: file, previous });
         }
         Ok(checkpoint)
     }
@@ -514,6 +515,21 @@ fn previous_of(path: &Path) -> Option<PathBuf> {
     all.into_iter().rev().find(|(step, _)| *step < own).map(|(_, path)| path)
 }
 
+/// The names of the runs in a folder that have checkpoints, sorted; `…` in place of those that are many.
+fn runs_in(folder: &Path) -> Vec<String> {
+    const MOST: usize = 24;
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let has_checkpoint = |run: &Path| list_checkpoints(&run.join("checkpoint")).is_ok_and(|all| !all.is_empty());
+    let runs = entries.filter(|entry| has_checkpoint(&entry.path()));
+    let mut names: Vec<_> = runs.map(|entry| Path::new(&entry.file_name()).shown().to_string()).collect();
+    names.sort();
+    if names.len() > MOST {
+        names.truncate(MOST);
+        names.push("…".to_owned());
+    }
+    names
+}
+
 /// The names of the latest checkpoints beside a path that holds none.
 fn latest_beside(path: &Path) -> Vec<String> {
     let all = path.parent().and_then(|folder| list_checkpoints(folder).ok()).unwrap_or_default();
@@ -548,6 +564,57 @@ mod tests {
             for opened in [Checkpoint::open(&path), Checkpoint::peek(&path)] {
                 let error = opened.expect_err(key).to_string();
                 sieve_testing::says(&error, "state.json is damaged: it lists no files");
+            }
+        }
+    }
+
+    #[test]
+    fn a_piece_of_another_step_is_refused_whatever_its_checksum() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = |value: f32| CheckpointFiles {
+            model: vec![NamedTensor { name: "a".to_owned(), data: burn::tensor::TensorData::new(vec![value; 4], [4]) }],
+            optimizer: vec![NamedTensor {
+                name: "a.exp_avg".to_owned(),
+                data: burn::tensor::TensorData::new(vec![value; 4], [4]),
+            }],
+            recipe_toml: String::new(),
+            tokenizer_json: String::new(),
+        };
+        for size in [1, 2] {
+            let folder = dir.path().join(size.to_string());
+            let written = |step: u64| {
+                Checkpoint::begin(&folder, step).unwrap();
+                let mut sums = BTreeMap::new();
+                for rank in 0..size {
+                    sums.extend(Checkpoint::write_shard(&folder, step, [rank, size], &files(step as f32)).unwrap());
+                }
+                let state = CheckpointState { step, num_shards: size, ..CheckpointState::untrained(7) };
+                Checkpoint::publish(&folder, state, sums).unwrap()
+            };
+            let (first, second) = (written(4), written(8));
+            for name in [TensorFiles::name(MODEL, size - 1, size), TensorFiles::name(OPTIMIZER, size - 1, size)] {
+                Checkpoint::open(&second).unwrap();
+                let (file, state) = (second.join(&name), second.join(STATE));
+                let kept = [&file, &state].map(|path| fs::read(path).unwrap());
+                // The checksum is made right too, as if the state had been edited by hand.
+                fs::copy(first.join(&name), &file).unwrap();
+                let mut edited: serde_json::Value = serde_json::from_slice(&kept[1]).unwrap();
+                edited["checksums"].as_object_mut().unwrap().remove(STATE);
+                edited["checksums"][&name] = checksum_of(&file).unwrap().into();
+                fs::write(&state, edited.to_string()).unwrap();
+                let error = Checkpoint::open(&second).unwrap_err().to_string();
+                sieve_testing::says(
+                    &error,
+                    &format!("{name} is damaged: it was written at step 4, state.json is of step 8"),
+                );
+                // A piece of an earlier version says no step.
+                write_tensor_file(&file, &files(8.0).model, None).unwrap();
+                edited["checksums"][&name] = checksum_of(&file).unwrap().into();
+                fs::write(&state, edited.to_string()).unwrap();
+                Checkpoint::open(&second).unwrap();
+                for (path, bytes) in [&file, &state].into_iter().zip(kept) {
+                    fs::write(path, bytes).unwrap();
+                }
             }
         }
     }

@@ -53,17 +53,27 @@ pub enum CheckpointError {
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// A path holds no checkpoint.
-    #[error("{} holds no checkpoint\n  hint: {}", path.shown(), match beside.as_slice() {
-        [] => "name a folder step-N, or a run folder with checkpoint/step-N inside; a model of the Hugging Face hub is \
-               named hf://OWNER/NAME"
+    #[error("{} holds no checkpoint{}\n  hint: {}", path.shown(), match runs.as_slice() {
+        [] => String::new(),
+        _ => " of its own, and runs that do".to_owned(),
+    }, match (runs.as_slice(), beside.as_slice()) {
+        ([], []) => "name a folder step-N, or a run folder with checkpoint/step-N inside; a model of the Hugging Face \
+                     hub is named hf://OWNER/NAME"
             .to_owned(),
-        names => format!("the latest checkpoints beside it are {}", names.join(", ")),
+        ([], names) => format!("the latest checkpoints beside it are {}", names.join(", ")),
+        ([first, ..], _) => format!(
+            "name one of them, as --checkpoint {}: {}",
+            sieve_core::quoted(&path.join(first)),
+            runs.join(", ")
+        ),
     })]
     NotFound {
         /// The path that was given.
         path: PathBuf,
         /// The names of the latest checkpoints in the folder of `path`.
         beside: Vec<String>,
+        /// The names of the runs in the folder `path` that have checkpoints, as a sweep's.
+        runs: Vec<String>,
     },
 }
 

@@ -1,7 +1,7 @@
 //! Loads the model of a checkpoint.
 use crate::export::tokenizer_files;
 use crate::parameters::{AsTheyAre, load_parameters_then};
-use crate::{Checkpoint, CheckpointError, CheckpointState, Kept};
+use crate::{ChatTemplate, Checkpoint, CheckpointError, CheckpointState, Kept};
 use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
 use serde_json::Value;
@@ -48,12 +48,20 @@ impl<B: Backend> LoadedModel<B> {
     /// # Errors
     /// A file that exists and cannot be read.
     pub fn end_ids(&self, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
-        let source = tokenizer_files::generation(&tokenizer_files::folder(&self.path, &self.recipe))?;
-        let theirs = tokenizer_files::ends(&source, eos_id).and_then(Value::as_array);
-        let ids = theirs.into_iter().flatten().filter_map(Value::as_u64);
-        let others = ids.map(|id| id as u32).filter(|&id| id != eos_id);
-        Ok(std::iter::once(eos_id).chain(others).collect())
+        end_ids(&self.path, &self.recipe, eos_id)
     }
+}
+
+/// The tokens that end a text of the model in the folder `path`, as [`LoadedModel::end_ids`] gives them.
+///
+/// # Errors
+/// A file that exists and cannot be read.
+pub fn end_ids(path: &Path, recipe: &Recipe, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
+    let source = tokenizer_files::generation(&tokenizer_files::folder(path, recipe))?;
+    let theirs = tokenizer_files::ends(&source, eos_id).and_then(Value::as_array);
+    let ids = theirs.into_iter().flatten().filter_map(Value::as_u64);
+    let others = ids.map(|id| id as u32).filter(|&id| id != eos_id);
+    Ok(std::iter::once(eos_id).chain(others).collect())
 }
 
 /// Whether a folder is one of `transformers`, not a checkpoint.
@@ -135,6 +143,13 @@ pub fn load_model_then<B: Backend, M: ModuleMapper<B>>(
 }
 
 impl Checkpoint {
+    /// Whether the model is asked by a chat template: it has one, and was trained on chats, or is as it was imported.
+    pub fn answers_chats(&self, recipe: &Recipe) -> bool {
+        let is_so = recipe.data.messages_column.is_some() || self.state.step == 0;
+        // With a template that cannot be used nobody is to be told to use it.
+        is_so && ChatTemplate::of_checkpoint(self, recipe).is_ok_and(|found| found.is_some())
+    }
+
     /// The recipe at the stage that the weights come from, and the sizes of its model.
     ///
     /// # Errors

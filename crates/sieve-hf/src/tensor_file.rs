@@ -91,6 +91,23 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     Ok(format!("{:016x}", sum.digest()))
 }
 
+/// What a file of a checkpoint says of itself: the step that it was written at.
+pub(crate) fn of_step(step: u64) -> HashMap<String, String> {
+    HashMap::from([(STEP.to_owned(), step.to_string())])
+}
+
+/// The step that a file of a checkpoint says it was written at; `None` if it says none, as those of earlier versions.
+pub(crate) fn step_of(path: &Path) -> Option<u64> {
+    let file = File::open(path).ok()?;
+    // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and removed.
+    let map = unsafe { Mmap::map(&file) }.ok()?;
+    let (_, header) = SafeTensors::read_metadata(&map).ok()?;
+    header.metadata().as_ref()?.get(STEP)?.parse().ok()
+}
+
+/// The key of [`of_step`].
+const STEP: &str = "step";
+
 /// XXH3 hash of the concatenated slices.
 pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     let mut sum = Xxh3::new();

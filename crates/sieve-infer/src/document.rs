@@ -2,16 +2,20 @@
 use crate::InferError;
 use crate::words::{WordUse, word_uses};
 use sieve_core::ShownPath;
-use sieve_data::{DataError, Document, Prepared, Tokenizer};
+use sieve_data::{DataError, Document, DocumentTokens, Prepared, Tokenizer};
+use std::ops::Range;
 
 /// A document as token ids, with its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EvalDocument {
-    /// Token ids, with the end-of-document token last.
+    /// Token ids, with the end-of-document token last, unless the document is a chat.
     pub tokens: Vec<u32>,
-    /// Bytes of UTF-8 text of the predicted tokens: all but the first.
+    /// Of a document with a prompt or a chat, the ranges of its answers' tokens, in order: only they are predicted.
+    /// `None` where all tokens but the first are.
+    pub predicted: Option<Vec<Range<usize>>>,
+    /// Bytes of UTF-8 text of the predicted tokens.
     pub num_bytes: u64,
-    /// Words of the text, separated by white space.
+    /// Words of the text that is predicted, separated by white space.
     pub num_words: u64,
     /// For each token, whether it belongs to a word, and how far back that word was last used.
     pub word_uses: Vec<WordUse>,
@@ -45,6 +49,48 @@ impl TextSize {
     }
 }
 
+impl EvalDocument {
+    /// A document of which only the answers are predicted. Its bytes are counted as in training: token by token, where
+    /// a special token has none.
+    fn with_answers(
+        tokenizer: &Tokenizer,
+        tokens: Vec<u32>,
+        predicted: Vec<Range<usize>>,
+        num_words: u64,
+    ) -> Result<Self, InferError> {
+        let is_first = false;
+        let predicted: Vec<_> = predicted.into_iter().map(|range| range.start.max(1)..range.end.max(1)).collect();
+        let answers = predicted.iter().flat_map(|range| &tokens[range.clone()]);
+        let bytes = answers.map(|&token| Ok(tokenizer.token_bytes(token, is_first)? as u64));
+        let num_bytes = bytes.sum::<Result<u64, DataError>>()?;
+        Ok(Self {
+            num_bytes,
+            num_words,
+            text: TextSize { num_tokens: tokens.len(), num_bytes, num_words },
+            word_uses: word_uses(tokenizer, &tokens),
+            predicted: Some(predicted),
+            tokens,
+        })
+    }
+
+    /// Number of predicted tokens. The first token of a document has none before it that could predict it.
+    fn num_predicted(&self) -> u64 {
+        match &self.predicted {
+            None => (self.tokens.len() as u64).saturating_sub(1),
+            Some(ranges) => ranges.iter().map(|range| range.len() as u64).sum(),
+        }
+    }
+
+    /// Number of tokens from the beginning to the predicted token `number`, counted from 1.
+    fn len_with(&self, number: u64) -> usize {
+        let Some(ranges) = &self.predicted else {
+            return number as usize + 1;
+        };
+        let nth = ranges.iter().flat_map(Clone::clone).nth((number as usize).saturating_sub(1));
+        nth.map_or(self.tokens.len(), |token| token + 1)
+    }
+}
+
 /// The documents of a corpus, in its order.
 pub fn text_documents<'a>(
     documents: impl Iterator<Item = Result<Document, DataError>> + 'a,
@@ -52,16 +98,22 @@ pub fn text_documents<'a>(
     eos_id: u32,
 ) -> impl Iterator<Item = Result<EvalDocument, InferError>> + 'a {
     documents.map(move |document| {
-        let text = document?.text;
-        let mut tokens = tokenizer.encode(&text)?;
-        let size = TextSize::new(tokens.len(), text.len() as u64, &text);
-        tokens.push(eos_id);
+        let document = document?;
+        let found = DocumentTokens::of(tokenizer, eos_id, &document)?;
+        let predicted = found.predicted();
+        let DocumentTokens { parts, size } = found;
+        let tokens = parts.concat();
+        if let Some(predicted) = predicted {
+            return EvalDocument::with_answers(tokenizer, tokens, predicted, size.num_words);
+        }
+        let text = document.text;
         Ok(EvalDocument {
             num_bytes: text.len() as u64 - first_token_bytes(tokenizer, &tokens, text.len())?,
-            num_words: text.split_whitespace().count() as u64,
+            num_words: size.num_words,
             word_uses: word_uses(tokenizer, &tokens),
+            text: TextSize::new(tokens.len() - 1, text.len() as u64, &text),
             tokens,
-            text: size,
+            predicted: None,
         })
     })
 }
@@ -79,21 +131,19 @@ pub fn prepared_documents<'a>(
         let what = format!("{dir}: the shards there were made with another tokenizer than the checkpoint's");
         return Err(InferError::refused(what, "name the text with --data instead"));
     }
-    if prepared.meta.validation.num_predicted.is_some() {
-        let dir = prepared.dir.shown();
-        let what = format!("{dir}: the run takes loss of a part of its tokens, and this would take it of all");
-        return Err(InferError::refused(
-            what,
-            "read the validation losses of the run's metrics.jsonl, or name text with --data",
-        ));
-    }
+    let has_answers = prepared.meta.validation.num_predicted.is_some();
     let (shard, sizes) = (prepared.validation()?, prepared.validation_sizes()?);
     Ok((0..shard.num_documents()).zip(sizes).map(move |(n, size)| {
         let tokens = shard.document(n)?;
+        if has_answers {
+            let predicted = shard.predicted(n).into_iter().map(|range| range.start as usize..range.end as usize);
+            return EvalDocument::with_answers(tokenizer, tokens, predicted.collect(), size.num_words);
+        }
         let first = first_token_bytes(tokenizer, &tokens, size.num_bytes as usize)?;
         Ok(EvalDocument {
             word_uses: word_uses(tokenizer, &tokens),
             text: TextSize::new(tokens.len().saturating_sub(1), size.num_bytes, &tokenizer.decode(&tokens)?),
+            predicted: None,
             tokens,
             num_bytes: size.num_bytes - first,
             num_words: size.num_words,
@@ -113,11 +163,11 @@ pub fn first_tokens<'a>(
             return None;
         }
         Some(documents.next()?.and_then(|mut document| {
-            // The first token of a document is not predicted.
-            if (document.tokens.len() as u64).saturating_sub(1) > left {
-                cut(&mut document, tokenizer, left as usize + 1)?;
+            if document.num_predicted() > left {
+                let num_tokens = document.len_with(left);
+                cut(&mut document, tokenizer, num_tokens)?;
             }
-            left -= (document.tokens.len() as u64).saturating_sub(1);
+            left -= document.num_predicted();
             Ok(document)
         }))
     })
@@ -127,6 +177,15 @@ pub fn first_tokens<'a>(
 fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), InferError> {
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
+    if let Some(predicted) = &document.predicted {
+        let kept = predicted.iter().map(|range| range.start..range.end.min(num_tokens));
+        let kept: Vec<_> = kept.filter(|range| !range.is_empty()).collect();
+        let texts = kept.iter().map(|range| tokenizer.decode(&document.tokens[range.clone()]));
+        let num_words = texts.map(|text| Ok(text?.split_whitespace().count() as u64));
+        let num_words = num_words.sum::<Result<u64, DataError>>()?;
+        *document = EvalDocument::with_answers(tokenizer, std::mem::take(&mut document.tokens), kept, num_words)?;
+        return Ok(());
+    }
     let later = document.tokens.iter().skip(1);
     let is_first = false;
     let later = later.map(|&token| Ok(tokenizer.token_bytes(token, is_first)? as u64));
@@ -210,6 +269,36 @@ mod tests {
         let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
         assert_eq!((cut[0].num_bytes, cut[0].num_words), (documents[0].num_bytes, 5));
         assert_eq!(cut[0].text, documents[0].text);
+    }
+
+    #[test]
+    fn answers_of_chats_and_of_prompts_are_predicted_and_cut_after_so_many_tokens() {
+        let tokenizer = Tokenizer::train_on(["abc"].into_iter(), 258).expect("bytes");
+        let eos_id = tokenizer.eos_id().expect("its own name");
+        let plain = Document { text: "ask say ask ok".to_owned(), prompt: None, answers: None, file_idx: 0, line: 1 };
+        let chat = Document { answers: Some(vec![4..7, 12..14]), ..plain.clone() };
+        let question = Document { text: "yes".to_owned(), prompt: Some("ask".to_owned()), ..plain.clone() };
+        // An answer without a question begins the text: its first token has nothing before it.
+        let alone = Document { text: "yes".to_owned(), prompt: Some(String::new()), ..plain.clone() };
+        for (document, predicted, num_bytes) in
+            [(&chat, vec![4..7, 12..14], 5), (&question, vec![3..7], 3), (&alone, vec![1..4], 2)]
+        {
+            let read = |most| {
+                let documents = text_documents([Ok(document.clone())].into_iter(), &tokenizer, eos_id);
+                let documents = first_tokens(documents, &tokenizer, most);
+                documents.collect::<Result<Vec<_>, _>>().expect("readable").remove(0)
+            };
+            let whole = read(None);
+            assert_eq!((whole.predicted.as_ref(), whole.num_bytes), (Some(&predicted), num_bytes));
+            for most in 1..=whole.num_predicted() {
+                let cut = read(Some(most));
+                assert_eq!(cut.num_predicted(), most);
+                let last = cut.predicted.iter().flatten().last().expect("an answer").end;
+                assert_eq!(cut.tokens, whole.tokens[..last], "no token behind the last answer is read");
+            }
+        }
+        let whole = text_documents([Ok(plain)].into_iter(), &tokenizer, eos_id).next().expect("one").expect("readable");
+        assert_eq!((whole.predicted.as_ref(), whole.num_predicted()), (None, 14));
     }
 
     #[test]

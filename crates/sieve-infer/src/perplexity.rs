@@ -19,7 +19,7 @@ use serde::Serialize;
 use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding};
 use std::time::{Duration, Instant};
-use windows::{Place, Window, push, rolling_windows, windows};
+use windows::{Place, Scored, Window, push, rolling_windows, windows};
 
 /// How documents are divided into windows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,8 +55,12 @@ impl PerplexityConfig {
 pub struct PerplexityReport {
     /// Number of documents read.
     pub num_documents: u64,
-    /// Tokens predicted: all but the first of each document.
+    /// Tokens predicted: all but the first of each document, or those of its answers.
     pub num_tokens: u64,
+    /// Tokens of the documents where only a part of them is predicted: [`num_tokens`](Self::num_tokens) and those that
+    /// the model only reads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_read_tokens: Option<u64>,
     /// Number of words of the documents.
     pub num_words: u64,
     /// Bytes of text of the predicted tokens.
@@ -114,6 +118,9 @@ pub struct RollingPerplexity {
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
 /// predicted so far.
 ///
+/// Where documents have answers, only their tokens are predicted, and [`RollingPerplexity`], which is defined over whole
+/// texts, is not measured.
+///
 /// With a selector, each window is a prompt of its own. If the selector is not causal (a row's keys depend on later
 /// rows), the result is a "prefill perplexity", not a likelihood.
 ///
@@ -144,15 +151,15 @@ pub fn perplexity<B: DeviceBackend>(
         });
     let mut pass =
         Pass { selection, sums: Breakdown::new(&config.far), ..Pass::new(model, context, config.batch_tokens, device) };
-    let (mut num_documents, mut num_words, mut num_bytes) = (0, 0, 0);
+    let mut read = Read::default();
     for document in documents {
         let document = document?;
         check_vocabulary(&document.tokens, vocab_size)?;
-        num_documents += 1;
-        num_words += document.num_words;
-        num_bytes += document.num_bytes;
-        for window in windows(document.tokens.len(), context, stride) {
-            if pass.predict(&document.tokens, &document.word_uses, &window)? {
+        read.add(&document);
+        rolling = rolling.filter(|_| !read.has_answers);
+        let text = document.scored();
+        for window in windows(document.tokens.len(), context, stride).filter(|window| text.counts_in(window)) {
+            if pass.predict(text, &window)? {
                 observe(pass.sums.num_tokens());
             }
         }
@@ -161,33 +168,73 @@ pub fn perplexity<B: DeviceBackend>(
         }
     }
     pass.run()?;
-    let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
-    observe(num_tokens);
-    if num_tokens == 0 {
-        let what = format!("no document holds a token to predict ({num_documents} in all)");
-        return Err(InferError::refused(what, "give longer documents"));
-    }
-    let [word_perplexity, byte_perplexity, bits_per_byte] = per_word_and_byte(nats, num_words, num_bytes);
-    let loss = nats / num_tokens as f64;
+    observe(pass.sums.num_tokens());
     let lm_eval_rolling = rolling.map(Rolling::finish).transpose()?;
-    Ok(PerplexityReport {
-        num_documents,
-        num_tokens,
-        num_words,
-        num_bytes,
-        nats,
-        loss,
-        token_perplexity: loss.exp(),
-        word_perplexity,
-        byte_perplexity,
-        bits_per_byte,
-        context,
-        stride,
-        tokens_per_second: pass.speed.tokens_per_second(),
-        lm_eval_rolling,
-        by_position: pass.sums.by_position(),
-        by_word: pass.sums.words(),
-    })
+    read.report(config, &pass.sums, pass.speed.tokens_per_second(), lm_eval_rolling)
+}
+
+/// Counts of the documents that were read.
+#[derive(Default)]
+struct Read {
+    num_documents: u64,
+    num_tokens: u64,
+    num_words: u64,
+    num_bytes: u64,
+    /// Whether only a part of the tokens is predicted.
+    has_answers: bool,
+}
+
+impl Read {
+    fn add(&mut self, document: &EvalDocument) {
+        self.num_documents += 1;
+        self.num_tokens += document.tokens.len() as u64;
+        self.num_words += document.num_words;
+        self.num_bytes += document.num_bytes;
+        self.has_answers |= document.predicted.is_some();
+    }
+
+    /// The report of these documents, whose predictions have the losses `sums`.
+    fn report(
+        self,
+        config: &PerplexityConfig,
+        sums: &Breakdown,
+        tokens_per_second: Option<f64>,
+        lm_eval_rolling: Option<RollingPerplexity>,
+    ) -> Result<PerplexityReport, InferError> {
+        let Self { num_documents, num_words, num_bytes, .. } = self;
+        let (nats, num_tokens) = (sums.nats(), sums.num_tokens());
+        if num_tokens == 0 {
+            let what = format!("no document holds a token to predict ({num_documents} in all)");
+            return Err(InferError::refused(what, "give longer documents"));
+        }
+        let [word_perplexity, byte_perplexity, bits_per_byte] = per_word_and_byte(nats, num_words, num_bytes);
+        let loss = nats / num_tokens as f64;
+        Ok(PerplexityReport {
+            num_documents,
+            num_tokens,
+            num_read_tokens: self.has_answers.then_some(self.num_tokens),
+            num_words,
+            num_bytes,
+            nats,
+            loss,
+            token_perplexity: loss.exp(),
+            word_perplexity,
+            byte_perplexity,
+            bits_per_byte,
+            context: config.context,
+            stride: config.stride,
+            tokens_per_second,
+            lm_eval_rolling,
+            by_position: sums.by_position(),
+            by_word: sums.words(),
+        })
+    }
+}
+
+impl EvalDocument {
+    fn scored(&self) -> Scored<'_> {
+        Scored { tokens: &self.tokens, uses: &self.word_uses, predicted: self.predicted.as_deref() }
+    }
 }
 
 /// Refuses a context longer than the model's, and a stride of 0 or longer than the context.
@@ -266,8 +313,9 @@ impl<B: DeviceBackend> Rolling<'_, B> {
         self.num_bytes += text.num_bytes;
         let tokens = [&self.prefix, &document.tokens[..text.num_tokens]].concat();
         let uses = vec![WordUse::NoWord; tokens.len()];
+        let text = Scored { tokens: &tokens, uses: &uses, predicted: None };
         for window in rolling_windows(tokens.len(), context) {
-            self.pass.predict(&tokens, &uses, &window)?;
+            self.pass.predict(text, &window)?;
         }
         Ok(())
     }
@@ -304,12 +352,12 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
     }
 
     /// Adds a window. If the rows are full, first runs the forward pass of the windows before it, and returns true.
-    fn predict(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> Result<bool, InferError> {
-        if push(&mut self.rows, tokens, uses, window) {
+    fn predict(&mut self, text: Scored<'_>, window: &Window) -> Result<bool, InferError> {
+        if push(&mut self.rows, text, window) {
             return Ok(false);
         }
         self.run()?;
-        let fits = push(&mut self.rows, tokens, uses, window);
+        let fits = push(&mut self.rows, text, window);
         assert!(fits, "a window fits an empty row");
         Ok(true)
     }

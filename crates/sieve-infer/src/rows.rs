@@ -40,15 +40,15 @@ impl<P: Copy> Rows<P> {
         Self { row_len, max_rows, rows: Vec::new() }
     }
 
-    /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. From the position
-    /// `first_scored` on, the token after each input is predicted; `places` describes each of these predictions.
+    /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. `places` describes
+    /// the prediction after each input from the position `first_scored` on; where it has none, nothing is predicted.
     /// Returns false if no row has room.
     pub fn push(
         &mut self,
         tokens: &[u32],
         input: Range<usize>,
         first_scored: usize,
-        places: impl Iterator<Item = P>,
+        places: impl Iterator<Item = Option<P>>,
     ) -> bool {
         let len = input.len();
         let fits = |row: &PackedRows<P>| row.shape[1] + len <= self.row_len;
@@ -66,11 +66,12 @@ impl<P: Copy> Rows<P> {
         let end = start + len as u32;
         row.shape[1] += len;
         row.tokens.extend_from_slice(&tokens[input.clone()]);
-        row.labels.extend(input.map(|position| match position >= first_scored {
-            true => tokens[position + 1] as i32,
-            false => IGNORE_LABEL,
-        }));
-        row.places.extend(places);
+        let mut places = places.fuse();
+        for position in input {
+            let place = (position >= first_scored).then(|| places.next()).flatten().flatten();
+            row.labels.push(place.map_or(IGNORE_LABEL, |_| tokens[position + 1] as i32));
+            row.places.extend(place);
+        }
         row.start.extend(std::iter::repeat_n(start, len));
         row.end.extend(std::iter::repeat_n(end, len));
         true

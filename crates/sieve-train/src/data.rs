@@ -5,7 +5,7 @@ mod sources;
 pub(crate) mod stages;
 
 use crate::TrainError;
-pub use chats::chat_format;
+pub use chats::{chat_format, chat_format_of, chat_template};
 use sieve_core::Recipe;
 use sieve_files::{Taken, try_lock};
 pub use sources::corpus_configs;
@@ -35,6 +35,8 @@ pub struct TrainingData {
     pub tokenizer_time: Duration,
     /// Time spent writing or opening the shards.
     pub prepare_time: Duration,
+    /// Folders whose shards are taken if they are the same ([`DataSource::looking_in`]).
+    known: Vec<PathBuf>,
 }
 
 /// Text that one stage names for itself.
@@ -95,6 +97,8 @@ pub struct DataSource {
     text: Option<TextSource>,
     /// The tokenizer and the text of its file; `None` if the recipe asks for a new one to be trained.
     tokenizer: Option<(Tokenizer, String)>,
+    /// Folders whose shards are taken if they are the same.
+    known: Vec<PathBuf>,
 }
 
 /// The corpora of a recipe whose rows are text.
@@ -156,7 +160,14 @@ impl DataSource {
         if let Some(text) = text.as_ref().filter(|_| !has_other_text) {
             text.whole.check_text_column(&recipe.data.text_column)?;
         }
-        Ok(Self { text, tokenizer })
+        Ok(Self { text, tokenizer, known: Vec::new() })
+    }
+
+    /// Names further folders of prepared data, as other runs have them. Where [`prepare`](Self::prepare) finds none in
+    /// its own folder, it takes the tokenizer and the shards of one that has them for the same text and settings.
+    #[must_use]
+    pub fn looking_in(self, known: Vec<PathBuf>) -> Self {
+        Self { known, ..self }
     }
 
     /// The training corpus, and the validation corpus if the recipe names one.
@@ -191,7 +202,7 @@ impl DataSource {
             (Some(found), _) => found,
             (None, TokenizerSource::Train(training)) => {
                 let config = BpeConfig { vocab_size: training.vocab_size, sample_bytes: training.sample_bytes };
-                trained_tokenizer(&text.whole, (config, recipe), dir, on_change, observe)?
+                trained_tokenizer(&text.whole, (config, recipe), (dir, &self.known), on_change, observe)?
             }
             (None, _) => return Err(TrainError::NoTokenizer),
         };
@@ -199,10 +210,11 @@ impl DataSource {
 
         let started = Instant::now();
         let no_base = None;
-        let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), no_base, observe)?;
+        let prepared = text.prepare(recipe, &tokenizer, (dir, &self.known, on_change), no_base, observe)?;
         let prepare_time = started.elapsed();
         let rows = RowSource::shards(recipe, prepared);
-        Ok(TrainingData { tokenizer_time, prepare_time, ..TrainingData::new((tokenizer, tokenizer_json), rows) })
+        let known = self.known;
+        Ok(TrainingData { tokenizer_time, prepare_time, known, ..TrainingData::new((tokenizer, tokenizer_json), rows) })
     }
 }
 
@@ -241,12 +253,13 @@ impl TextSource {
         Ok(self)
     }
 
-    /// Writes the shards into a folder, or reopens them. `base` is the run's data if this is the text of a stage.
+    /// Writes the shards into a folder, reopens them, or takes them from one of the folders `known`. `base` is the run's
+    /// data if this is the text of a stage.
     fn prepare(
         &self,
         recipe: &Recipe,
         tokenizer: &Tokenizer,
-        (dir, on_change): (&Path, OnChange),
+        (dir, known, on_change): (&Path, &[PathBuf], OnChange),
         base: Option<&Prepared>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
@@ -258,6 +271,7 @@ impl TextSource {
             },
             on_change,
             base,
+            known,
         };
         let observe = std::cell::RefCell::new(observe);
         let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
@@ -285,6 +299,7 @@ impl TrainingData {
             stages: BTreeMap::new(),
             tokenizer_time: Duration::ZERO,
             prepare_time: Duration::ZERO,
+            known: Vec::new(),
         }
     }
 
@@ -384,11 +399,12 @@ fn in_cache(error: DataError) -> TrainError {
     }
 }
 
-/// The tokenizer of `dir`, trained unless `dir` has one for the same corpus and settings.
+/// The tokenizer of `dir`, trained unless `dir`, or else one of the folders `known`, has one for the same corpus and
+/// settings.
 fn trained_tokenizer(
     corpus: &Corpus,
     (config, recipe): (BpeConfig, &Recipe),
-    dir: &Path,
+    (dir, known): (&Path, &[PathBuf]),
     on_change: OnChange,
     observe: &mut dyn FnMut(DataEvent),
 ) -> Result<(Tokenizer, String), TrainError> {
@@ -419,8 +435,13 @@ fn trained_tokenizer(
         return Err(in_use("holds a tokenizer trained on other files or with other settings"));
     }
     check_owner(dir).map_err(in_cache)?;
-    observe(DataEvent::TrainingTokenizer { vocab_size: config.vocab_size, sample_bytes: config.sample_bytes });
-    let tokenizer = Tokenizer::train(corpus, config)?;
+    let tokenizer = match known.iter().find_map(|other| tokenizer_of_mark(other, &mark)) {
+        Some(taken) => taken,
+        None => {
+            observe(DataEvent::TrainingTokenizer { vocab_size: config.vocab_size, sample_bytes: config.sample_bytes });
+            Tokenizer::train(corpus, config)?
+        }
+    };
     // tokenizer.origin is emptied before the tokenizer is saved and written after it: if the process dies in between,
     // the next run finds an unfinished training rather than another tokenizer's origin.
     let write_mark = |mark: &str| std::fs::write(&mark_path, mark).map_err(TrainError::io("writing", &mark_path));
@@ -428,4 +449,13 @@ fn trained_tokenizer(
     tokenizer.save(&path)?;
     write_mark(&mark)?;
     read_tokenizer(&path, recipe)
+}
+
+/// The tokenizer in a folder of prepared data, if its `tokenizer.origin` says `mark`.
+fn tokenizer_of_mark(dir: &Path, mark: &str) -> Option<Tokenizer> {
+    let origin = std::fs::read_to_string(dir.join("tokenizer.origin")).ok()?;
+    if origin != mark {
+        return None;
+    }
+    Tokenizer::from_file(&dir.join("tokenizer.json")).ok()
 }

@@ -3,6 +3,7 @@ use sieve_core::recipe::TrainingSection;
 use sieve_core::{Recipe, Refusal, ShownPath};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// An error that ends a training run.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +30,15 @@ pub enum TrainError {
     #[error("another process is training in {}\n  \
         hint: wait for it or stop it, or name another folder with --out", .0.shown())]
     FolderBusy(PathBuf),
+    /// Another process has not ended in the folder of a run that no user attends.
+    #[error("another process is training in {}, and did not end in {} seconds\n  \
+        hint: the same command continues the run when that one has ended", path.shown(), waited.as_secs())]
+    FolderStillBusy {
+        /// Folder of the run.
+        path: PathBuf,
+        /// How long this process waited.
+        waited: Duration,
+    },
     /// The recipe names a synthetic task where text is needed.
     #[error(
         "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  \

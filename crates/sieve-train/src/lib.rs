@@ -33,7 +33,8 @@ mod validation;
 pub use attention_statistics::{AttentionStatistics, IndexerFit, KeyAges};
 pub use collectives::{Collectives, Exchanged, Gathered, HostCollectives, Pending, Primitive};
 pub use data::{
-    DataEvent, DataSource, RowSource, StageText, TrainingData, chat_format, corpus_configs, tokenizer_file,
+    DataEvent, DataSource, RowSource, StageText, TrainingData, chat_format, chat_format_of, chat_template,
+    corpus_configs, tokenizer_file,
 };
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;

@@ -493,7 +493,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
     match damaged.into_iter().next() {
         Some((_, error)) => Err(error.into()),
-        None => Err(CheckpointError::NotFound { path: folder.to_owned(), beside: Vec::new() }.into()),
+        None => Err(CheckpointError::NotFound { path: folder.to_owned(), beside: Vec::new(), runs: Vec::new() }.into()),
     }
 }
 

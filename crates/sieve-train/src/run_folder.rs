@@ -6,7 +6,14 @@ use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
+
+/// How long a run that no user attends waits for the folder: the processes of a launcher that was killed write one more
+/// checkpoint before they end.
+const ENDING: Duration = Duration::from_secs(10);
+/// Between two looks whether the folder is free.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Whether a run starts anew or resumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +88,16 @@ impl RunFolder {
         if folder.first_of_a_run().is_none() {
             return Ok(None);
         }
+        if Path::new(".").canonicalize().is_ok_and(|here| path.canonicalize().is_ok_and(|path| here.starts_with(path)))
+        {
+            return Err(TrainError::refused(
+                format!(
+                    "--overwrite would move the folder that this command runs in, with all its files: {}",
+                    path.shown()
+                ),
+                "run the command elsewhere, with the run's path as --out, or name another --out",
+            ));
+        }
         // Held until the folder has its new name.
         folder.take()?;
         let path = match path.file_name() {
@@ -94,7 +111,8 @@ impl RunFolder {
         Ok(Some(aside))
     }
 
-    /// Creates the folder if it is missing, and locks it for this process.
+    /// Creates the folder if it is missing, and locks it for this process. A run that no user attends waits some seconds
+    /// for a process that trains there to end.
     ///
     /// # Errors
     /// A folder that cannot be made or written to, or that another process trains in.
@@ -102,7 +120,10 @@ impl RunFolder {
         if self.is_claimed || self.lock.is_some() {
             return Ok(());
         }
-        self.take()?;
+        match start {
+            Start::ResumeAlone { .. } => self.take_within(ENDING)?,
+            _ => self.take()?,
+        }
         // Another process may have begun a run between the first check and the lock.
         self.check(start)
     }
@@ -135,6 +156,20 @@ impl RunFolder {
                 Ok(())
             }
             Taken::ByAnother(_) => Err(TrainError::FolderBusy(self.path.clone())),
+        }
+    }
+
+    /// As [`take`](Self::take), and waits this long while another process has the folder.
+    fn take_within(&mut self, patience: Duration) -> Result<(), TrainError> {
+        let begun = Instant::now();
+        loop {
+            match self.take() {
+                Err(TrainError::FolderBusy(path)) if begun.elapsed() >= patience => {
+                    return Err(TrainError::FolderStillBusy { path, waited: patience });
+                }
+                Err(TrainError::FolderBusy(_)) => std::thread::sleep(LOOK),
+                taken => return taken,
+            }
         }
     }
 
@@ -412,7 +447,18 @@ mod tests {
         first.claim(&Start::New).unwrap();
         let error = open().claim(&Start::New).unwrap_err();
         assert!(matches!(error, TrainError::FolderBusy(_)), "{error}");
-        drop(first);
+        let error = open().take_within(2 * LOOK).unwrap_err();
+        assert!(matches!(error, TrainError::FolderStillBusy { .. }), "{error}");
+        // A restart just behind a launcher's death comes while its processes end.
+        let ending = std::thread::spawn(move || {
+            std::thread::sleep(3 * LOOK);
+            drop(first);
+        });
+        fs::write(dir.path().join("config.toml"), "x").unwrap();
+        let alone = Start::ResumeAlone { fallback: None };
+        RunFolder::open(dir.path(), "checkpoint", &alone).unwrap().claim(&alone).unwrap();
+        ending.join().unwrap();
+        fs::remove_file(dir.path().join("config.toml")).unwrap();
         open().claim(&Start::New).unwrap();
     }
 

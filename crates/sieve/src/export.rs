@@ -1,6 +1,8 @@
 //! `sieve export`: a trained model in the Hugging Face layout.
+use crate::ask::Ask;
 use crate::device::DtypeArg;
 use crate::loaded;
+use crate::out_file::on_this_machine;
 use crate::terminal;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -16,7 +18,7 @@ pub(crate) struct ExportArgs {
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Folder to write: new, empty, or an earlier export, which is replaced
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     out: PathBuf,
     /// Number type of the weights
     #[arg(long, value_enum, default_value = "f32")]
@@ -71,9 +73,11 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     if let Some(reason) = report.not_stock {
         terminal::line(&format!("as modeling_sieve.py: {reason}"));
     }
+    let ask = ask(&recipe, checkpoint.answers_chats(&recipe));
     terminal::line(&format!(
-        "next:\n  {}",
-        python_command(&args.out, report.is_remote_code, report.replaces_tokenizer, prompt(&recipe))
+        "{}\n  {}",
+        terminal::next(&[format!("{} --checkpoint {}", ask.command(), terminal::quoted(&args.out))]),
+        python_command(&args.out, report.is_remote_code, report.replaces_tokenizer, &ask)
     ));
     Ok(())
 }
@@ -88,18 +92,27 @@ const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwe
     of words, which this tokenizer.json does not have: texts would become other tokens\n  \
     hint: PreTrainedTokenizerFast.from_pretrained reads the tokenizer as it is";
 
-/// A prompt that the model can continue.
-fn prompt(recipe: &Recipe) -> &str {
-    match recipe.tokenizer.source() {
-        TokenizerSource::Numbers(_) => "1 2 3",
-        _ => recipe.generation.prompts.first().map_or("Once", |prompt| prompt),
-    }
+/// Words that the model can be asked with.
+fn ask(recipe: &Recipe, is_chat: bool) -> Ask {
+    let words = match recipe.tokenizer.source() {
+        TokenizerSource::Numbers(_) => Some("1 2 3"),
+        // Prompts of a run on text are no messages.
+        _ if is_chat && recipe.data.messages_column.is_none() => None,
+        _ => recipe.generation.prompts.first().map(String::as_str),
+    };
+    Ask::with(is_chat, words)
 }
 
 /// A command that lets the exported model write a few words.
-fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, prompt: &str) -> String {
-    // A JSON string is also a valid Python string.
-    let [folder, prompt] = [folder.to_string_lossy().into_owned(), prompt.to_owned()].map(serde_json::Value::from);
+fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, ask: &Ask) -> String {
+    // A JSON string is also a valid Python string, and so is an object of strings.
+    let folder = serde_json::Value::from(folder.to_string_lossy().into_owned());
+    let (prompt, written) = match ask.is_chat() {
+        true => {
+            (serde_json::json!([{ "role": "user", "content": ask.words() }]), "[\"generated_text\"][-1][\"content\"]")
+        }
+        false => (ask.words().into(), "[\"generated_text\"]"),
+    };
     let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
     let (import, tokenizer) = match replaces_tokenizer {
         true => (", PreTrainedTokenizerFast", format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})")),
@@ -107,7 +120,7 @@ fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool,
     };
     let code = format!(
         "from transformers import pipeline{import}; print(pipeline(\"text-generation\", {folder}{tokenizer}{trust})\
-         ({prompt}, max_new_tokens=20)[0][\"generated_text\"])"
+         ({prompt}, max_new_tokens=20)[0]{written})"
     );
     format!("python3 -c {}", terminal::shell_word(&code))
 }
@@ -118,17 +131,23 @@ mod tests {
 
     #[test]
     fn the_python_command_trusts_remote_code_and_quotes_the_folder() {
-        let plain = python_command(Path::new("out"), false, false, "Once");
+        let once = Ask::with(false, Some("Once"));
+        let plain = python_command(Path::new("out"), false, false, &once);
         assert_eq!(
             plain,
             "python3 -c 'from transformers import pipeline; print(pipeline(\"text-generation\", \"out\")\
              (\"Once\", max_new_tokens=20)[0][\"generated_text\"])'"
         );
-        let remote = python_command(Path::new("it's \"mine\""), true, false, "a \"b\"");
+        let asked = Ask::with(false, Some("a \"b\""));
+        let remote = python_command(Path::new("it's \"mine\""), true, false, &asked);
         let folder = r#"pipeline("text-generation", "it'\''s \"mine\"", trust_remote_code=True)"#;
         assert!(remote.contains(folder), "{remote}");
         assert!(remote.contains(r#"("a \"b\"", max_new_tokens"#), "{remote}");
-        let other = python_command(Path::new("out"), false, true, "Once");
+        let chat = python_command(Path::new("out"), false, false, &Ask::with(true, Some("What?")));
+        let message =
+            r#"([{"role":"user","content":"What?"}], max_new_tokens=20)[0]["generated_text"][-1]["content"])"#;
+        assert!(chat.contains(message), "{chat}");
+        let other = python_command(Path::new("out"), false, true, &once);
         let tokenizer = r#""out", tokenizer=PreTrainedTokenizerFast.from_pretrained("out"))("Once""#;
         assert!(other.contains("import pipeline, PreTrainedTokenizerFast;"), "{other}");
         assert!(other.contains(tokenizer), "{other}");

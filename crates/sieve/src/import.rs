@@ -1,4 +1,6 @@
 //! `sieve import`: a model in the Hugging Face layout as a checkpoint.
+use crate::ask::Ask;
+use crate::out_file::on_this_machine;
 use crate::out_file::write_text;
 use crate::out_of_memory::MemoryArgs;
 use crate::own_text::{OwnText, gives_steps};
@@ -19,7 +21,7 @@ pub(crate) struct ImportArgs {
     #[arg(long, value_name = "HF_DIR", help = from_help())]
     from: PathBuf,
     /// Folder to write the checkpoint step-0 into
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     out: PathBuf,
     /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
     #[arg(long, value_name = "PATH")]
@@ -75,7 +77,7 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     write_text(&recipe_path, &recipe)?;
     terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&named, &report)?));
     print_notes(&report, &tokenizer);
-    print_commands(&args, &report, &recipe_path);
+    print_commands(&args, &report, own_text.as_ref(), &recipe_path)?;
     if let Some(words) = own_text.and_then(|own| own.epochs(&report.recipe)) {
         terminal::remark(&words);
     }
@@ -106,20 +108,35 @@ fn keys_of_recipe(
     if !args.data.is_empty() {
         (own_text, _) = OwnText::read(&recipe)?;
     }
-    if let Some(own) = own_text.as_ref().filter(|_| !gives_steps(&args.overrides)) {
+    let Some(own) = &own_text else {
+        return Ok((sets, None));
+    };
+    let mut chosen = own.keys_for_answers(&recipe, &args.overrides);
+    if chosen.is_empty() && !gives_steps(&args.overrides) {
         let training = &recipe.training;
         let steps = fine_tuning_steps(own.num_tokens, training.tokens_per_step(), training.steps);
-        sets.push(format!("training.steps={steps}"));
+        chosen.push(format!("training.steps={steps}"));
     }
-    Ok((sets, own_text))
+    chosen.extend(own.prompts_key());
+    // Of a key that is given twice the later value counts, so that --set wins.
+    Ok(([chosen, sets].concat(), own_text))
 }
 
 /// The commands that go on: to train where there is text, and to generate.
-fn print_commands(args: &ImportArgs, report: &ImportReport, recipe_path: &Path) {
+fn print_commands(
+    args: &ImportArgs,
+    report: &ImportReport,
+    own_text: Option<&OwnText>,
+    recipe_path: &Path,
+) -> Result<()> {
     let recipe_file = terminal::quoted(recipe_path);
     let plan = format!("plan --recipe {recipe_file}");
     let train = format!("train --recipe {recipe_file} --out {}", terminal::quoted(&args.out.join("run")));
-    let generate = format!("generate --checkpoint {} --prompt 'The '", terminal::quoted(&report.path));
+    let is_chat = Checkpoint::peek(&report.path)?.answers_chats(&report.recipe);
+    // A chat model is not asked with the beginning of a text, nor another with a message.
+    let own_text = own_text.filter(|_| is_chat == report.recipe.data.messages_column.is_some());
+    let ask = Ask::with(is_chat, own_text.and_then(|own| own.prompt.as_deref()));
+    let generate = format!("{} --checkpoint {}", ask.command(), terminal::quoted(&report.path));
     let commands = match args.data.is_empty() {
         true => {
             terminal::line(&format!(
@@ -131,6 +148,7 @@ fn print_commands(args: &ImportArgs, report: &ImportReport, recipe_path: &Path) 
         false => vec![plan, train, generate],
     };
     terminal::line(&terminal::next(&commands));
+    Ok(())
 }
 
 /// What was imported, on one line.

@@ -1,6 +1,7 @@
 //! `sieve`: trains, evaluates and exports language models with learned sparse attention.
 
 mod allocator;
+mod ask;
 mod compare;
 mod data;
 mod device;
@@ -36,6 +37,7 @@ mod terminal;
 mod text_files;
 mod train;
 
+use crate::out_file::on_this_machine;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use exit::Exit;
 use std::path::PathBuf;
@@ -65,7 +67,7 @@ pub(crate) struct OutputArgs {
     #[arg(short, long, global = true)]
     verbose: bool,
     /// Also append all that is printed to this file
-    #[arg(long, global = true, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE", value_parser = on_this_machine())]
     log_file: Option<PathBuf>,
 }
 

@@ -1,4 +1,5 @@
 //! `sieve completions` and `sieve man`: the command line for a shell and as manual pages.
+use crate::out_file::on_this_machine;
 use anyhow::{Context, Result};
 use clap::{Args, Command};
 use clap_complete::Shell;
@@ -18,7 +19,7 @@ pub(crate) struct CompletionsArgs {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ManArgs {
     /// Folder for the pages, for example ~/.local/share/man/man1
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     out: PathBuf,
 }
 

@@ -12,10 +12,33 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug)]
 pub(crate) struct OutFile(PathBuf);
 
+/// Reads the path of a folder or a file to write, which is on this machine.
+pub(crate) fn on_this_machine() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| check_is_here(&path).map(|()| path))
+}
+
+/// Fails for the address of a bucket or of the hub: without a word it would become a folder `s3:` here.
+fn check_is_here(path: &Path) -> Result<(), CannotWrite> {
+    let text = path.to_string_lossy();
+    let Some((scheme, _)) = text.split_once("://") else {
+        return Ok(());
+    };
+    let is_scheme = scheme.starts_with(|first: char| first.is_ascii_alphabetic())
+        && scheme.chars().all(|letter| letter.is_ascii_alphanumeric() || "+.-".contains(letter));
+    match is_scheme {
+        false => Ok(()),
+        true => Err(CannotWrite(format!(
+            "{scheme}:// names another machine, and files are written on this one\n  \
+             hint: name a path here, and copy or mount: rclone, hf upload, s3fs"
+        ))),
+    }
+}
+
 impl OutFile {
     /// Fails if the file could not be replaced. Tries it by making and removing the temporary file. The message follows
     /// one that names the path.
     fn new(path: PathBuf) -> Result<Self, CannotWrite> {
+        check_is_here(&path)?;
         let is_named_as_folder = path.as_os_str().to_string_lossy().ends_with(std::path::is_separator);
         if is_named_as_folder || path.is_dir() {
             return Err(CannotWrite("it is a folder\n  hint: name a file in it".to_owned()));
@@ -110,6 +133,17 @@ mod tests {
         let bad = [("", "a folder"), ("new/", "a folder"), ("no/where.json", "no folder"), ("a.json/x", "no folder")];
         for (bad, words) in bad {
             assert!(new(bad).expect_err(bad).to_string().contains(words));
+        }
+    }
+
+    #[test]
+    fn the_address_of_another_machine_is_no_path() {
+        for path in ["s3://bucket/run", "hf://me/model", "gs://b", "https://host/x", "file:///x"] {
+            let error = check_is_here(Path::new(path)).expect_err(path).to_string();
+            assert!(error.contains("another machine"), "{error}");
+        }
+        for path in ["run", "C:/x", "a b://c", "./s3:/x", "://x", "/a/s3:x"] {
+            check_is_here(Path::new(path)).expect(path);
         }
     }
 

@@ -4,13 +4,17 @@ use crate::terminal;
 use crate::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer};
 use anyhow::{Context, Result, bail};
 use sieve_core::Recipe;
-use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
-use sieve_data::{Corpus, DataError};
+use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW, TokenizerSource, steps_for_answers};
+use sieve_data::{BpeConfig, Corpus, DataError, Tokenizer};
 use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 
 /// The first characters of the text become the prompt of a run's samples: this many at most.
 const PROMPT_CHARACTERS: usize = 32;
+/// Characters of a question that becomes such a prompt as it is: without its end it would be another one.
+const QUESTION_CHARACTERS: usize = 400;
+/// Checkpoints of a run on answers, about, of which the best one on held-out answers is kept.
+const CHECKPOINTS: usize = 5;
 
 /// Whether `--set` gives a number of steps, which is then not fitted to the text.
 pub(crate) fn gives_steps(overrides: &[String]) -> bool {
@@ -25,8 +29,35 @@ pub(crate) struct OwnText {
     pub(crate) num_bytes: u64,
     /// Tokens of the text, estimated from its beginning.
     pub(crate) num_tokens: f64,
-    /// The text's first words, as a prompt for samples: the model is trained on such text.
+    /// The text's first words, as a prompt for samples: the model is trained on such text. Of chats it is what the first
+    /// user says, of prompts the first one.
     pub(crate) prompt: Option<String>,
+    /// Tokens that a tokenizer trained on the text has at most, where the text is short enough to try it.
+    most_tokens: Option<usize>,
+}
+
+/// Whether `--set` gives a key.
+fn gives(overrides: &[String], key: &str) -> bool {
+    overrides.iter().any(|set| set.split('=').next().unwrap_or_default().trim() == key)
+}
+
+/// Tokens that the recipe's tokenizer has if it is trained on this corpus; `None` if it is trained elsewhere.
+fn most_tokens(corpus: &Corpus, recipe: &Recipe) -> Result<Option<usize>> {
+    let TokenizerSource::Train(training) = recipe.tokenizer.source() else {
+        return Ok(None);
+    };
+    let config = BpeConfig { vocab_size: training.vocab_size, sample_bytes: training.sample_bytes };
+    Ok(Some(Tokenizer::num_trained(corpus, config)?))
+}
+
+/// A question as a prompt for samples.
+fn question(text: &str) -> Option<String> {
+    let plain = |letter: char| letter == '\n' || !letter.is_control();
+    let is_short = text.chars().count() <= QUESTION_CHARACTERS && text.chars().all(plain);
+    match is_short && !text.trim().is_empty() {
+        true => Some(text.to_owned()),
+        false => first_words(text, QUESTION_CHARACTERS),
+    }
 }
 
 impl OwnText {
@@ -67,12 +98,72 @@ impl OwnText {
             if is_own {
                 let num_bytes = corpus.text_bytes();
                 let num_tokens = beginning.tokens_of(num_bytes);
-                let first = beginning.first.map(|first| first.prompt.unwrap_or(first.text));
-                let prompt = first.and_then(|first| first_words(&first, PROMPT_CHARACTERS));
-                own = Some(Self { num_bytes, num_tokens, prompt });
+                let prompt = match (corpus.first_question(), beginning.first) {
+                    (Some(asked), _) => question(&asked),
+                    (None, Some(first)) => match first.prompt {
+                        Some(prompt) => question(&prompt),
+                        None => first_words(&first.text, PROMPT_CHARACTERS),
+                    },
+                    (None, None) => None,
+                };
+                let is_short = num_bytes < BEGINNING_BYTES as u64;
+                let most_tokens = is_short.then(|| most_tokens(&corpus, recipe)).transpose()?.flatten();
+                own = Some(Self { num_bytes, num_tokens, prompt, most_tokens });
             }
         }
         Ok((own, true))
+    }
+
+    /// `generation.prompts` with the text's prompt, as `section.key=value`.
+    pub(crate) fn prompts_key(&self) -> Option<String> {
+        // A list of JSON strings is one of TOML strings too.
+        self.prompt.as_ref().map(|prompt| format!("generation.prompts={}", serde_json::json!([prompt])))
+    }
+
+    /// `tokenizer.train` with no more tokens than the text gives, as keys `section.key=value`; none where the recipe has
+    /// no more.
+    pub(crate) fn keys_of_tokenizer(&self, recipe: &Recipe) -> Vec<String> {
+        let TokenizerSource::Train(training) = recipe.tokenizer.source() else {
+            return Vec::new();
+        };
+        let most = self.most_tokens.filter(|most| *most < training.vocab_size);
+        most.map(|most| format!("tokenizer.train.vocab_size={most}")).into_iter().collect()
+    }
+
+    /// The keys of a recipe for a text of which the answers alone are predicted, as `section.key=value`: steps that read
+    /// it two to three times, and a kept checkpoint that is the best one on held-out answers. Keys that `overrides`
+    /// give are left out; without answers there is none.
+    pub(crate) fn keys_for_answers(&self, recipe: &Recipe, overrides: &[String]) -> Vec<String> {
+        let training = &recipe.training;
+        let mut keys = Vec::new();
+        if !recipe.data.has_answers() {
+            return keys;
+        }
+        let mut steps = training.steps;
+        if !gives_steps(overrides) && recipe.stage.is_empty() {
+            let is_free = ["training.global_batch_size", "training.local_batch_size"];
+            let is_free = !is_free.iter().any(|key| gives(overrides, key));
+            let local = training.local_batch_size.max(1);
+            // A step is divided in whole micro-batches, and no further than into one row.
+            let (fit, rows) = match is_free {
+                true => steps_for_answers(self.num_tokens, training.global_batch_size, training.seq_len),
+                false => steps_for_answers(self.num_tokens, 1, training.tokens_per_step()),
+            };
+            steps = fit;
+            keys.push(format!("training.steps={fit}"));
+            if is_free && rows < training.global_batch_size {
+                let local = if rows.is_multiple_of(local) { local } else { 1 };
+                keys.push(format!("training.local_batch_size={local}"));
+                keys.push(format!("training.global_batch_size={rows}"));
+            }
+        }
+        let chosen = ["checkpoint.keep_best", "checkpoint.interval", "validation.interval"];
+        if !chosen.iter().any(|key| gives(overrides, key)) {
+            let interval = steps.div_ceil(CHECKPOINTS).max(1);
+            let values = ["true".to_owned(), interval.to_string(), interval.to_string()];
+            keys.extend(chosen.iter().zip(values).map(|(key, value)| format!("{key}={value}")));
+        }
+        keys
     }
 
     /// A line if the run reads the text for more epochs than teach something new.

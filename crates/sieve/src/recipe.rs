@@ -10,7 +10,7 @@ use sieve_comm::World;
 use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
 use sieve_core::{Attention, Recipe, RecipeError, ShownPath, did_you_mean};
 use sieve_data::is_hub_model;
-use sieve_train::RecipeFile;
+use sieve_train::{RecipeFile, RunFolder};
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -186,16 +186,56 @@ impl RecipeArgs {
         Ok(match (data_dir, &recipe.data.cache_dir) {
             (Some(dir), _) => dir,
             (None, Some(dir)) => PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
-            (None, None) => self.default_out().join("data"),
+            (None, None) => self.default_out().join(DATA),
         })
     }
 
-    /// Name of the recipe without folders and ending.
+    /// The words of a command line that name this recipe and its changes; `None` for one from a pipe.
+    pub(crate) fn words(&self) -> Option<String> {
+        let sets = self.overrides.iter().map(|set| format!(" --set {}", terminal::shell_word(set)));
+        let named = || format!("--recipe {}", terminal::quoted(Path::new(&self.recipe)));
+        (!is_pipe(&self.recipe)).then(|| named() + &sets.collect::<String>())
+    }
+
+    /// The command that trains this recipe, into a folder that holds no run; `None` for a recipe from a pipe.
+    pub(crate) fn train_command(&self) -> Option<String> {
+        let words = self.words()?;
+        let out = self.default_out();
+        if !RunFolder::holds_run(&out) {
+            return Some(format!("train {words}"));
+        }
+        let name = self.name();
+        let mut others = (2..).map(|number| out.with_file_name(format!("{name}-{number}")));
+        let free = others.find(|other| !other.exists())?;
+        Some(format!("train {words} --out {}", terminal::quoted(&free)))
+    }
+
+    /// The folders in which the data of a run in `out` may lie already: that of the recipe's own runs, where `sieve data
+    /// prepare` puts them, and those of the runs beside `out`.
+    pub(crate) fn known_data(&self, out: &Path) -> Vec<PathBuf> {
+        let beside = match out.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let entries = std::fs::read_dir(beside).into_iter().flatten().flatten();
+        let mut known: Vec<_> = entries.map(|entry| entry.path().join(DATA)).collect();
+        known.retain(|folder| folder.join("meta.json").is_file());
+        known.sort();
+        known.insert(0, self.default_out().join(DATA));
+        known
+    }
+
+    /// Name of the recipe without folders and ending. A file `recipe.toml`, as an import has it, is named by its folder.
     pub(crate) fn name(&self) -> String {
         if is_pipe(&self.recipe) {
             return PIPED.to_owned();
         }
         let path = Path::new(&self.recipe);
+        if path.file_name().is_some_and(|name| name == OF_AN_IMPORT)
+            && let Some(folder) = path.parent().and_then(Path::file_name)
+        {
+            return folder.to_string_lossy().into_owned();
+        }
         let name = match path.extension() {
             // quickstart and quickstart.toml are one recipe; dma_1.7b is not the recipe dma_1.
             Some(ending) if ending == "toml" => path.file_stem(),
@@ -212,6 +252,10 @@ const FOLDER: &str = "recipes";
 const STANDARD_INPUT: &str = "-";
 /// Name of a recipe that has no file.
 const PIPED: &str = "recipe";
+/// The folder of a run's prepared data, under its output folder.
+const DATA: &str = "data";
+/// The file name of every import's recipe, which says nothing of the model.
+const OF_AN_IMPORT: &str = "recipe.toml";
 /// Bytes of a recipe, at most: a device such as /dev/zero would never end.
 const MOST_BYTES: u64 = 16 << 20;
 
@@ -310,6 +354,12 @@ mod tests {
             ("dma_1.7b", "dma_1.7b"),
             ("-", "recipe"),
             ("/dev/null", "recipe"),
+            // Of imports, the folder tells them apart.
+            ("in/qwen/recipe.toml", "qwen"),
+            ("./in/my model/recipe.toml", "my model"),
+            ("recipe.toml", "recipe"),
+            ("../recipe.toml", "recipe"),
+            ("in/recipe.toml/other.toml", "other"),
         ] {
             let args = RecipeArgs::new(recipe.to_owned(), Vec::new());
             assert_eq!(args.name(), expected);

@@ -5,7 +5,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use sieve_core::recipe::{TokenizerSource, tokens_of_text};
 use sieve_core::{Recipe, ShownPath};
-use sieve_data::{Corpus, CorpusConfig, DataError, Document, JsonText, Tokenizer, is_hub_tokenizer};
+use sieve_data::{Corpus, CorpusConfig, DataError, Document, DocumentTokens, JsonText, Tokenizer, is_hub_tokenizer};
 use std::path::Path;
 
 /// Extensions that the line about skipped files names, at most.
@@ -54,9 +54,9 @@ impl Beginning {
             && let Some(document) = documents.next().transpose()?
         {
             let text = &document.text[..document.text.ceil_char_boundary(BEGINNING_BYTES)];
-            beginning.num_bytes += text.len();
+            beginning.num_bytes += text.len() + document.prompt.as_ref().map_or(0, String::len);
             if let Some(tokenizer) = tokenizer {
-                beginning.num_tokens += tokenizer.encode(text)?.len();
+                beginning.num_tokens += num_tokens(tokenizer, text, &document)?;
             }
             beginning.first.get_or_insert(document);
         }
@@ -75,6 +75,15 @@ impl Beginning {
             _ => num_bytes as f64 / self.bytes_per_token(),
         }
     }
+}
+
+/// Tokens of a document, of which `text` is the beginning: a run's, with those of its prompt or its template.
+fn num_tokens(tokenizer: &Tokenizer, text: &str, document: &Document) -> Result<usize> {
+    if document.prompt.is_none() && document.answers.is_none() {
+        return Ok(tokenizer.encode(text)?.len());
+    }
+    let found = DocumentTokens::of(tokenizer, tokenizer.eos_id()?, document)?;
+    Ok(found.parts.iter().map(Vec::len).sum())
 }
 
 /// The tokenizer of a recipe, if it is a file on this machine. One of the hub is not fetched.

@@ -25,7 +25,7 @@ pub(crate) use arguments::TrainArgs;
 pub(crate) use on_event::OnEvent;
 use one::run_one;
 use sieve_comm::World;
-use stopped::{is_of_a_disk, is_unsaved, stopped_by};
+use stopped::{is_unsaved, passes_by_itself, stopped_by};
 
 /// Runs `sieve train`: as one process, as one rank of several, or as a sweep over settings.
 pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
@@ -39,7 +39,7 @@ pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
         None => {
             let (prints, mesh) = (true, None);
             let exit = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
-            events.ended(stopped_by(is_unsaved, stopped_by(is_of_a_disk, exit, prints), prints))
+            events.ended(stopped_by(is_unsaved, stopped_by(passes_by_itself, exit, prints), prints))
         }
     }
 }

@@ -53,6 +53,9 @@ pub(super) fn unknown_section(name: &str) -> Mistake {
     Mistake::new(name, what, format!("the sections are {}", known.join(", ")))
 }
 
+/// What other programs call the number of passes over a text.
+const EPOCHS: [&str; 4] = ["epochs", "num_epochs", "num_train_epochs", "max_epochs"];
+
 /// The mistake of a key that `owner` (a section, or a table inside one) does not have.
 pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mistake {
     let path = format!("{owner}.{name}");
@@ -64,6 +67,9 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
     let hint = match schema::homes_of(name).join("] and [") {
         homes if !homes.is_empty() => format!("{name} belongs to [{homes}]"),
         _ if known.is_empty() => format!("{owner} is a value, not a table"),
+        _ if EPOCHS.contains(&name) => {
+            "a run is counted in steps: training.steps=N; sieve plan says how often the text is then read".to_owned()
+        }
         _ => format!("the keys of [{owner}] are {}", known.join(", ")),
     };
     Mistake::new(path, format!("[{owner}] has no key {name}{nearest}"), hint)

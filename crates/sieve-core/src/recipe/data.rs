@@ -54,6 +54,13 @@ keys! {
     }
 }
 
+impl DataSection {
+    /// Whether loss is taken of answers alone: of chats, or of the texts behind prompts.
+    pub fn has_answers(&self) -> bool {
+        self.messages_column.is_some() || self.prompt_column.is_some()
+    }
+}
+
 choices! {
     /// `[data] format`.
     pub enum DataFormat {

@@ -196,6 +196,10 @@ const BYTE_TOKENS: u64 = 258;
 pub const EPOCHS_AS_NEW: f64 = 4.0;
 /// From this number of epochs on, another epoch is not worth its cost (arXiv:2305.16264).
 const MOST_EPOCHS: f64 = 16.0;
+/// How often chats and questions are read, about.
+const ANSWER_EPOCHS: f64 = 2.5;
+/// With fewer steps than this, the steps of a fine-tuning are divided.
+const FEW_STEPS: usize = 20;
 /// The fewest steps of a recipe to start from.
 const LEAST_STEPS: usize = 100;
 
@@ -221,6 +225,18 @@ pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> 
 /// weights are trained already.
 pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
     steps.min(most_steps(num_tokens, tokens_per_step).max(1))
+}
+
+/// The steps and the rows of a step, `rows` or fewer, that read chats or questions of `num_tokens` two to three times.
+/// Their answers are learned in fewer passes than a text is, and by heart in more. A step of few rows is for a text that
+/// `rows` would read in less than [`FEW_STEPS`].
+pub fn steps_for_answers(num_tokens: f64, rows: usize, seq_len: usize) -> (usize, usize) {
+    let steps = |rows: usize| (ANSWER_EPOCHS * num_tokens / (rows * seq_len).max(1) as f64).round() as usize;
+    let mut fit = rows.max(1);
+    while fit > 1 && steps(fit) < FEW_STEPS {
+        fit = fit.div_ceil(2);
+    }
+    (steps(fit).max(1), fit)
 }
 
 /// The number of steps that read a text of `num_tokens` 16 times, rounded down.
@@ -422,6 +438,21 @@ mod tests {
             let tokens = recipe.training.tokens_per_step();
             assert!(tokens == context || (1800..=2048).contains(&tokens), "{context}: {tokens}");
         }
+    }
+
+    #[test]
+    fn answers_are_read_two_to_three_times() {
+        for num_tokens in [270_000.0, 20_000.0, 5_000.0, 2_100.0, 3e9] {
+            for rows in [1, 3, 8, 64] {
+                let (steps, fit) = steps_for_answers(num_tokens, rows, 2048);
+                let epochs = (steps * fit * 2048) as f64 / num_tokens;
+                assert!((2.0..=3.0).contains(&epochs), "{num_tokens} {rows}: {steps} {fit} {epochs}");
+                assert!(fit <= rows && (fit == 1 || steps >= FEW_STEPS));
+            }
+        }
+        assert_eq!(steps_for_answers(270_000.0, 8, 2048), (41, 8));
+        // Less text than a row has a step all the same.
+        assert_eq!(steps_for_answers(100.0, 8, 2048), (1, 1));
     }
 
     #[test]

@@ -48,7 +48,8 @@ impl Format {
     }
 
     /// The same format with its text in another column; plain text has no column.
-    pub(super) fn with_column(&self, column: &str) -> Self {
+    #[must_use]
+    pub fn with_column(&self, column: &str) -> Self {
         let mut changed = self.clone();
         match &mut changed {
             Self::Text => {}

@@ -111,6 +111,20 @@ impl Corpus {
     }
 }
 
+impl Corpus {
+    /// What the first user says in the first chat that can be read; `None` where documents are no chats.
+    pub fn first_question(&self) -> Option<String> {
+        let column = self.config().messages_column.as_ref()?;
+        let file = self.files().first().filter(|file| file.remote.is_none())?;
+        let format = self.config().format.of(&file.path).with_column(column);
+        let mut rows = source::open_messages(&format, &file.path, self.max_document_bytes(file)).ok()?;
+        let (json, _line) = std::iter::from_fn(|| rows.next_document()).find_map(Result::ok)?;
+        let messages: Vec<serde_json::Map<String, serde_json::Value>> = serde_json::from_str(&json).ok()?;
+        let first = messages.into_iter().find(|message| message.get("role").is_some_and(|role| role == "user"))?;
+        first.get("content")?.as_str().map(str::to_owned)
+    }
+}
+
 /// The text of a chat, and the bytes of it that are predicted.
 type ChatOfRow = (String, Option<Vec<Range<usize>>>);
 

@@ -50,6 +50,9 @@ pub struct PrepareConfig<'a> {
     pub on_change: OnChange,
     /// For the text of a stage, the run's data: the stage does not train on text that the run validates on.
     pub base: Option<&'a Prepared>,
+    /// Other folders, whose shards are taken if they were prepared from the same sources, settings and tokenizer, and
+    /// `dir` holds none.
+    pub known: &'a [PathBuf],
 }
 
 /// How far [`prepare`](super::prepare()) is. The callback runs on the thread that called it.

@@ -15,8 +15,12 @@ pub struct Prepared {
     pub dir: PathBuf,
     /// The contents of `meta.json`.
     pub meta: PreparedMeta,
-    /// Whether the data existed already and nothing was written.
+    /// Whether the data existed already and nothing was tokenised.
     pub reused: bool,
+    /// The folder whose shards were taken, where another one held them ([`PrepareConfig::known`]).
+    ///
+    /// [`PrepareConfig::known`]: super::PrepareConfig::known
+    pub taken_from: Option<PathBuf>,
 }
 
 impl Prepared {
@@ -27,7 +31,7 @@ impl Prepared {
     pub fn open(dir: &Path) -> Result<Self, DataError> {
         let meta = PreparedMeta::read(dir)?;
         meta.check_files(dir)?;
-        Ok(Self { dir: dir.to_path_buf(), meta, reused: true })
+        Ok(Self { dir: dir.to_path_buf(), meta, reused: true, taken_from: None })
     }
 
     /// Starts a thread that reads the shards and compares their checksums with the ones in `meta.json`; opening

@@ -71,7 +71,13 @@ impl Place {
 
 /// Settings that hold this fraction of the documents out, and refuse another preparation in the folder.
 fn holding_out<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
-    PrepareConfig { dir, validation: ValidationSource::Fraction(fraction), on_change: OnChange::Refuse, base: None }
+    PrepareConfig {
+        dir,
+        validation: ValidationSource::Fraction(fraction),
+        on_change: OnChange::Refuse,
+        base: None,
+        known: &[],
+    }
 }
 
 /// Like [`holding_out`], but another preparation in the folder is replaced.
@@ -97,6 +103,39 @@ fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
 fn documents(shard: &ShardReader) -> Vec<Vec<u32>> {
     let all = 0..shard.num_documents();
     all.map(|document| shard.document(document).unwrap()).collect()
+}
+
+#[test]
+fn shards_of_another_folder_are_taken_if_they_are_the_same_and_whole() {
+    let place = Place::new();
+    let first = place.prepare(&place.config()).unwrap();
+    let other = |name: &str| place.dir.path().join(name);
+    let known = [other("none"), first.dir.clone(), other("second")];
+    let into = |name: &str, fraction: f64| {
+        let config = PrepareConfig { known: &known, ..replacing(other(name), fraction) };
+        place.prepare(&config).unwrap()
+    };
+    let second = into("second", 0.2);
+    assert_eq!((second.reused, second.taken_from.as_ref()), (true, Some(&first.dir)));
+    second.verify().unwrap();
+    assert_eq!(second.meta, first.meta);
+    // Its own folder is none of the others, and it is found there again.
+    assert_eq!(into("second", 0.2).taken_from, None);
+    // Other settings give other shards.
+    let third = into("third", 0.3);
+    assert_eq!((third.reused, third.taken_from), (false, None));
+    // A folder that lacks a file is passed over, and the next one taken.
+    fs::remove_file(first.dir.join("train.bin")).unwrap();
+    let fourth = into("fourth", 0.2);
+    assert_eq!(fourth.taken_from, Some(second.dir.clone()));
+    // What is prepared again in one folder leaves the others as they are.
+    let before = files(&fourth.dir);
+    into("second", 0.4);
+    assert_eq!(files(&fourth.dir), before);
+    fourth.verify().unwrap();
+    // The files of a folder that was taken from and could not be used do not stay.
+    fs::remove_file(fourth.dir.join("validation.docs.json")).unwrap();
+    assert!(!into("fifth", 0.2).reused);
 }
 
 #[test]

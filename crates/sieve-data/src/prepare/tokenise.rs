@@ -1,5 +1,7 @@
 //! Reading and tokenising, batch by batch: one batch is tokenised on all cores while the next is read.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::meta::DocumentSize;
@@ -9,11 +11,54 @@ use crate::corpus::{Cursor, Document, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
+/// The tokens of a document, as shards hold them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DocumentTokens {
+    /// Token ids in parts. A document without a prompt is one part, which the end-of-document token ends. A document
+    /// with a prompt and a chat have parts that the model only reads and parts that are predicted, in turn.
+    pub parts: Vec<Vec<u32>>,
+    /// Size of the text that is predicted: of a document with a prompt the text behind it, of a chat the answers.
+    pub size: DocumentSize,
+}
+
+impl DocumentTokens {
+    /// Tokenises a document; the token `eos_id` ends all but chats.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot encode.
+    pub fn of(tokenizer: &Tokenizer, eos_id: u32, document: &Document) -> Result<Self, DataError> {
+        let text = document.text.as_str();
+        if let Some(answers) = &document.answers {
+            let parts = tokenizer.encode_parts(text, answers)?;
+            let size = answers.iter().map(|answer| DocumentSize::of(&text[answer.clone()]));
+            return Ok(Self { parts, size: size.sum() });
+        }
+        // Names of special tokens in a prompt become these tokens, as in `sieve generate`.
+        let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
+        let mut ids = tokenizer.encode(text)?;
+        ids.push(eos_id);
+        let parts = prompt.transpose()?.into_iter().chain([ids]).collect();
+        Ok(Self { parts, size: DocumentSize::of(text) })
+    }
+
+    /// Of a document with a prompt or a chat, the ranges of its tokens that are predicted, in order; `None` where all
+    /// are.
+    pub fn predicted(&self) -> Option<Vec<Range<usize>>> {
+        let mut end = 0;
+        let parts = self.parts.iter().map(|part| {
+            let start = end;
+            end += part.len();
+            start..end
+        });
+        let is_divided = self.parts.len() > 1;
+        is_divided.then(|| parts.skip(1).step_by(2).filter(|part| !part.is_empty()).collect())
+    }
+}
+
 /// A document on its way into a shard.
 pub(super) struct Encoded {
     pub(super) target: Target,
-    /// Token ids in parts. A document without a prompt is one part, which the end-of-document token ends. A document
-    /// with a prompt and a chat have parts that the model only reads and parts that are predicted, in turn.
+    /// The parts of its [`DocumentTokens`].
     pub(super) parts: Vec<Vec<u32>>,
     pub(super) size: DocumentSize,
     /// [`content_hash`] of prompt and text.
@@ -114,18 +159,8 @@ pub(super) fn encode(
 ) -> Result<Vec<Encoded>, DataError> {
     let encode = |(target, document): (Target, Document)| {
         let hash = content_hash(&document);
-        let text = document.text.as_str();
-        if let Some(answers) = &document.answers {
-            let parts = tokenizer.encode_parts(text, answers)?;
-            let size = answers.iter().map(|answer| DocumentSize::of(&text[answer.clone()]));
-            return Ok(Encoded { target, parts, size: size.sum(), hash });
-        }
-        // Names of special tokens in a prompt become these tokens, as in `sieve generate`.
-        let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
-        let mut ids = tokenizer.encode(text)?;
-        ids.push(eos_id);
-        let parts = prompt.transpose()?.into_iter().chain([ids]).collect();
-        Ok(Encoded { target, parts, size: DocumentSize::of(text), hash })
+        let DocumentTokens { parts, size } = DocumentTokens::of(tokenizer, eos_id, &document)?;
+        Ok(Encoded { target, parts, size, hash })
     };
     let starts = documents.iter().scan(start, |end, document| {
         let start = *end;

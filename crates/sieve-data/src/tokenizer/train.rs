@@ -34,21 +34,17 @@ impl Tokenizer {
     /// # Errors
     /// A `vocab_size` that is too small, or larger than the text gives merges for; the corpus's own errors.
     pub fn train(corpus: &Corpus, config: BpeConfig) -> Result<Self, DataError> {
-        let share = config.sample_bytes as f64 / corpus.max_text_bytes().max(1) as f64;
-        let mut sample = Vec::new();
-        let mut free_bytes = config.sample_bytes;
-        for document in corpus.documents() {
-            let document = document?;
-            let texts = document.prompt.iter().chain([&document.text]);
-            for chunk in texts.flat_map(|text| chunks(text)) {
-                let drawn = xxh3_64_with_seed(chunk.as_bytes(), SAMPLE_SEED) as f64 / 2f64.powi(64);
-                if drawn < share && chunk.len() as u64 <= free_bytes {
-                    free_bytes -= chunk.len() as u64;
-                    sample.push(chunk.to_owned());
-                }
-            }
-        }
+        let sample = sample(corpus, config)?;
         Self::train_on(sample.iter().map(String::as_str), config.vocab_size)
+    }
+
+    /// The number of tokens that training gives: `config.vocab_size`, or fewer if the text has no more merges.
+    ///
+    /// # Errors
+    /// A `vocab_size` that is too small; the corpus's own errors.
+    pub fn num_trained(corpus: &Corpus, config: BpeConfig) -> Result<usize, DataError> {
+        let sample = sample(corpus, config)?;
+        Ok(Self::fitted(sample.iter().map(String::as_str), config.vocab_size)?.vocab_size())
     }
 
     /// Trains a tokenizer on all of `texts`; their order does not matter.
@@ -56,6 +52,19 @@ impl Tokenizer {
     /// # Errors
     /// A `vocab_size` that is too small, or larger than the text gives merges for.
     pub fn train_on<'a>(texts: impl Iterator<Item = &'a str> + Send, vocab_size: usize) -> Result<Self, DataError> {
+        let tokenizer = Self::fitted(texts, vocab_size)?;
+        if tokenizer.vocab_size() != vocab_size {
+            return Err(not_trained(format!(
+                "the text gives only {found} of {vocab_size} tokens\n  \
+                 hint: lower vocab_size to {found}, or train on more text",
+                found = tokenizer.vocab_size()
+            )));
+        }
+        Ok(tokenizer)
+    }
+
+    /// As [`train_on`](Self::train_on), with fewer tokens where the text gives no more.
+    fn fitted<'a>(texts: impl Iterator<Item = &'a str> + Send, vocab_size: usize) -> Result<Self, DataError> {
         if vocab_size < MIN_VOCAB_SIZE {
             let reason = format!(
                 "{vocab_size} is too small: 256 bytes and 2 special tokens take {MIN_VOCAB_SIZE}\n  \
@@ -89,16 +98,27 @@ impl Tokenizer {
         inner.add_special_tokens(&special_tokens);
         let ids = written::ids(&inner).map_err(not_trained)?;
         let model_with_gaps = None;
-        let tokenizer = Self::from_inner(inner, &ids, model_with_gaps).map_err(not_trained)?;
-        if tokenizer.vocab_size() != vocab_size {
-            return Err(not_trained(format!(
-                "the text gives only {found} of {vocab_size} tokens\n  \
-                 hint: lower vocab_size to {found}, or train on more text",
-                found = tokenizer.vocab_size()
-            )));
-        }
-        Ok(tokenizer)
+        Self::from_inner(inner, &ids, model_with_gaps).map_err(not_trained)
     }
+}
+
+/// Chunks of a corpus's documents, which a tokenizer is trained on.
+fn sample(corpus: &Corpus, config: BpeConfig) -> Result<Vec<String>, DataError> {
+    let share = config.sample_bytes as f64 / corpus.max_text_bytes().max(1) as f64;
+    let mut sample = Vec::new();
+    let mut free_bytes = config.sample_bytes;
+    for document in corpus.documents() {
+        let document = document?;
+        let texts = document.prompt.iter().chain([&document.text]);
+        for chunk in texts.flat_map(|text| chunks(text)) {
+            let drawn = xxh3_64_with_seed(chunk.as_bytes(), SAMPLE_SEED) as f64 / 2f64.powi(64);
+            if drawn < share && chunk.len() as u64 <= free_bytes {
+                free_bytes -= chunk.len() as u64;
+                sample.push(chunk.to_owned());
+            }
+        }
+    }
+    Ok(sample)
 }
 
 /// Cuts a text between characters into chunks of at most [`CHUNK_BYTES`].

@@ -122,7 +122,8 @@ impl Card<'_> {
         let mut here = lines.filter(|line| line["kind"] == "validation" && line["step"] == state.step);
         let validation = here.find_map(|line| {
             let bits = line["bits_per_byte"].as_f64().map(|bits| format!(", {bits:.3} bits per byte"));
-            Some(format!("{:.3} nats a held-out token{}", line["loss"].as_f64()?, bits.unwrap_or_default()))
+            let token = if self.recipe.data.has_answers() { "answer token" } else { "token" };
+            Some(format!("{:.3} nats a held-out {token}{}", line["loss"].as_f64()?, bits.unwrap_or_default()))
         });
         let training = state.guard.as_ref().filter(|guard| guard.num_losses > 0.0);
         validation.or_else(|| training.map(|guard| format!("{:.3} nats a training token", guard.mean_loss)))
@@ -133,14 +134,23 @@ impl Card<'_> {
         let trust = if self.architecture == Architecture::Sieve { ", trust_remote_code=True" } else { "" };
         let eager = if self.architecture == Architecture::Doge { ", attn_implementation=\"eager\"" } else { "" };
         let tokenizer = if self.replaces_tokenizer { "PreTrainedTokenizerFast" } else { "AutoTokenizer" };
+        let (inputs, prompt) = match self.checkpoint.answers_chats(self.recipe) {
+            true => (
+                "chat = [{\"role\": \"user\", \"content\": \"Who are you?\"}]\n\
+                 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, \
+                 return_tensors=\"pt\")",
+                "--chat --prompt 'Who are you?'",
+            ),
+            false => ("inputs = tokenizer(\"Once\", return_tensors=\"pt\")", "--prompt Once"),
+        };
         format!(
             "```python\nfrom transformers import AutoModelForCausalLM, {tokenizer}\n\n\
              folder = \".\"  # this folder, or its name on the hub\n\
              tokenizer = {tokenizer}.from_pretrained(folder)\n\
              model = AutoModelForCausalLM.from_pretrained(folder{trust}{eager})\n\
-             inputs = tokenizer(\"Once\", return_tensors=\"pt\")\n\
+             {inputs}\n\
              print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))\n```\n\n\
-             ```\nsieve generate --checkpoint . --prompt Once\nsieve import --from . --out in\n```\n"
+             ```\nsieve generate --checkpoint . {prompt}\nsieve import --from . --out in\n```\n"
         )
     }
 

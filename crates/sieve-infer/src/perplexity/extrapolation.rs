@@ -1,5 +1,5 @@
 //! The loss on the same tokens after contexts of different lengths, up to more tokens than a training row has.
-use super::windows::Window;
+use super::windows::{Scored, Window};
 use super::{EvalDocument, InferError, Pass, check, check_vocabulary};
 use crate::words::WordUse;
 use serde::Serialize;
@@ -46,6 +46,11 @@ pub fn extrapolation<B: DeviceBackend>(
     for document in documents {
         let document = document?;
         check_vocabulary(&document.tokens, model.shape().vocab_size)?;
+        if document.predicted.is_some() {
+            let what =
+                "longer contexts are measured on whole texts, and of these only the answers are predicted".to_owned();
+            return Err(InferError::refused(what, "name plain text, or the column of one by --text-column"));
+        }
         num_documents += 1;
         longest_document = longest_document.max(document.tokens.len());
         pieces.extend(document.tokens.chunks_exact(longest + 1).map(<[u32]>::to_vec));
@@ -67,7 +72,8 @@ pub fn extrapolation<B: DeviceBackend>(
         let mut pass = Pass::new(model, context, batch_tokens, device);
         let window = Window { input: longest - context..longest, first_scored: longest - num_scored };
         for piece in &pieces {
-            if pass.predict(piece, &uses, &window)? {
+            let text = Scored { tokens: piece, uses: &uses, predicted: None };
+            if pass.predict(text, &window)? {
                 observe(num_done + pass.sums.num_tokens());
             }
         }

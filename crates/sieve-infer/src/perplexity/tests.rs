@@ -28,6 +28,7 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
         .enumerate()
         .map(|(n, &len)| EvalDocument {
             tokens: (0..len).map(|i| token(i + 31 * n)).collect(),
+            predicted: None,
             num_bytes: 3 * len as u64,
             num_words: len as u64,
             text: TextSize { num_tokens: len.saturating_sub(1), num_bytes: 3 * len as u64 + 2, num_words: len as u64 },
@@ -151,6 +152,42 @@ fn perplexities_per_token_word_and_byte_come_from_the_same_nats() {
     ] {
         assert!((nats - report.nats).abs() < 1e-9 * report.nats);
     }
+}
+
+#[test]
+fn of_a_document_with_answers_their_tokens_are_predicted_and_all_are_read() {
+    let model = model(Attention::swa(4));
+    // Two answers; a beginning that cannot be predicted; a document without an answer.
+    let answers = [vec![3..5, 25..29], vec![1..4], Vec::new()];
+    let documents = documents(&[30, 4, 6]).into_iter().zip(answers);
+    let documents: Vec<_> =
+        documents.map(|(document, predicted)| EvalDocument { predicted: Some(predicted), ..document }).collect();
+    for config in [ONE_BY_ONE, PerplexityConfig { batch_tokens: 40, ..ONE_BY_ONE }] {
+        let mut nats = 0.0;
+        for document in &documents {
+            let predicted = document.predicted.clone().unwrap_or_default();
+            for window in windows(document.tokens.len(), config.context, config.stride) {
+                let logits = logits(&model, &document.tokens[window.input.clone()]);
+                for (row, position) in logits.chunks(VOCAB_SIZE).zip(window.input.clone()) {
+                    let is_answer = predicted.iter().any(|range| range.contains(&(position + 1)));
+                    if position >= window.first_scored && is_answer {
+                        nats += loss(row, document.tokens[position + 1]);
+                    }
+                }
+            }
+        }
+        let read = documents.iter().cloned().map(Ok);
+        let report = perplexity(&model, read, &config, &Default::default(), None, &mut |_| {}).expect("valid");
+        assert_eq!((report.num_tokens, report.num_read_tokens), (2 + 4 + 3, Some(40)));
+        assert!((report.nats - nats).abs() < 1e-4 * nats, "{} is not {nats}", report.nats);
+        // The rolling likelihood is of whole texts.
+        assert_eq!(report.lm_eval_rolling, None);
+    }
+    let whole = run(&model, &ONE_BY_ONE, &[30]);
+    assert_eq!(whole.num_read_tokens, None);
+    let read = documents.into_iter().map(Ok);
+    let refused = extrapolation(&model, &mut { read }, &[4, 8], (8, 9), &Default::default(), &mut |_| {});
+    refusal(refused, "only the answers are predicted | --text-column");
 }
 
 #[test]

@@ -20,6 +20,26 @@ impl Window {
     }
 }
 
+/// The tokens of a text, and what is known of each as a prediction.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scored<'a> {
+    pub(super) tokens: &'a [u32],
+    pub(super) uses: &'a [WordUse],
+    /// The tokens that count; `None` for all.
+    pub(super) predicted: Option<&'a [Range<usize>]>,
+}
+
+impl Scored<'_> {
+    fn counts(&self, token: usize) -> bool {
+        self.predicted.is_none_or(|ranges| ranges.iter().any(|range| range.contains(&token)))
+    }
+
+    /// Whether any prediction of a window counts.
+    pub(super) fn counts_in(&self, window: &Window) -> bool {
+        (window.first_scored + 1..window.input.end + 1).any(|token| self.counts(token))
+    }
+}
+
 /// The windows of a document of `len` tokens. Each token but the first is scored in exactly one window.
 pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterator<Item = Window> {
     // The last token is no input, since nothing follows it.
@@ -60,16 +80,16 @@ pub(super) struct Place {
 }
 
 /// Adds a window to a row with enough room; returns false if there is none.
-pub(super) fn push(rows: &mut Rows<Place>, tokens: &[u32], uses: &[WordUse], window: &Window) -> bool {
+pub(super) fn push(rows: &mut Rows<Place>, text: Scored<'_>, window: &Window) -> bool {
     let places = (window.first_scored..window.input.end).map(|position| {
         let num_seen = position + 1 - window.input.start;
-        let word = match uses[position + 1] {
+        let word = match text.uses[position + 1] {
             WordUse::Again { distance } if distance as usize > num_seen => WordUse::New,
             used => used,
         };
-        Place { num_seen, word }
+        text.counts(position + 1).then_some(Place { num_seen, word })
     });
-    rows.push(tokens, window.input.clone(), window.first_scored, places)
+    rows.push(text.tokens, window.input.clone(), window.first_scored, places)
 }
 
 #[cfg(test)]
@@ -133,10 +153,11 @@ mod tests {
         let again = |distance| WordUse::Again { distance };
         let (new, none) = (WordUse::New, WordUse::NoWord);
         let uses = [none, new, again(1), again(3), none, again(2)];
-        assert!(push(&mut rows, &tokens, &uses, &window(0..3, 0)));
-        assert!(push(&mut rows, &tokens, &uses, &window(3..5, 4)));
-        assert!(push(&mut rows, &tokens, &uses, &window(1..4, 1)));
-        assert!(!push(&mut rows, &tokens, &uses, &window(0..3, 0)), "two rows are full");
+        let text = Scored { tokens: &tokens, uses: &uses, predicted: None };
+        assert!(push(&mut rows, text, &window(0..3, 0)));
+        assert!(push(&mut rows, text, &window(3..5, 4)));
+        assert!(push(&mut rows, text, &window(1..4, 1)));
+        assert!(!push(&mut rows, text, &window(0..3, 0)), "two rows are full");
         let place = |num_seen, word| Place { num_seen, word };
         let ignored = IGNORE_LABEL;
         assert_eq!(
@@ -161,5 +182,24 @@ mod tests {
         );
         rows.clear();
         assert_eq!(rows.batch(), None);
+    }
+
+    #[test]
+    fn tokens_that_are_not_predicted_are_read_and_have_no_label() {
+        let (tokens, uses) = ([10, 11, 12, 13, 14, 15], [WordUse::NoWord; 6]);
+        // The first token has no token before it that could predict it.
+        let predicted = [0..2, 4..6];
+        let text = Scored { tokens: &tokens, uses: &uses, predicted: Some(&predicted) };
+        let mut rows = Rows::new(5, 1);
+        let whole = Window { input: 0..5, first_scored: 0 };
+        assert!(push(&mut rows, text, &whole));
+        let batch = rows.batch().expect("a row");
+        let ignored = IGNORE_LABEL;
+        assert_eq!(batch.labels, [11, ignored, ignored, 14, 15]);
+        assert_eq!(batch.places.iter().map(|place| place.num_seen).collect::<Vec<_>>(), [1, 4, 5]);
+        for (window, counts) in [(0..3, true), (1..3, false), (3..4, true)] {
+            let window = Window { first_scored: window.start, input: window };
+            assert_eq!(text.counts_in(&window), counts, "{window:?}");
+        }
     }
 }

@@ -29,16 +29,33 @@ impl ChatFormat for Template {
     }
 }
 
-/// The chat template of the recipe's tokenizer, or of the checkpoint that the run begins with; `None` for a recipe
-/// whose text is no chats.
+/// What makes texts of chats by a recipe's [`chat_template`]; `None` for a recipe whose text is no chats.
 ///
 /// # Errors
-/// A tokenizer whose folder has no chat template; a template file that cannot be read.
+/// Those of [`chat_template`].
 pub fn chat_format(
     recipe: &Recipe,
     checkpoint: Option<&Checkpoint>,
     variable: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Option<Arc<dyn ChatFormat>>, TrainError> {
+    Ok(chat_template(recipe, checkpoint, variable)?.map(chat_format_of))
+}
+
+/// What makes texts of chats by this template.
+pub fn chat_format_of(template: ChatTemplate) -> Arc<dyn ChatFormat> {
+    Arc::new(Template(template))
+}
+
+/// The chat template of the recipe's tokenizer, or of the checkpoint that the run begins with; `None` for a recipe
+/// whose text is no chats.
+///
+/// # Errors
+/// A tokenizer whose folder has no chat template; a template file that cannot be read.
+pub fn chat_template(
+    recipe: &Recipe,
+    checkpoint: Option<&Checkpoint>,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> Result<Option<ChatTemplate>, TrainError> {
     if recipe.data.messages_column.is_none() {
         return Ok(None);
     }
@@ -50,8 +67,7 @@ pub fn chat_format(
     if let (None, Some(checkpoint)) = (&found, checkpoint) {
         found = ChatTemplate::of_checkpoint(checkpoint, recipe)?;
     }
-    let template = found.ok_or_else(|| no_template(path.parent().unwrap_or(Path::new(""))))?;
-    Ok(Some(Arc::new(Template(template))))
+    found.ok_or_else(|| no_template(path.parent().unwrap_or(Path::new("")))).map(Some)
 }
 
 /// The error of a tokenizer's folder without a chat template.

@@ -84,7 +84,10 @@ impl TrainingData {
         let no_checkpoint = None;
         let mut text = TextSource::open(alone, variable)?.with_chats(alone, no_checkpoint, variable)?;
         text.connect(dir)?;
-        text.prepare(alone, &self.tokenizer, (dir, on_change), self.prepared(), observe)
+        // A stage's text lies in a folder of the same name there.
+        let name = dir.file_name().unwrap_or_default();
+        let known = self.known.iter().map(|other| other.join(name)).collect::<Vec<_>>();
+        text.prepare(alone, &self.tokenizer, (dir, &known, on_change), self.prepared(), observe)
     }
 
     /// Whether a file of the recipe was changed, removed or added since the shards were made. Data sets of the hub are

@@ -1,6 +1,7 @@
 //! Makes the printed lines about a corpus: which documents were held out, and how many were left out.
 use crate::terminal::thousands;
-use sieve_data::{CorpusReport, PreparedMeta};
+use sieve_core::ShownPath;
+use sieve_data::{CorpusReport, Prepared, PreparedMeta};
 use sieve_train::TrainingData;
 
 /// With fewer held-out tokens than this a warning is printed: losses of single tokens spread by about three nats, so
@@ -22,6 +23,15 @@ pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<
         lines_of(&part, &text.prepared.meta, ["are not trained on", "is not trained on"], &mut lines);
     }
     lines
+}
+
+/// How shards came into their folder, as a verb; and from where, if another folder had them.
+pub(crate) fn taken(prepared: &Prepared) -> (&'static str, String) {
+    match (&prepared.taken_from, prepared.reused) {
+        (Some(other), _) => ("took", format!(" from {}", other.shown())),
+        (None, true) => ("found", String::new()),
+        (None, false) => ("wrote", String::new()),
+    }
 }
 
 /// A warning when fewer than [`FEW_TOKENS`] tokens are held out.

@@ -1,4 +1,5 @@
 //! `sieve data prepare`: text into shards, ahead of training.
+use crate::out_file::on_this_machine;
 use crate::recipe::RecipeArgs;
 use crate::{terminal, text_files};
 use anyhow::Result;
@@ -17,7 +18,7 @@ pub(crate) struct PrepareArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
     /// Folder of the shards; as `sieve train` finds it when absent
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     data_dir: Option<PathBuf>,
     /// Replace what the folder holds, should it be damaged or made from other text, settings or another tokenizer
     #[arg(long)]
@@ -32,7 +33,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         "data.format = \"mqar\" is generated as it is read; there is nothing to prepare"
     );
     terminal::lines(text);
-    let dir = args.recipe.data_folder(&recipe, args.data_dir)?;
+    let dir = args.recipe.data_folder(&recipe, args.data_dir.clone())?;
     let on_change = match args.replace {
         true => OnChange::ReplaceDamaged,
         false => OnChange::Refuse,
@@ -40,6 +41,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     // A run that begins with a checkpoint reads the checkpoint's tokenizer.
     let begins_with = initial_checkpoint(&recipe)?;
     let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &crate::environment::variable)?;
+    let source = source.looking_in(args.recipe.known_data(dir.parent().unwrap_or(&dir)));
     for corpus in source.corpora() {
         text_files::warn_of_json(corpus);
         terminal::lines(text_files::passed_over(corpus));
@@ -59,9 +61,9 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     }
     let prepared = data.prepared().expect("text becomes shards");
     let meta = &prepared.meta;
-    let verb = if prepared.reused { "found" } else { "wrote" };
+    let (verb, from) = super::account::taken(prepared);
     terminal::line(&format!(
-        "{verb} {} in {:.1} s",
+        "{verb} {}{from} in {:.1} s",
         dir.shown(),
         (data.tokenizer_time + data.prepare_time).as_secs_f64()
     ));
@@ -75,6 +77,14 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let has_changed = false;
     let lines = super::account::lines("", &data, has_changed);
     terminal::lines(lines.iter().chain(&warning));
+    if let Some(train) = args.recipe.train_command() {
+        // A run finds the recipe's own folder, and those beside its own, by itself.
+        let place = args.data_dir.as_deref().map(|dir| {
+            let key = format!("data.cache_dir={}", dir.to_string_lossy().replace('$', "$$"));
+            format!(" --set {}", terminal::shell_word(&key))
+        });
+        terminal::line(&terminal::next(&[format!("{train}{}", place.unwrap_or_default())]));
+    }
     Ok(())
 }
 

@@ -4,10 +4,11 @@ use crate::recipe::RecipeArgs;
 use crate::text_files::{Beginning, FormatArg};
 use crate::{terminal, text_files};
 use anyhow::{Context, Result};
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use sieve_core::ShownPath;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_train::corpus_configs;
+use std::path::Path;
 
 /// Subcommands of `sieve tokenizer`.
 #[derive(Subcommand, Debug)]
@@ -102,5 +103,34 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         beginning.bytes_per_token(),
         terminal::bytes(beginning.num_bytes as u64)
     ));
+    terminal::lines(next(&args).map(|command| terminal::next(&[command])));
     Ok(())
+}
+
+/// The command that uses the tokenizer; `None` for a recipe that came through a pipe.
+fn next(args: &TrainArgs) -> Option<String> {
+    if let Some(recipe) = &args.recipe {
+        let train = RecipeArgs::new(recipe.clone(), args.overrides.clone()).train_command()?;
+        let key = format!("tokenizer.path={}", args.out.to_string_lossy().replace('$', "$$"));
+        return Some(format!("{train} --set {}", terminal::shell_word(&key)));
+    }
+    let data = args.data.iter().map(|path| format!(" --data {}", terminal::quoted(Path::new(path))));
+    let format = args.format.and_then(|format| format.to_possible_value());
+    let format = format.map(|format| format!(" --set data.format={}", format.get_name()));
+    let column = Some(&args.text_column).filter(|column| *column != "text");
+    let column = column.map(|column| format!(" --set {}", terminal::shell_word(&format!("data.text_column={column}"))));
+    // `recipe new` replaces no file.
+    let first = args.data.first().map_or(Path::new(""), Path::new);
+    let stem = first.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let stem = if stem.contains(['*', '?', '[']) || stem.is_empty() { "recipe".to_owned() } else { stem };
+    let names = (1..).map(|number| if number == 1 { format!("{stem}.toml") } else { format!("{stem}-{number}.toml") });
+    let free = names.into_iter().find(|name| !Path::new(name).exists())?;
+    Some(format!(
+        "recipe new{} --tokenizer {}{}{} --out {}",
+        data.collect::<String>(),
+        terminal::quoted(&args.out),
+        format.unwrap_or_default(),
+        column.unwrap_or_default(),
+        terminal::quoted(Path::new(&free))
+    ))
 }

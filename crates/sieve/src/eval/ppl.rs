@@ -1,4 +1,5 @@
 //! `sieve eval ppl`: perplexity and bits per byte on text.
+mod answers;
 mod extrapolation;
 
 use super::{output, text};
@@ -50,9 +51,10 @@ pub(crate) struct PplArgs {
     /// How the files hold documents; by their ending when absent
     #[arg(long, value_enum, conflicts_with = "recipe_validation")]
     format: Option<FormatArg>,
-    /// JSONL and Parquet: the column that holds a document's text
-    #[arg(long, default_value = "text", value_name = "NAME", conflicts_with = "recipe_validation")]
-    text_column: String,
+    /// JSONL and Parquet: the column that holds a document's text; when absent, the columns of a run on chats or on
+    /// prompts, else "text", or "messages" for a model with a chat template
+    #[arg(long, value_name = "NAME", conflicts_with = "recipe_validation")]
+    text_column: Option<String>,
     /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
     #[arg(long, conflicts_with = "recipe_validation")]
     skip_invalid: bool,
@@ -138,13 +140,14 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
     let report = if args.recipe_validation {
         let prepared = prepared_data(loaded)?;
         // The first token of a document is not predicted.
-        let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
+        let held_out = &prepared.meta.validation;
+        let total = held_out.num_predicted.unwrap_or(held_out.num_tokens - held_out.num_documents);
         let total = total.min(args.max_tokens.unwrap_or(total));
         let documents = prepared_documents(&prepared, &tokenizer)?;
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
         with_progress(loaded, documents, &config, device, chosen, Some(total))?
     } else {
-        let corpus = args.corpus()?;
+        let corpus = args.corpus(loaded)?;
         let mut read = corpus.documents();
         let documents = text_documents(read.by_ref(), &tokenizer, tokenizer.eos_id()?);
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
@@ -165,8 +168,15 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
 }
 
 impl PplArgs {
-    fn corpus(&self) -> Result<Corpus> {
-        text::open(&self.data, self.format, &self.text_column, self.skip_invalid)
+    /// The text of `--data`. Rows are read by `--text-column`, or else by the columns that hold the answers of the model's
+    /// run.
+    fn corpus<B: DeviceBackend>(&self, loaded: &LoadedModel<B>) -> Result<Corpus> {
+        let text_column = self.text_column.as_deref().unwrap_or("text");
+        let corpus = text::open(&self.data, self.format, text_column, self.skip_invalid)?;
+        match self.text_column {
+            Some(_) => Ok(corpus),
+            None => answers::with_columns_of(corpus, loaded),
+        }
     }
 }
 
@@ -281,9 +291,12 @@ fn print<B: DeviceBackend>(
 /// Prints counts, loss and perplexities of the whole text.
 fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityReport) {
     let count = terminal::thousands;
+    let of_answers = report.num_read_tokens.map_or(String::new(), |num_read| {
+        format!("loss over answer tokens only: {} of {} tokens\n", count(report.num_tokens), count(num_read))
+    });
     terminal::line(&format!(
         "{}, context {}, stride {}\n\
-         documents         {:>14}\n\
+         {of_answers}documents         {:>14}\n\
          predicted tokens  {:>14}\n\
          words             {:>14}\n\
          bytes             {:>14}\n\

@@ -20,8 +20,8 @@ pub(super) fn open(
     text_column: &str,
     skip_invalid: bool,
 ) -> Result<Corpus> {
-    let corpus =
-        Corpus::open(CorpusConfig { skip_invalid, ..text_files::config(paths.to_vec(), format, text_column) })?;
+    let config = CorpusConfig { skip_invalid, ..text_files::config(paths.to_vec(), format, text_column) };
+    let corpus = Corpus::open(config)?;
     corpus.check_text_column(text_column)?;
     text_files::warn_of_json(&corpus);
     Ok(corpus)

@@ -43,7 +43,7 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "ARCH")]
     pub(super) arch: Vec<String>,
     /// The cache to fill, to be copied to another machine's $XDG_CACHE_HOME/sieve; this machine's when absent
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = crate::out_file::on_this_machine())]
     pub(super) out: Option<PathBuf>,
 }
 

@@ -122,12 +122,12 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             out.write_new_text(&text)?;
             terminal::line(&format!("wrote {}", out.shown()));
             let file = terminal::quoted(out);
-            let [plan, train] = ["plan", "train"].map(|command| format!("{command} --recipe {file}"));
-            if !has_text {
+            let train = RecipeArgs::new(out.to_string_lossy().into_owned(), Vec::new()).train_command();
+            if let Some(train) = train.as_ref().filter(|_| !has_text) {
                 terminal::line(&format!("once the text of data.paths is here: sieve {train}"));
             }
-            let commands = [plan, train];
-            terminal::line(&terminal::next(&commands[..1 + usize::from(has_text)]));
+            let commands = [format!("plan --recipe {file}")].into_iter().chain(train.filter(|_| has_text));
+            terminal::line(&terminal::next(&commands.collect::<Vec<_>>()));
         }
     }
     // USUAL_TEXT is a name for a file that the user adds later, so it may be missing.
@@ -175,12 +175,22 @@ impl OwnText {
 /// it.
 fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     let mut sets = Vec::new();
-    if let Some(prompt) = own.and_then(|own| own.prompt.as_ref()) {
-        sets.push(format!("generation.prompts={:?}", [prompt]));
-    }
+    sets.extend(own.and_then(OwnText::prompts_key));
     sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
-    let own = own.filter(|_| !gives_steps(&args.overrides));
+    let recipe = of_size(args, own.filter(|_| !gives_steps(&args.overrides)), &sets)?;
+    // Chats and questions are read less often than a text; --set wins over these keys.
+    let keys = own.map_or(Vec::new(), |own| {
+        [own.keys_of_tokenizer(&recipe), own.keys_for_answers(&recipe, &args.overrides)].concat()
+    });
+    match keys.is_empty() {
+        true => Ok(recipe),
+        false => Ok(Recipe::load(&recipe.to_template()?, "the new recipe", &[keys, args.overrides.clone()].concat())?),
+    }
+}
+
+/// The recipe of the arguments' size with the keys `sets`, and with the steps that `own` is worth as a text.
+fn of_size(args: &NewArgs, own: Option<&OwnText>, sets: &[String]) -> Result<Recipe> {
     let context = args.context.map(|context| context as usize);
     let mut all = StartingSize::ALL.into_iter();
     if let Some(mut size) = all.find(|size| size.name == args.size) {
@@ -191,7 +201,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
             let fitted = size.for_text(own.num_bytes, own.num_tokens);
             size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step(), "training.steps"))?;
         }
-        return Ok(size.recipe(args.kind, &args.data, &sets)?);
+        return Ok(size.recipe(args.kind, &args.data, sets)?);
     }
     let name = format!("{}_{}.toml", args.kind.name(), args.size);
     let text = shipped::recipe(&name).context("every kind has a recipe of each size")?;
@@ -221,7 +231,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
         *warmup_steps = (*warmup_steps).min(training.steps / 5);
     }
     // The template, unlike the TOML, leaves out what follows from other values, which --set may change.
-    Ok(Recipe::load(&recipe.to_template()?, "the new recipe", &sets)?)
+    Ok(Recipe::load(&recipe.to_template()?, "the new recipe", sets)?)
 }
 
 /// Sets the row length to `seq_len`, and scales the batch sizes so that a step and a micro-batch keep about the same

@@ -2,6 +2,7 @@
 use super::exporter::MetricsPort;
 use super::on_event::OnEvent;
 use crate::device::DeviceChoice;
+use crate::out_file::on_this_machine;
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use anyhow::Result;
@@ -20,7 +21,7 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(super) recipe: RecipeArgs,
     /// Output folder; out/ and the recipe's name when absent
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     pub(super) out: Option<PathBuf>,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
@@ -73,7 +74,7 @@ pub(crate) struct TrainArgs {
     pub(super) patience: u64,
     /// Folder for the last checkpoint of this process when its own place cannot be written, in a subfolder of the run's
     /// own; --resume=auto continues from it where it is the latest
-    #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
+    #[arg(long, value_name = "DIR", conflicts_with = "sweep", value_parser = on_this_machine())]
     pub(super) checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]

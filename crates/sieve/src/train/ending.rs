@@ -1,12 +1,12 @@
 //! The last lines of a run: its losses, their curve, and the next commands.
 use super::lines::mean_of;
 use super::log::Log;
+use crate::ask::Ask;
 use crate::{terminal, text_files};
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::{Prepared, Tokenizer};
 use sieve_ops::DMA_SCORE_CLAMP;
-use sieve_train::{RunFolder, TrainSummary, TrainingData, ValidationReport, best_checkpoint};
-use std::path::Path;
+use sieve_train::{BestCheckpoint, RunFolder, TrainSummary, TrainingData, ValidationReport, best_checkpoint};
 
 /// Tokens of held-out text that the suggested prompt has, at most.
 const PROMPT_TOKENS: usize = 12;
@@ -76,27 +76,33 @@ pub(super) fn curve(log: &Log, recipe: &Recipe, folder: &RunFolder) {
     if let Some(curve) = super::curve::of_run(folder) {
         log.line(&curve);
     }
-    // The run has ended well, so files that cannot be read now are no error of it.
-    if recipe.checkpoint.keep_best
-        && let Ok(Some(best)) = best_checkpoint(folder)
-    {
+    if let Some(best) = kept_best(recipe, folder) {
         let (path, step) = (best.path.shown(), best.step);
         log.line(&format!("best checkpoint: {path}, loss {:.4} on held-out text at step {step}", best.loss));
     }
 }
 
-/// Prints the commands that a user may run next.
-pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData, out: &Path) {
-    let Some(checkpoint) = &summary.checkpoint else {
+/// The best checkpoint of a run that keeps it. The run has ended well, so files that cannot be read now are no error.
+fn kept_best(recipe: &Recipe, folder: &RunFolder) -> Option<BestCheckpoint> {
+    let keeps = recipe.checkpoint.keep_best;
+    keeps.then(|| best_checkpoint(folder)).and_then(Result::ok).flatten()
+}
+
+/// Prints the commands that a user may run next, with the best checkpoint of a run that keeps it, else with the last.
+pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData, folder: &RunFolder) {
+    let Some(last) = &summary.checkpoint else {
         return;
     };
-    let checkpoint = terminal::quoted(checkpoint);
+    let best = kept_best(recipe, folder).map(|best| best.path);
+    let (checkpoint, out) = (terminal::quoted(best.as_ref().unwrap_or(last)), folder.path());
     let mut commands = match data.prepared() {
         Some(prepared) => {
+            let is_chat = recipe.data.messages_column.is_some();
             let prompt = recipe.generation.prompts.first().cloned();
-            let prompt = prompt.or_else(|| held_out_words(prepared, &data.tokenizer));
-            let prompt = terminal::shell_word(&prompt.unwrap_or_default());
-            vec![format!("generate --prompt {prompt}"), "eval ppl --recipe-validation".to_owned()]
+            // The text of a chat begins with what its template writes, not with a message.
+            let prompt = prompt.or_else(|| held_out_words(prepared, &data.tokenizer).filter(|_| !is_chat));
+            let ask = Ask::with(is_chat, prompt.as_deref());
+            vec![ask.command(), "eval ppl --recipe-validation".to_owned()]
         }
         None => vec!["eval mqar".to_owned()],
     };
@@ -108,9 +114,14 @@ pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, dat
     log.line(&format!("curves: tensorboard --logdir {}", terminal::quoted(&out.join("tb"))));
 }
 
-/// The first words of the first held-out document.
+/// The first words of the first held-out document; of one with a prompt, the prompt.
 fn held_out_words(prepared: &Prepared, tokenizer: &Tokenizer) -> Option<String> {
-    let tokens = prepared.validation().ok()?.document(0).ok()?;
-    let text = tokenizer.decode(&tokens[..tokens.len().min(PROMPT_TOKENS)]);
-    text_files::first_words(&text.ok()?, 2 * PROMPT_TOKENS)
+    let shard = prepared.validation().ok()?;
+    let tokens = shard.document(0).ok()?;
+    let prompt = shard.predicted(0).first().map_or(0, |predicted| predicted.start as usize);
+    let decode = |num_tokens: usize| tokenizer.decode(&tokens[..tokens.len().min(num_tokens)]).ok();
+    match prompt {
+        0 => text_files::first_words(&decode(PROMPT_TOKENS)?, 2 * PROMPT_TOKENS),
+        prompt => decode(prompt),
+    }
 }

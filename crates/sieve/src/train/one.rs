@@ -9,6 +9,7 @@ use super::log::Log;
 use super::on_event::{OnEvent, StallWatch};
 use super::place::{check_gpu, on_cpu, on_cuda, state_of};
 use super::profile::StepProfile;
+use super::samples::Prompts;
 use super::{gpus, missing, samples};
 use crate::data::account;
 use crate::data::prepare::Watch;
@@ -30,6 +31,7 @@ use sieve_train::{
     DataEvent, DataSource, Group, Hardware, Opened, RunRequest, Session, TrainError, TrainEvent, TrainSummary, Trainer,
     TrainingData, WriteLimits, check_branch_options, check_recipe,
 };
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -164,7 +166,8 @@ impl Run<'_> {
             let what = || format!("creating {} for --checkpoint-fallback", dir.shown());
             std::fs::create_dir_all(dir).with_context(what)?;
         }
-        let data = session.first_then_others(|session| prepare(session, &log))?;
+        let known = args.recipe.known_data(session.path());
+        let data = session.first_then_others(|session| prepare(session, known, &log))?;
         session.check_shared()?;
 
         let (mut hardware, mut description) = hardware();
@@ -173,6 +176,7 @@ impl Run<'_> {
         let hardware_memory = hardware.memory;
         let begins_with = session.origin().checkpoint.as_ref().map(|c| c.path.clone());
         let log_path = session.log_path();
+        let prompts = Prompts::of(&session);
         let mut own_group = None;
         if let Some(mesh) = &process.mesh {
             description = format!("{} processes, each on {description}", mesh.world().size);
@@ -188,20 +192,13 @@ impl Run<'_> {
             last: Duration::from_secs(args.checkpoint_patience),
             ..WriteLimits::default()
         });
-        samples::while_training(&log, &recipe, &mut trainer, &device)?;
+        samples::while_training(&log, &prompts, &recipe, &mut trainer, &device)?;
         let exporter = Exporter::default();
         let port = args.metrics_port.as_ref().filter(|_| process.prints());
         let address = port.map(|port| exporter.listen(port)).transpose()?;
         trainer.write_config()?;
         log.open(&log_path)?;
-        log.line(&describe(&recipe, &trainer, &description));
-        let (line, warning) = room::lines(&recipe, &trainer.shape().parameters(), &out);
-        log.line(&line);
-        warning.iter().for_each(|line| log.always(line));
-        if let Some(path) = begins_with {
-            let (step, path) = (trainer.step(), path.shown());
-            log.line(&format!("continuing at step {step} from {path}"));
-        }
+        tell_start(&log, (&recipe, &out), &trainer, &description, begins_with.as_deref());
         if let Some(address) = address {
             log.line(&format!("metrics: http://{address}/metrics"));
         }
@@ -210,7 +207,26 @@ impl Run<'_> {
         for line in cost_lines(summary.peak_memory, hardware_memory) {
             log.line(&line);
         }
-        tell_end(process, &log, &recipe, &mut trainer, &device, &summary, &began)
+        let asked = (&recipe, &prompts);
+        tell_end(process, &log, asked, &mut trainer, &device, &summary, &began)
+    }
+}
+
+/// Says what the run is, what room it takes on the disk, and which checkpoint it begins with.
+fn tell_start<B: TrainBackend>(
+    log: &Log,
+    (recipe, out): (&Recipe, &Path),
+    trainer: &Trainer<B>,
+    description: &str,
+    begins_with: Option<&Path>,
+) {
+    log.line(&describe(recipe, trainer, description));
+    let (line, warning) = room::lines(recipe, &trainer.shape().parameters(), out);
+    log.line(&line);
+    warning.iter().for_each(|line| log.always(line));
+    if let Some(path) = begins_with {
+        let (step, path) = (trainer.step(), path.shown());
+        log.line(&format!("continuing at step {step} from {path}"));
     }
 }
 
@@ -224,7 +240,7 @@ struct Began {
 fn tell_end<B: TrainBackend>(
     process: &Process<'_>,
     log: &Log,
-    recipe: &Recipe,
+    (recipe, prompts): (&Recipe, &Prompts),
     trainer: &mut Trainer<B>,
     device: &B::Device,
     summary: &TrainSummary,
@@ -244,12 +260,12 @@ fn tell_end<B: TrainBackend>(
     finish(log, summary, trainer.shape());
     // Training is complete, so a failed sample, for example of too long a prompt, is no error.
     if process.prints()
-        && let Err(error) = samples::at_the_end(log, recipe, trainer, device)
+        && let Err(error) = samples::at_the_end(log, prompts, recipe, trainer, device)
     {
         log.line(&format!("no sample: {error}"));
     }
     tell_references(log);
-    next_steps(log, recipe, summary, trainer.data(), trainer.folder().path());
+    next_steps(log, recipe, summary, trainer.data(), trainer.folder());
     Ok(Exit::Done)
 }
 
@@ -331,10 +347,10 @@ fn profile<B: TrainBackend>(
     StepProfile::new(num_steps, steps, trainer.shape(), sizes, &gpu.name).map(Some)
 }
 
-/// Prepares the shards and the tokenizer, with a progress bar or lines. Locks the output folder once the recipe's text
-/// files are found.
-fn prepare(session: &mut Session, log: &Log) -> Result<TrainingData> {
-    let source = session.find_text(&variable)?;
+/// Prepares the shards and the tokenizer, with a progress bar or lines, or takes them from one of the folders `known`.
+/// Locks the output folder once the recipe's text files are found.
+fn prepare(session: &mut Session, known: Vec<PathBuf>, log: &Log) -> Result<TrainingData> {
+    let source = session.find_text(&variable)?.map(|source| source.looking_in(known));
     for corpus in source.iter().flat_map(DataSource::corpora) {
         if let Some(words) = text_files::json_as_text(corpus) {
             log.always(&format!("warning: {words}"));
@@ -354,9 +370,9 @@ fn prepare(session: &mut Session, log: &Log) -> Result<TrainingData> {
         return Ok(data);
     };
     let meta = &prepared.meta;
-    let verb = if prepared.reused { "found" } else { "wrote" };
+    let (verb, from) = account::taken(prepared);
     log.line(&format!(
-        "data: {verb} {} in {}, {} in {} ({}, {seconds:.1} s)",
+        "data: {verb} {} in {}, {} in {}{from} ({}, {seconds:.1} s)",
         terminal::counted(meta.train.num_tokens, "training token"),
         terminal::counted(meta.train.num_documents, "document"),
         terminal::counted(meta.validation.num_tokens, "held-out token"),

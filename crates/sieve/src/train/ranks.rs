@@ -3,7 +3,7 @@ use super::arguments::{TrainArgs, long_patience};
 use super::gpus::{end_now, other_lost};
 use super::on_event::{Event, OnEvent};
 use super::one::run_one;
-use super::stopped::{is_of_a_disk, is_unsaved, stopped_by};
+use super::stopped::{is_unsaved, passes_by_itself, stopped_by};
 use crate::environment::{LAUNCHED, variable};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
@@ -81,7 +81,7 @@ pub(crate) fn joined(
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
-            match stopped_by(is_of_a_disk, Err(error), rank == 0) {
+            match stopped_by(passes_by_itself, Err(error), rank == 0) {
                 result if rank == 0 => events.ended(result),
                 // Rank 0 prints this rank's error.
                 result => Ok(result.unwrap_or(Exit::Failed)),

@@ -9,9 +9,11 @@ pub(super) fn is_unsaved(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(TrainError::Unsaved(_)))
 }
 
-/// Whether the disk failed where no checkpoint is at stake, such as before the first step.
-pub(super) fn is_of_a_disk(error: &anyhow::Error) -> bool {
-    error.chain().any(|cause| cause.downcast_ref().is_some_and(is_of_the_disk))
+/// Whether the same command may succeed later where no checkpoint is at stake, such as before the first step: the disk
+/// failed, or another process is still ending in the folder of a run that no user attends.
+pub(super) fn passes_by_itself(error: &anyhow::Error) -> bool {
+    let is_busy = matches!(error.downcast_ref(), Some(TrainError::FolderStillBusy { .. }));
+    is_busy || error.chain().any(|cause| cause.downcast_ref().is_some_and(is_of_the_disk))
 }
 
 /// The result of a run, whose error of the kind `is_kind` becomes an exit code: the same command with `--resume=auto`

@@ -323,6 +323,7 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
         validation: ValidationSource::Corpus(&held),
         on_change: OnChange::Refuse,
         base: None,
+        known: &[],
     };
     let run = || {
         let mut corpora = ["one", "two"].map(|name| corpus(&format!("hf://datasets/me/texts/{name}")));

@@ -87,16 +87,17 @@ impl Holds {
         DataError::document(path, what, self.set_column_or_skip())
     }
 
-    /// The hint about a file that has these columns and lacks the named one: `usual`, or for a text column one about
-    /// chats if there are messages.
-    pub(super) fn set_column_of<'a>(
-        self,
-        mut columns: impl Iterator<Item = &'a str>,
-        usual: &'static str,
-    ) -> &'static str {
-        match self == Self::Text && columns.any(|column| column.split('.').next() == Some("messages")) {
-            true => SET_MESSAGES_OF_CHATS,
-            false => usual,
+    /// The hint about a file that has these columns and lacks the named one: `usual`, or one about what the columns'
+    /// names say the rows are: chats, or questions and answers.
+    pub(super) fn set_column_of<'a>(self, columns: impl Iterator<Item = &'a str>, usual: &'static str) -> &'static str {
+        let columns: Vec<_> = columns.filter_map(|column| column.split('.').next()).collect();
+        let has = |name: &&str| columns.contains(name);
+        if self == Self::Text && has(&"messages") {
+            SET_MESSAGES_OF_CHATS
+        } else if QUESTIONS.iter().any(has) && ANSWERS.iter().any(has) {
+            SET_QUESTIONS
+        } else {
+            usual
         }
     }
 
@@ -115,8 +116,16 @@ pub(super) const SET_COLUMN: &str = "name the column that holds the text: --set 
 pub(super) const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text: --set data.text_column=NAME with a \
     recipe, --text-column NAME without (the prompt's: data.prompt_column), or leave such rows out: skip_invalid \
     (eval ppl: --skip-invalid)";
-pub(super) const SET_MESSAGES_OF_CHATS: &str = "chats are read with --set data.messages_column=messages; else name the \
-    column that holds the text: --set data.text_column=NAME";
+pub(super) const SET_MESSAGES_OF_CHATS: &str = "chats are for a model with a chat template: sieve import --from MODEL \
+    --data FILE --set data.messages_column=messages writes a recipe that trains it on them (a new model takes that key \
+    too, and a tokenizer.path beside a template; eval ppl takes a --checkpoint with one). Else name the column that \
+    holds the text: --set data.text_column=NAME";
+/// Names that columns of questions and of answers have in public data sets.
+const QUESTIONS: [&str; 5] = ["prompt", "question", "instruction", "query", "input"];
+const ANSWERS: [&str; 6] = ["completion", "answer", "output", "response", "chosen", "target"];
+pub(super) const SET_QUESTIONS: &str = "these rows look like questions and answers: --set data.prompt_column=NAME names \
+    the question's column and --set data.text_column=NAME the answer's, without messages_column (a third column, such \
+    as Alpaca's input, is to be joined to the question)";
 pub(super) const SET_MESSAGES: &str = "name the column that holds lists of messages: data.messages_column";
 pub(super) const SET_MESSAGES_OR_SKIP: &str = "name the column that holds lists of messages: data.messages_column, or \
     leave such rows out: skip_invalid";

@@ -37,7 +37,8 @@ impl ParquetMessages {
             [] => {
                 let names = schema.get_fields().iter().map(|field| field.name()).take(16).collect::<Vec<_>>();
                 let what = format!("no column {column:?} (it has {names:?})");
-                return Err(DataError::file(path, what, SET_MESSAGES));
+                let hint = Holds::Messages.set_column_of(names.into_iter(), SET_MESSAGES);
+                return Err(DataError::file(path, what, hint));
             }
             _ => return Err(several_columns(path, column)),
         };

@@ -205,7 +205,7 @@ fn invalid_chats_are_refused_or_left_out() {
         let text = CorpusConfig { messages_column: None, ..place.config(name) };
         refusal(
             place.prepare(text),
-            "no column \"text\" | hint: chats are read with --set data.messages_column=messages",
+            "no column \"text\" | hint: chats are for a model with a chat template: sieve import --from",
         );
     }
     // Without a template nothing says what the text is.

@@ -47,7 +47,13 @@ impl Mixture {
     }
 
     fn config<'a>(&self, out: &str, validation: ValidationSource<'a>) -> PrepareConfig<'a> {
-        PrepareConfig { dir: self.dir.path().join(out), validation, on_change: OnChange::Refuse, base: None }
+        PrepareConfig {
+            dir: self.dir.path().join(out),
+            validation,
+            on_change: OnChange::Refuse,
+            base: None,
+            known: &[],
+        }
     }
 
     /// The settings of most tests: a fifth of the documents is held out.

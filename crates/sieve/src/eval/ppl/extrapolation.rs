@@ -53,7 +53,7 @@ pub(super) fn measure<B: DeviceBackend>(
     Ok(match args.recipe_validation {
         true => run(&mut prepared_documents(&prepared_data(loaded)?, tokenizer)?)?,
         false => {
-            let corpus = args.corpus()?;
+            let corpus = args.corpus(loaded)?;
             let eos_id = tokenizer.eos_id()?;
             run(&mut text_documents(corpus.documents(), tokenizer, eos_id))?
         }

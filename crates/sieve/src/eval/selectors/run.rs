@@ -53,7 +53,7 @@ pub(crate) struct SelectorsArgs {
     pub(super) scores: Option<OutFile>,
     /// Also write one SVG for each prefill method and setting into this folder: its kept blocks by layer and head, at
     /// the longest length
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = crate::out_file::on_this_machine())]
     pub(super) maps: Option<PathBuf>,
     /// Also print, for each ba_att, how its block scores agree with attention on the first prompt of the longest
     /// length: correlations of its bound U with the error of the blocks' means, and of blocks' shares
