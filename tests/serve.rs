@@ -327,14 +327,17 @@ fn a_chat_is_answered_by_the_models_template() {
     // What a template could print of a message, and this server would drop, is refused with its place.
     let answered = json!({"role": "assistant", "content": "Paris", "refusal": null, "tool_calls": [], "name": null});
     for (message, words) in [
-        (json!({"role": "user", "content": image}), "messages[1].content is not a text"),
-        (json!({"role": "User", "content": "x"}), "messages[1].role is not system, developer, user or assistant"),
-        (json!({"content": "x"}), "messages[1].role is not"),
-        (json!("x"), "messages[1] is not an object"),
-        (json!({"role": "assistant", "content": null, "tool_calls": [{}]}), "has no messages[1].tool_calls"),
-        (json!({"role": "assistant", "content": "x", "reasoning_content": "y"}), "messages[1].reasoning_content"),
-        (json!({"role": "user", "content": "x", "name": "y"}), "messages[1].name"),
-        (json!({"role": "user", "content": "x", "cache_control": {}}), "the field messages[1].cache_control"),
+        (json!({"role": "user", "content": image}), "messages[1].content: message 2 has a"),
+        (json!({"role": "User", "content": "x"}), "messages[1].role: message 2 has the role"),
+        (json!({"content": "x"}), "messages[1].role: message 2 has no"),
+        (json!("x"), "messages[1]: message 2 is no object"),
+        (json!({"role": "assistant", "content": null, "tool_calls": [{}]}), "messages[1].tool_calls: message 2 has"),
+        (
+            json!({"role": "assistant", "content": "x", "reasoning_content": "y"}),
+            "messages[1].reasoning_content: message 2 has",
+        ),
+        (json!({"role": "user", "content": "x", "name": "y"}), "messages[1].name: message 2 has"),
+        (json!({"role": "user", "content": "x", "cache_control": {}}), "which the chat template does not print"),
     ] {
         let answer = served.post(path, &json!({"messages": [answered, message]}));
         assert_eq!(answer.0, 400, "{words}: {}", answer.1);

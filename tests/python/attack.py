@@ -3,8 +3,9 @@
     attack.py SIEVE WORK [--seed N] [--inputs N] [--faults N] [--only PART ...] [--library SO] [--torch PYTHON]
 
 WORK is a folder that does not exist yet. PARTS of inputs: `tokenizer` (a file of an exported model), `checkpoint` (files
-behind checksums that are right again), `shard` (prepared data with the right hash), `plan` (every op of libsieve_capi.so
-through C, which SO names), `wheel` (arguments of sieve_attention, with a PYTHON that has torch). PARTS of faults: `full`
+behind checksums that are right again), `shard` (prepared data with the right hash), `template` (a chat template that asks
+for stack, memory or time without end), `plan` (every op of libsieve_capi.so through C, which SO names), `wheel`
+(arguments of sieve_attention, with a PYTHON that has torch). PARTS of faults: `full`
 and `read_only` (small file systems), `error` (a failed call of the C library, by LD_PRELOAD), `clock` (it jumps), `stop`
 (SIGSTOP of a rank), `port` (taken), `twice` (two launches in one folder), `memory` and `files` (limits), `shm`.
 
@@ -34,7 +35,7 @@ import time
 from kinds import of_blocks_alone
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-INPUTS = {"tokenizer": 0.2, "checkpoint": 0.2, "shard": 0.15, "plan": 0.35, "wheel": 0.1}
+INPUTS = {"tokenizer": 0.2, "checkpoint": 0.2, "shard": 0.1, "template": 0.05, "plan": 0.35, "wheel": 0.1}
 FAULTS = {
     "error": 40, "full": 20, "read_only": 4, "clock": 8, "stop": 8, "port": 4, "twice": 5, "memory": 8, "files": 8, "shm": 4
 }  # fmt: skip
@@ -126,6 +127,18 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
   return status;
 }
 """
+# What a chat template grows a value by, and what it does with it.
+GROW = [
+    "s ~ s", "s + s", "s * 9", "[s]", "(s, s)", "{'a': s}", "[s, s] | join(s)", "'%9999s' % s", "s | tojson", "[s] | reverse",
+    "s | string | replace('a', 'aa')", "s | string | indent(999, true)", "[s] | batch(999, s) | list", "s | string | list",
+    "[s] | map('string') | list", "namespace(s=s)", "s | string | center(99999)", "range(99999) | list", "'{}{}'.format(s, s)"
+]  # fmt: skip
+USE = [
+    "{{ s }}", "{{ s | tojson(indent=99) }}", "{{ s == s }}", "{{ s in [s] }}", "{{ s | string | length }}", "x",
+    "{{ [s, s] | sort }}", "{{ (s | string).split('a') | length }}", "{{ [s] | unique | list }}"
+]  # fmt: skip
+CHAIN = ["not ", "- ", "1+", "1~", "1 if 1 else ", "[", "(", "1 in ", "f(", "1**"]
+BLOCK = ["{% if 1 %}", "{% for a in [1] %}", "{% filter upper %}", "{% set x %}", "{% generation %}", "{% macro f() %}"]
 WORDS = "the a fox dog sees runs over under tree river stone quick lazy water boils when heat is high low north".split()
 
 
@@ -324,6 +337,26 @@ class Attack:
             part["tokens_hash"], part["bin_bytes"] = xxhash.xxh3_128_hexdigest(data), len(data)
             (out / "data/meta.json").write_text(json.dumps(meta))
         self.judge("shard", f"{name}: {what}", self.run(self.train(out, "--stop-after", "2")))
+
+    def template(self, number):
+        draw, folder = self.random, self.work / "inputs/template"
+        if not folder.exists():
+            shutil.copytree(self.work / "exported", folder)
+        grow = "{% set s = " + draw.choice(GROW) + " %}"
+        inside = "{% set ns.s = " + draw.choice(GROW).replace("namespace(s=s)", "[s]") + " %}"
+        inside = re.sub(r"\bs\b(?!=)", "ns.s", inside).replace("ns.ns.s", "ns.s").replace("%9999ns.s", "%9999s")
+        start = "{% set s = " + draw.choice(["'a'", "[1]", "1", "(1,)", "range(9)"]) + " %}"
+        count = draw.choice([9, 60, 3000])
+        chain = "{{ " + draw.choice(CHAIN) * draw.choice([60, 9000, 60000]) + "1 }}"
+        loop = "{% set ns = namespace(s='a') %}{% for i in range(99999) %}" + inside + "{% endfor %}{% set s = ns.s %}"
+        macro = "{% macro f(n) %}{% for i in range(99) %}{{ f(n + 1) if n < MOST }}{% endfor %}{% endmacro %}{{ f(0) }}"
+        macro = macro.replace("MOST", str(draw.choice([3, 9999])))
+        nest = "{% for i in range(99999) %}{% for j in range(99999) %}" + draw.choice(USE) + "{% endfor %}{% endfor %}"
+        shapes = [start + grow * count + draw.choice(USE), loop + draw.choice(USE), chain, start + grow * 9 + nest, macro]
+        text = draw.choice([*shapes, draw.choice(BLOCK) * draw.choice([60, 9000])])
+        (folder / "chat_template.jinja").write_text(text)
+        command = [self.sieve, "generate", "--checkpoint", folder, "--chat", "--prompt", "the fox", "--device", "cpu"]
+        self.judge("template", text[:300], self.run([*map(str, command), "--max-new-tokens", "1", "--quiet"]))
 
     def worker(self, part, program, count):
         """Runs a part in processes of its own, which are started again behind what ended them."""

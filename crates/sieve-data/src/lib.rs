@@ -63,7 +63,7 @@ mod shard;
 mod test_files;
 mod tokenizer;
 
-pub use chat::{ChatFormat, ChatText, ChatTurn};
+pub use chat::{ChatError, ChatFormat, ChatText};
 pub use corpus::{
     Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, HubModel,
     HubModelEvent, JsonText, SourceFile, TableRow, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,

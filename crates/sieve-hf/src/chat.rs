@@ -1,25 +1,24 @@
 //! The chat template of a model in the Hugging Face layout: the text that a chat's messages become.
 //!
 //! A template is a Jinja program in the model's folder. It is rendered as `apply_chat_template` of `transformers`
-//! renders it: the same files, options, functions and variables, and values printed as Python prints them. One thing
-//! differs: a dictionary that a template itself writes is in the order of its keys.
+//! renders it: the same files, options, functions and variables, and values printed as Python prints them.
 
 mod answers;
-mod python;
+mod jinja;
+mod reader;
+
+pub use reader::{Chat, ChatRefusal};
 
 use crate::export::tokenizer_files::{self, Templates};
 use crate::{Checkpoint, CheckpointError};
-use answers::Marked;
-use minijinja::value::{Enumerator, Object};
-use minijinja::{Environment, Error, ErrorKind, Value};
+use jinja::{Budget, Fallible, Fault, FaultKind, Input, Mark, Program};
+use serde_json::{Value as Json, json};
 use sieve_core::{Recipe, ShownPath};
-use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// Instructions that a template may execute: a chat needs thousands, an endless loop has no end.
-const MOST_INSTRUCTIONS: u64 = 50_000_000;
+/// Changes whenever the same template and chat may give other tokens or labels than before.
+const READING: u32 = 2;
 
 /// One message of a chat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,10 +32,12 @@ pub struct ChatMessage<'a> {
 /// A model's chat template.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
-    /// The Jinja program.
+    /// The Jinja program as it is written.
     text: String,
+    /// The program, once it was read.
+    program: Arc<OnceLock<Fallible<Program>>>,
     /// Names and texts of special tokens, such as `bos_token`.
-    special_tokens: serde_json::Map<String, serde_json::Value>,
+    special_tokens: serde_json::Map<String, Json>,
     /// The folder that holds the template.
     folder: PathBuf,
 }
@@ -73,10 +74,10 @@ impl ChatTemplate {
         Self::read(&tokenizer_files::folder(&checkpoint.path, recipe))
     }
 
-    /// A text that differs where the template or its special tokens differ.
+    /// A text that differs where the template, its special tokens or the way that chats are read differ.
     pub fn source(&self) -> String {
-        let special_tokens = serde_json::Value::Object(self.special_tokens.clone());
-        format!("{special_tokens}\n{}", self.text)
+        let special_tokens = Json::Object(self.special_tokens.clone());
+        format!("{READING}\n{special_tokens}\n{}", self.text)
     }
 
     /// The default chat template in a folder of `transformers`; `None` in a folder without any template.
@@ -92,7 +93,8 @@ impl ChatTemplate {
             };
         };
         let special_tokens = tokenizer_files::special_tokens(folder)?;
-        Ok(Some(Self { text: text.to_owned(), special_tokens, folder: folder.to_owned() }))
+        let program = Arc::default();
+        Ok(Some(Self { text: text.to_owned(), program, special_tokens, folder: folder.to_owned() }))
     }
 
     /// Refuses a template that is not valid Jinja.
@@ -100,22 +102,27 @@ impl ChatTemplate {
     /// # Errors
     /// That one.
     pub fn check(&self) -> Result<(), CheckpointError> {
-        let (text, _) = answers::with_generation_filter(&self.text);
-        environment().template_from_named_str("chat_template", &text).map(|_| ()).map_err(|error| self.failed(&error))
+        self.program().map(|_| ()).map_err(|fault| self.failed(&fault))
+    }
+
+    /// The program, which is read once.
+    fn program(&self) -> Fallible<&Program> {
+        let read = || jinja::on_own_stack(|| Program::parse(&self.text));
+        self.program.get_or_init(read).as_ref().map_err(Clone::clone)
     }
 
     /// The error of a template that is not valid, or refuses messages.
-    fn failed(&self, error: &Error) -> CheckpointError {
-        // Without the debug feature this is one line: kind, detail, place.
-        let what = format!("{}: the chat template cannot be applied: {error}", self.folder.shown());
-        let hint = match error.kind() {
-            ErrorKind::SyntaxError => "correct the template, or take the one that was published with the model",
-            _ => {
+    fn failed(&self, fault: &Fault) -> CheckpointError {
+        let hint = match fault.kind {
+            FaultKind::Template | FaultKind::Limit => {
+                "correct the template, or take the one that was published with the model"
+            }
+            FaultKind::Messages => {
                 "change the messages (some templates take no system message), or write the text of the chat yourself, \
                  without the template"
             }
         };
-        CheckpointError::refused(what, hint)
+        CheckpointError::refused(format!("{}: {}", self.folder.shown(), words(fault)), hint)
     }
 
     /// The text that ends where the model's answer to `messages` begins.
@@ -123,83 +130,50 @@ impl ChatTemplate {
     /// # Errors
     /// A template that is not valid Jinja, or refuses these messages.
     pub fn render(&self, messages: &[ChatMessage<'_>]) -> Result<String, CheckpointError> {
-        let begins_answer = true;
-        Ok(self.marked(messages, begins_answer).map_err(|error| self.failed(&error))?.0)
+        let object = |message: &ChatMessage<'_>| json!({"role": message.role, "content": message.content});
+        let chat = Chat::of_messages(messages.iter().map(object).collect());
+        self.question(&chat).map_err(|fault| self.failed(&fault))
     }
 
-    /// The text of `messages`, with the beginning of an answer behind them if `begins_answer`, and the bytes of its
-    /// `{% generation %}` blocks.
-    fn marked(&self, messages: &[ChatMessage<'_>], begins_answer: bool) -> Result<Marked, Error> {
-        answers::check(messages)?;
-        let (text, _) = answers::with_generation_filter(&self.text);
-        let environment = environment();
-        let template = environment.template_from_named_str("chat_template", &text)?;
-        let special_tokens = self.special_tokens.iter();
-        let mut variables: BTreeMap<&str, Value> =
-            special_tokens.map(|(name, token)| (name.as_str(), Value::from_serialize(token))).collect();
-        let messages = messages.iter().map(|message| Value::from_object(Message::from(*message)));
-        variables.extend([
-            ("messages", messages.collect()),
-            ("tools", Value::from(())),
-            ("documents", Value::from(())),
-            ("add_generation_prompt", Value::from(begins_answer)),
-        ]);
-        Ok(answers::take_marks(&template.render(variables)?))
-    }
-}
-
-/// A message as a template sees it: a dictionary that keeps its order.
-#[derive(Debug)]
-struct Message {
-    role: String,
-    content: String,
-}
-
-impl From<ChatMessage<'_>> for Message {
-    fn from(message: ChatMessage<'_>) -> Self {
-        Self { role: message.role.to_owned(), content: message.content.to_owned() }
-    }
-}
-
-impl Object for Message {
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        match key.as_str()? {
-            "role" => Some(Value::from(self.role.as_str())),
-            "content" => Some(Value::from(self.content.as_str())),
-            _ => None,
-        }
+    /// The text that ends where the model's answer to `chat` begins.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render), in words that name no folder.
+    pub fn render_chat(&self, chat: &Chat) -> Result<String, String> {
+        self.question(chat).map_err(|fault| words(&fault))
     }
 
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Str(&["role", "content"])
-    }
-}
-
-/// Jinja with the options and functions that `transformers` gives its templates.
-fn environment() -> Environment<'static> {
-    let mut environment = Environment::new();
-    environment.set_trim_blocks(true);
-    environment.set_lstrip_blocks(true);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_fuel(Some(MOST_INSTRUCTIONS));
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.set_formatter(|out, state, value| match python::printed(value) {
-        Some(text) => Ok(out.write_str(&text)?),
-        None => minijinja::escape_formatter(out, state, value),
-    });
-    environment.add_filter("tojson", python::json);
-    environment.add_filter("title", python::title);
-    environment.add_filter(answers::filter(), |text: String| answers::marked(&text));
-    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-        Err(Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
-        let mut text = String::new();
-        write!(text, "{}", chrono::Local::now().format(&format))
-            .map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("{format:?} is no format of a time")))?;
+    fn question(&self, chat: &Chat) -> Fallible<String> {
+        let program = self.program()?;
+        let (text, _) = jinja::on_own_stack(|| {
+            let [begins_answer, needs_marks] = [true, false];
+            let budget = Budget::until(Budget::end_from_now());
+            self.rendered(program, chat, chat.messages(), [begins_answer, needs_marks], &budget)
+        })?;
         Ok(text)
-    });
-    environment
+    }
+
+    /// The text of some messages of a chat, with the beginning of an answer behind them if `begins_answer`, and what its
+    /// `{% generation %}` blocks wrote, which must be found if `needs_marks`.
+    fn rendered(
+        &self,
+        program: &Program,
+        chat: &Chat,
+        messages: &[Json],
+        [begins_answer, needs_marks]: [bool; 2],
+        budget: &Budget,
+    ) -> Fallible<(String, Vec<Mark>)> {
+        let given = ["tools", "documents"].map(|name| (name, &Json::Null));
+        let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.as_str(), token));
+        let variables = special_tokens.chain(given).chain(chat.beside()).collect::<Vec<_>>();
+        program.render(Input { messages, variables: &variables, begins_answer, needs_marks }, budget)
+    }
+}
+
+/// A fault as a sentence.
+fn words(fault: &Fault) -> String {
+    let fault = fault.to_string();
+    format!("the chat template cannot be applied: {fault}")
 }
 
 #[cfg(test)]

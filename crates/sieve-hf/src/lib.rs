@@ -14,7 +14,7 @@ mod chat;
 mod export;
 mod import;
 
-pub use chat::{ChatMessage, ChatTemplate};
+pub use chat::{Chat, ChatMessage, ChatRefusal, ChatTemplate};
 pub use checkpoint::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, GuardState, list_checkpoints};
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, ExportReport, export};

@@ -3,7 +3,6 @@ use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
 use serde_json::{Value, json};
-use sieve_hf::ChatMessage;
 use sieve_infer::Sampling;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -219,50 +218,17 @@ fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError>
     let Some(template) = &server.settings.template else {
         return Err(invalid("the model has no chat template; use /v1/completions"));
     };
-    let turns = messages.into_iter().enumerate().map(|(at, message)| turn(at, message));
-    let turns = turns.collect::<Result<Vec<_>, _>>()?;
-    if turns.is_empty() {
+    if messages.is_empty() {
         return Err(invalid("messages is empty"));
     }
-    let messages: Vec<_> = turns.iter().map(|(role, content)| ChatMessage { role, content }).collect();
-    let text = template.render(&messages).map_err(|error| invalid(&error.to_string()))?;
+    // What training reads of a message is read here too, and what it refuses is refused, by its place.
+    let chat = template.read_request(Value::Array(messages)).map_err(|refusal| {
+        let at = refusal.message.map(|at| format!("messages[{at}]"));
+        let place = at.map_or("messages".to_owned(), |at| refusal.key.iter().fold(at, |at, key| format!("{at}.{key}")));
+        ApiError::invalid(&place, format!("{place}: {}", refusal.what))
+    })?;
+    let text = template.render_chat(&chat).map_err(|error| invalid(&error))?;
     Ok(Prompt::new(encoded(&text, server)?, None, true, server))
-}
-
-/// Role and content of a message, which has number `at`. What else a template could print of it is refused.
-fn turn(at: usize, message: Value) -> Result<(String, String), ApiError> {
-    let mut fields = Fields::inside(&format!("messages[{at}]"), message)?;
-    let invalid = |name: String, wanted: &str| ApiError::invalid(&name, format!("{name} is not {wanted}"));
-    let role = fields.string("role")?.unwrap_or_default();
-    let role = match role.as_str() {
-        // OpenAI's newer name of the system's role.
-        "system" | "developer" => "system",
-        "user" | "assistant" => role.as_str(),
-        _ => return Err(invalid(fields.full_name("role"), "system, developer, user or assistant")),
-    };
-    for name in ["tool_calls", "annotations"] {
-        fields.lacks(name, is_empty)?;
-    }
-    for name in ["function_call", "name", "reasoning_content", "refusal", "audio"] {
-        fields.lacks(name, |_| false)?;
-    }
-    let content = fields.take("content").as_ref().and_then(content);
-    let content = content.ok_or_else(|| invalid(fields.full_name("content"), "a text"))?;
-    fields.finish()?;
-    Ok((role.to_owned(), content))
-}
-
-/// A message's content: a string, or a list of parts that are texts.
-fn content(value: &Value) -> Option<String> {
-    let text_of = |part: &Value| {
-        let is_text = part.get("type").and_then(Value::as_str) == Some("text");
-        part.get("text").and_then(Value::as_str).filter(|_| is_text).map(str::to_owned)
-    };
-    match value {
-        Value::String(text) => Some(text.clone()),
-        Value::Array(parts) => parts.iter().map(text_of).collect(),
-        _ => None,
-    }
 }
 
 fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::config::{Format, SourceFile};
 use super::source::{self, DocumentSource};
 use super::{Corpus, Document};
-use crate::chat::turns;
+use crate::chat::ChatFormat;
 use crate::error::DataError;
 
 /// How many documents were read and dropped.
@@ -91,7 +91,7 @@ pub struct Documents<'a> {
 
 impl Corpus {
     /// The text of the chat in line or row `line` of a file, and the bytes of the assistant's messages; `json` is what
-    /// the column holds.
+    /// [`ChatFormat::text`](crate::ChatFormat::text) takes.
     fn chat(&self, path: &Path, (column, line): (&str, u64), json: &str) -> Result<ChatOfRow, DataError> {
         let row = match self.config().format.of(path) {
             Format::Parquet { .. } => "row",
@@ -101,12 +101,13 @@ impl Corpus {
             let reason = "names messages, and there is no chat template to make a text of them";
             return Err(DataError::setting("messages_column", reason.to_owned()));
         };
-        let refused = |(what, hint): (String, &'static str)| {
-            let what = format!("{row} {line}: column {column:?}: {what}");
-            DataError::document(path, what, hint)
-        };
-        let turns = turns(json).map_err(refused)?;
-        let found = chats.text(&turns).map_err(|what| refused((what, TEMPLATE_OR_SKIP)))?;
+        let found = chats.text(json).map_err(|error| {
+            let what = format!("{row} {line}: column {column:?}: {}", error.what);
+            if error.is_of_template {
+                return DataError::refused(format!("{}: {what}", path.shown()), error.hint);
+            }
+            DataError::document(path, what, error.hint)
+        })?;
         Ok((found.text, Some(found.answers)))
     }
 }
@@ -127,9 +128,6 @@ impl Corpus {
 
 /// The text of a chat, and the bytes of it that are predicted.
 type ChatOfRow = (String, Option<Vec<Range<usize>>>);
-
-const TEMPLATE_OR_SKIP: &str = "change the messages or the chat template beside the tokenizer (some take no system \
-    message, or roles in turn alone), or leave such rows out: skip_invalid";
 
 impl<'a> Documents<'a> {
     /// Continues with the file of `cursor`; `seen` holds the hashes of the texts in earlier files.
@@ -196,7 +194,10 @@ impl<'a> Documents<'a> {
             Some(column) if of_file == Format::Text => {
                 return Err(DataError::no_column(&path, column, "messages_column"));
             }
-            Some(column) => source::open_messages(&of_file.with_column(column), &path, max_bytes)?,
+            Some(column) => {
+                let beside = self.corpus.chats().map_or(Vec::new(), ChatFormat::columns);
+                source::open_messages(&of_file.with_column(column), &path, max_bytes, beside)?
+            }
             None => source::open(&of_file, &path, max_bytes)?,
         };
         let prompts = match &config.prompt_column {

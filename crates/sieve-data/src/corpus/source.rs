@@ -41,17 +41,19 @@ pub(super) fn open(
     })
 }
 
-/// Opens a file of JSON lines or Parquet whose column holds lists of messages. The text of a document is their JSON.
+/// Opens a file of JSON lines or Parquet whose column holds lists of messages. The text of a document is the JSON of an
+/// object: the messages, and the row's values in the columns `beside`, where it has them.
 pub(super) fn open_messages(
     format: &Format,
     path: &Path,
     max_document_bytes: Option<u64>,
+    beside: Vec<String>,
 ) -> Result<Box<dyn DocumentSource>, DataError> {
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
     Ok(match format {
-        Format::Parquet { text_column } => Box::new(ParquetMessages::open(path, text_column, max_bytes)?),
+        Format::Parquet { text_column } => Box::new(ParquetMessages::open(path, text_column, max_bytes, &beside)?),
         Format::Jsonl { text_column } | Format::ByEnding { text_column } => {
-            Box::new(JsonlSource::open(path, (text_column, Holds::Messages), max_bytes)?)
+            Box::new(JsonlSource::open(path, (text_column, Holds::Messages), max_bytes)?.with_columns(beside))
         }
         Format::Text => return open(format, path, max_document_bytes),
     })

@@ -4,124 +4,74 @@
 //! Without them, the chat is rendered twice for each message of the assistant: up to the message, and up to the one
 //! before it with the beginning of an answer. The answer is what the first text has behind the second.
 
-use super::{ChatMessage, ChatTemplate};
-use minijinja::{Error, ErrorKind};
+use super::jinja::{Budget, Fallible, Fault, Mark, Program, on_own_stack};
+use super::{Chat, ChatRefusal, ChatTemplate};
+use serde_json::Value as Json;
 use std::ops::Range;
+use std::time::Instant;
 
 /// The text of a chat, and the bytes of it that the assistant writes.
-pub(super) type Marked = (String, Vec<Range<usize>>);
-
-/// What stands for the beginning and the end of a `{% generation %}` block while a template is rendered: characters
-/// that Unicode promises never to assign.
-const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
-
-/// Name of the filter that `{% generation %}` becomes.
-const FILTER: &str = "sieve_generation";
-
-/// The filter of a `{% generation %}` block: its text between two marks.
-pub(super) fn marked(text: &str) -> String {
-    format!("{}{text}{}", MARKS[0], MARKS[1])
-}
-
-/// The template with each `{% generation %}` block, which Jinja does not know, as a block of a filter, and whether it
-/// has any.
-pub(super) fn with_generation_filter(template: &str) -> (String, bool) {
-    let (mut text, mut rest, mut has_any) = (String::with_capacity(template.len()), template, false);
-    while let Some((before, after)) = rest.split_once("{%") {
-        text += before;
-        text += "{%";
-        rest = after;
-        let Some((inside, _)) = after.split_once("%}") else {
-            break;
-        };
-        let word = inside.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
-        let plain = match word {
-            "generation" => format!("filter {FILTER}"),
-            "endgeneration" => "endfilter".to_owned(),
-            _ => continue,
-        };
-        has_any = true;
-        text += &inside.replacen(word, &plain, 1);
-        rest = &after[inside.len()..];
-    }
-    (text + rest, has_any)
-}
-
-/// The name of the filter for the environment.
-pub(super) const fn filter() -> &'static str {
-    FILTER
-}
-
-/// Refuses messages with a character of [`MARKS`].
-pub(super) fn check(messages: &[ChatMessage<'_>]) -> Result<(), Error> {
-    match messages.iter().any(|message| message.content.contains(MARKS) || message.role.contains(MARKS)) {
-        true => Err(invalid("a message holds U+FDD0 or U+FDD1, which are no characters".to_owned())),
-        false => Ok(()),
-    }
-}
-
-/// A rendered text without its marks, and the bytes between them. A block inside another one is part of the outer one.
-pub(super) fn take_marks(rendered: &str) -> Marked {
-    let (mut text, mut answers, mut starts) = (String::with_capacity(rendered.len()), Vec::new(), Vec::new());
-    let mut rest = rendered;
-    while let Some(at) = rest.find(MARKS) {
-        text += &rest[..at];
-        if rest[at..].starts_with(MARKS[0]) {
-            starts.push(text.len());
-        } else if let (Some(start), true) = (starts.pop(), starts.is_empty()) {
-            answers.push(start..text.len());
-        }
-        rest = &rest[at + MARKS[0].len_utf8()..];
-    }
-    (text + rest, answers)
-}
+type Answers = (String, Vec<Range<usize>>);
 
 impl ChatTemplate {
     /// Whether the template itself says where the assistant speaks, by `{% generation %}` blocks.
     pub fn marks_answers(&self) -> bool {
-        with_generation_filter(&self.text).1
+        self.program().is_ok_and(Program::has_generation)
     }
 
-    /// The text of a whole chat, and the bytes of it that the assistant writes: the `{% generation %}` blocks of the
-    /// template, or else what each message of the assistant adds to the chat before it.
+    /// The text of a whole chat, and the bytes of it that the assistant writes and that are trained on: the blocks
+    /// `{% generation %}` of the template, or else what each message of the assistant adds to the chat before it.
     ///
     /// # Errors
-    /// In words: a template that is not valid Jinja, refuses the messages, marks no answer, or, without marks, renders
-    /// a chat's beginning otherwise than the whole chat begins.
-    pub fn answers(&self, messages: &[ChatMessage<'_>]) -> Result<(String, Vec<Range<usize>>), String> {
-        let words = |error: Error| format!("the chat template cannot be applied: {error}");
-        let begins_answer = false;
-        let (text, answers) = self.marked(messages, begins_answer).map_err(words)?;
-        let answers = match self.marks_answers() {
-            true => answers,
-            false => self.answers_by_prefixes(messages, &text).map_err(words)?,
-        };
-        match answers.iter().any(|answer| !answer.is_empty()) {
-            true => Ok((text, answers)),
-            false => Err("the chat template writes no word of the assistant's".to_owned()),
+    /// A chat of which nothing is trained on; a template that is not valid Jinja, refuses the messages, marks no
+    /// answer, or, without marks, renders a chat's beginning otherwise than the whole chat begins.
+    pub fn answers(&self, chat: &Chat) -> Result<Answers, ChatRefusal> {
+        chat.check_trains()?;
+        let refused = |fault: Box<Fault>| ChatRefusal::of_fault(&fault);
+        let program = self.program().map_err(refused)?;
+        let (text, answers) = on_own_stack(|| self.find(program, chat)).map_err(refused)?;
+        if answers.iter().all(Range::is_empty) {
+            return Err(ChatRefusal::of_answers("the chat template writes no word of the assistant's"));
         }
+        Ok((text, answers))
+    }
+
+    fn find(&self, program: &Program, chat: &Chat) -> Fallible<Answers> {
+        let end = Budget::end_from_now();
+        let [begins_answer, needs_marks] = [false, program.has_generation()];
+        let budget = Budget::until(end);
+        let (text, marks) = self.rendered(program, chat, chat.messages(), [begins_answer, needs_marks], &budget)?;
+        let answers = if needs_marks {
+            in_order(trained(chat, marks)?)
+        } else {
+            self.answers_by_prefixes(program, chat, &text, end)?
+        };
+        Ok((text, answers))
     }
 
     /// The bytes that each message of the assistant adds to the chat before it with the beginning of an answer. White
     /// space that the template puts behind the token that ends a message is not the answer's.
-    fn answers_by_prefixes(&self, messages: &[ChatMessage<'_>], text: &str) -> Result<Vec<Range<usize>>, Error> {
+    fn answers_by_prefixes(
+        &self,
+        program: &Program,
+        chat: &Chat,
+        text: &str,
+        end_of_time: Instant,
+    ) -> Fallible<Vec<Range<usize>>> {
+        let messages = chat.messages();
         let mut answers = Vec::new();
-        for (index, message) in messages.iter().enumerate().filter(|(_, message)| message.role == "assistant") {
-            let prefix = |messages: &[ChatMessage<'_>], begins_answer: bool| {
-                let (found, _) = self.marked(messages, begins_answer)?;
-                match text.starts_with(&found) {
-                    true => Ok(found.len()),
-                    false => Err(invalid(not_a_prefix(index, begins_answer))),
-                }
+        for index in (0..messages.len()).filter(|index| chat.is_trained(*index)) {
+            let prefix = |messages: &[Json], begins_answer: bool| {
+                let budget = Budget::until(end_of_time);
+                let needs_marks = false;
+                let (found, _) = self.rendered(program, chat, messages, [begins_answer, needs_marks], &budget)?;
+                if text.starts_with(&found) { Ok(found.len()) } else { Err(not_a_prefix(index, begins_answer)) }
             };
             let start = prefix(&messages[..index], true)?;
-            let end = match index + 1 == messages.len() {
-                true => text.len(),
-                false => prefix(&messages[..=index], false)?,
-            };
-            let answer = text.get(start..end).ok_or_else(|| invalid(not_a_prefix(index, true)))?;
+            let end = if index + 1 == messages.len() { text.len() } else { prefix(&messages[..=index], false)? };
+            let answer = text.get(start..end).ok_or_else(|| not_a_prefix(index, true))?;
             let without_space = answer.trim_end();
-            let words = message.content.trim_end();
+            let words = messages[index].get("content").and_then(Json::as_str).unwrap_or_default().trim_end();
             let ends_by_message = !words.is_empty() && without_space.ends_with(words);
             answers.push(start..if ends_by_message { end } else { start + without_space.len() });
         }
@@ -129,40 +79,50 @@ impl ChatTemplate {
     }
 }
 
-/// Why a template without `{% generation %}` does not say where message `index` is.
-fn not_a_prefix(index: usize, begins_answer: bool) -> String {
-    let number = index + 1;
-    let part = match begins_answer {
-        true => "before",
-        false => "up to",
+/// The blocks of messages that are trained on.
+///
+/// # Errors
+/// A chat with a message that is not, and blocks that cannot be told apart.
+fn trained(chat: &Chat, marks: Vec<Mark>) -> Fallible<Vec<Mark>> {
+    let answers = (0..chat.messages().len()).filter(|at| chat.is_answer(*at)).collect::<Vec<_>>();
+    if answers.iter().all(|at| chat.is_trained(*at)) {
+        return Ok(marks);
+    }
+    let message = |number: usize, mark: &Mark| match mark.message {
+        Some(message) if chat.is_answer(message) => Some(message),
+        // Without a loop over the answers, there is a block for each of them, in their order.
+        _ if marks.len() == answers.len() => Some(answers[number]),
+        _ => None,
     };
-    format!(
+    let messages = marks.iter().enumerate().map(|(number, mark)| message(number, mark)).collect::<Option<Vec<_>>>();
+    let Some(messages) = messages else {
+        return Err(Fault::refused(
+            "a message is not to be trained on, and nothing says which {% generation %} block of the template is its",
+        ));
+    };
+    let marks = marks.into_iter().zip(messages);
+    Ok(marks.filter(|(_, message)| chat.is_trained(*message)).map(|(mark, _)| mark).collect())
+}
+
+/// The bytes of blocks, in order and without those inside others.
+fn in_order(marks: Vec<Mark>) -> Vec<Range<usize>> {
+    let mut answers = marks.into_iter().map(|mark| mark.bytes).collect::<Vec<_>>();
+    answers.sort_by_key(|answer| (answer.start, std::cmp::Reverse(answer.end)));
+    let mut end = 0;
+    answers.retain(|answer| {
+        let is_outside = answer.start >= end;
+        end = end.max(answer.end);
+        is_outside
+    });
+    answers
+}
+
+/// Why a template without `{% generation %}` does not say where message `index` is.
+fn not_a_prefix(index: usize, begins_answer: bool) -> Box<Fault> {
+    let number = index + 1;
+    let part = if begins_answer { "before" } else { "up to" };
+    Fault::refused(format!(
         "it has no {{% generation %}} blocks, and the chat {part} message {number} is not how the whole chat begins, \
          so where the assistant speaks is unknown; put its words into {{% generation %}} … {{% endgeneration %}}"
-    )
-}
-
-fn invalid(what: String) -> Error {
-    Error::new(ErrorKind::InvalidOperation, what)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_of_generation_become_blocks_of_a_filter() {
-        let (text, has_any) =
-            with_generation_filter("a{%- generation -%}b{% endgeneration +%}{% generations %}{% if x %}{% c");
-        assert_eq!(text, "a{%- filter sieve_generation -%}b{% endfilter +%}{% generations %}{% if x %}{% c");
-        assert!(has_any);
-        assert_eq!(with_generation_filter("{% if x %}{% endif %}"), ("{% if x %}{% endif %}".to_owned(), false));
-    }
-
-    #[test]
-    fn marks_are_taken_from_a_text() {
-        let inner = marked("é");
-        let (text, answers) = take_marks(&format!("a{}b{}", marked(&format!("x{inner}y")), marked("")));
-        assert_eq!((text.as_str(), answers), ("axéyb", vec![1..5, 6..6]));
-    }
+    ))
 }

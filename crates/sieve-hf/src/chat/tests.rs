@@ -95,6 +95,87 @@ fn a_template_that_is_no_jinja_or_never_ends_is_refused() {
     refusal(rendered(endless, &chat), words);
 }
 
+/// Templates that would take all stack, memory or time, made of the parts in `hostile.json`.
+fn hostile() -> Vec<String> {
+    let stored = fs::read_to_string(golden().join("hostile.json")).expect("stored");
+    let stored: serde_json::Value = serde_json::from_str(&stored).expect("JSON");
+    let parts = |kind: &str| {
+        let parts =
+            stored[kind].as_array().expect("a list").iter().map(|part| part.as_str().expect("a text").to_owned());
+        parts.collect::<Vec<_>>()
+    };
+    let loops = |start: &str, body: &str| format!("{start}{{% for i in range(99999) %}}{body}{{% endfor %}}");
+    let mut templates = parts("whole");
+    for part in parts("nested") {
+        let grown = loops("{% set ns = namespace(s=[1]) %}", &format!("{{% set ns.s = {part} %}}"));
+        let ends = ["x", "{{ ns.s }}", "{{ ns.s == ns.s }}", "{{ ns.s | tojson }}"];
+        templates.extend(ends.map(|end| format!("{grown}{end}")));
+    }
+    templates.extend(parts("before").iter().map(|part| format!("{{{{ {}1 }}}}", part.repeat(30_000))));
+    templates.extend(parts("behind").iter().map(|part| format!("{{{{ a{} }}}}", part.repeat(15_000))));
+    templates.extend(parts("blocks").iter().map(|part| part.repeat(8_000)));
+    let doubled = |part: &String| format!("{{% set s = 'aaaaaaaa' %}}{}{{{{ s | length }}}}", part.repeat(60));
+    templates.extend(parts("doubled").iter().map(doubled));
+    templates.extend(parts("repeated").iter().map(|part| loops("{% set s = range(99999) | list %}", part)));
+    templates.extend(parts("single").iter().map(|part| format!("{{{{ {part} }}}}")));
+    templates.push("a".repeat(300 << 10));
+    templates
+}
+
+/// A stranger's template ends with a text or a sentence, and with neither the process nor a reader of a server.
+#[test]
+fn a_hostile_template_ends_with_a_text_or_a_sentence() {
+    let (mut num_refused, mut slowest) = (0, std::time::Duration::ZERO);
+    for template in hostile() {
+        let start = std::time::Instant::now();
+        let found = rendered(&template, &[("user", "hi")]);
+        let shown: String = template.chars().take(90).collect();
+        let took = start.elapsed();
+        assert!(took.as_secs() < 25, "{shown}: {took:?}");
+        slowest = slowest.max(took);
+        match found {
+            // What has an end may come to it, but not with a text that no chat has.
+            Ok(text) => assert!(text.len() < 1 << 20, "{shown}: {} bytes", text.len()),
+            Err(error) => {
+                refusal(Err::<(), _>(error), "the chat template cannot be applied: | hint: ");
+                num_refused += 1;
+            }
+        }
+    }
+    assert!(num_refused > 90, "{num_refused} are refused");
+    println!("{num_refused} refused, the slowest after {slowest:?}");
+    // What is deep or holds itself, and has an end.
+    for (template, expected) in [
+        ("{% set ns = namespace() %}{% set ns.s = ns %}{{ ns.s == ns }}", "True"),
+        ("{% for a in [[1]] %}{% set x = loop.changed(loop) %}{{ x }}{% endfor %}", "True"),
+        (&format!("{{{{ {}1 }}}}", "1 + ".repeat(200)), "201"),
+        (&format!("{{{{ {}1{} }}}}", "(".repeat(100), ")".repeat(100)), "1"),
+    ] {
+        assert_eq!(rendered(template, &[]).expect("a text"), expected, "{template}");
+    }
+}
+
+#[test]
+fn variables_end_with_their_block_and_values_are_pythons() {
+    for (template, expected) in [
+        ("{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}", "ba"),
+        ("{% set x = 'a' %}{% filter upper %}{% set x = 'b' %}{{ x }}{% endfilter %}{{ x }}", "Ba"),
+        ("{% set x = 'a' %}{% set y %}{% set x = 'b' %}{{ x }}{% endset %}{{ x }}{{ y }}", "ab"),
+        ("{% set ns = namespace(a=[]) %}{% set ns.a = ns.a + ['b'] %}{{ ns.a }}", "['b']"),
+        ("{{ (1, 'a') }}{{ (1,) }}{{ () }}", "(1, 'a')(1,)()"),
+        ("{{ 2.5 | round }} {{ 0.5 | round }} {{ 2.675 | round(2) }} {{ 7 | round }}", "2.0 0.0 2.67 7"),
+        (
+            "{{ 1e20 }} {{ 1e-7 }} {{ 1e15 }} {{ 1e16 }} {{ 0.1 + 0.2 }}",
+            "1e+20 1e-07 1000000000000000.0 1e+16 0.30000000000000004",
+        ),
+        ("{{ {'b': 1, 'a': (2, none)} }}", "{'b': 1, 'a': (2, None)}"),
+        ("{{ '{% generation %}' }}", "{% generation %}"),
+        ("{{ {'a': 1}.items() }}", "dict_items([('a', 1)])"),
+    ] {
+        assert_eq!(rendered(template, &[]).expect("a text"), expected, "{template}");
+    }
+}
+
 #[test]
 fn templates_can_read_the_clock_and_special_tokens() {
     let chat = [("user", "hi")];

@@ -3,8 +3,8 @@ use super::tokenizer_file;
 use crate::TrainError;
 use sieve_core::recipe::TokenizerSource;
 use sieve_core::{Recipe, ShownPath};
-use sieve_data::{ChatFormat, ChatText, ChatTurn};
-use sieve_hf::{ChatMessage, ChatTemplate, Checkpoint};
+use sieve_data::{ChatError, ChatFormat, ChatText};
+use sieve_hf::{ChatTemplate, Checkpoint};
 use std::path::Path;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
@@ -14,9 +14,24 @@ use xxhash_rust::xxh3::xxh3_128;
 struct Template(ChatTemplate);
 
 impl ChatFormat for Template {
-    fn text(&self, chat: &[ChatTurn]) -> Result<ChatText, String> {
-        let messages = chat.iter().map(|turn| ChatMessage { role: &turn.role, content: &turn.content });
-        let (text, answers) = self.0.answers(&messages.collect::<Vec<_>>())?;
+    fn columns(&self) -> Vec<String> {
+        self.0.variables()
+    }
+
+    fn text(&self, row: &str) -> Result<ChatText, ChatError> {
+        let row = serde_json::from_str::<serde_json::Map<_, _>>(row);
+        let mut row = row.map_err(|error| ChatError {
+            what: error.to_string(),
+            hint: "correct the row, or leave such rows out: skip_invalid".to_owned(),
+            is_of_template: false,
+        })?;
+        let messages = row.shift_remove("messages").unwrap_or_default();
+        let found = self.0.read_chat(messages, row.into_iter().collect()).and_then(|chat| self.0.answers(&chat));
+        let (text, answers) = found.map_err(|refusal| ChatError {
+            what: refusal.what,
+            hint: refusal.hint.to_owned(),
+            is_of_template: refusal.is_of_template,
+        })?;
         Ok(ChatText { text, answers })
     }
 

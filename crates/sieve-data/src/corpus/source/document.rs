@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
+use serde_json::{Map, Value};
 use sieve_core::ShownPath;
 
+use crate::chat::MESSAGES;
 use crate::error::DataError;
 
 /// The documents of one file, in order.
@@ -22,11 +24,18 @@ pub(in crate::corpus) trait DocumentSource: Send {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holds {
     Text,
-    /// A list of messages. Its JSON is the document's text.
+    /// A list of messages. The document's text is the JSON of [`chat_of`].
     Messages,
 }
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+
+/// The JSON of a chat, as [`ChatFormat::text`](crate::ChatFormat::text) takes it: its messages, and what is beside them.
+pub(super) fn chat_of(messages: Value, beside: Map<String, Value>) -> String {
+    let mut chat = beside;
+    chat.insert(MESSAGES.to_owned(), messages);
+    Value::Object(chat).to_string()
+}
 
 /// Refuses a document of more than `max_bytes`.
 pub(super) fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> {

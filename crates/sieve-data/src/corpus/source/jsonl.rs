@@ -5,10 +5,12 @@ use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use sieve_files::python_number;
 
-use super::document::{BYTE_ORDER_MARK, DocumentSource, Holds, check_encoding, check_size, check_utf8, nul_byte};
+use super::document::{
+    BYTE_ORDER_MARK, DocumentSource, Holds, chat_of, check_encoding, check_size, check_utf8, nul_byte,
+};
 use super::unpack::Unpacked;
 use crate::error::DataError;
 
@@ -143,6 +145,8 @@ pub(super) struct JsonlSource {
     lines: JsonLines,
     column: String,
     holds: Holds,
+    /// Columns beside the messages that are read where a line has them.
+    beside: Vec<String>,
     max_bytes: u64,
 }
 
@@ -159,7 +163,13 @@ impl DocumentSource for JsonlSource {
 
 impl JsonlSource {
     pub(super) fn open(path: &Path, (column, holds): (&str, Holds), max_bytes: u64) -> Result<Self, DataError> {
-        Ok(Self { lines: JsonLines::open(path, max_bytes)?, column: column.to_owned(), holds, max_bytes })
+        let (lines, column) = (JsonLines::open(path, max_bytes)?, column.to_owned());
+        Ok(Self { lines, column, holds, beside: Vec::new(), max_bytes })
+    }
+
+    /// Reads these columns too, beside the messages.
+    pub(super) fn with_columns(self, beside: Vec<String>) -> Self {
+        Self { beside, ..self }
     }
 
     /// The text in the current line's column; an error if it is missing, not a string, too large, or holds a NUL.
@@ -168,11 +178,11 @@ impl JsonlSource {
         let line = lines.text()?;
         let (path, number, column) = (&lines.path, lines.line, &self.column);
         let mut parser = serde_json::Deserializer::from_str(line);
-        let value = Column { name: &self.column }.deserialize(&mut parser);
-        let value = value.map_err(|error| lines.bad_json(error))?;
+        let value = Columns { name: &self.column, beside: &self.beside }.deserialize(&mut parser);
+        let (value, beside) = value.map_err(|error| lines.bad_json(error))?;
         parser.end().map_err(|error| lines.bad_json(error))?;
         let text = match value {
-            Some(list @ Value::Array(_)) if self.holds == Holds::Messages => list.to_string(),
+            Some(list @ Value::Array(_)) if self.holds == Holds::Messages => chat_of(list, beside),
             Some(Value::String(text)) if self.holds == Holds::Text => text,
             Some(other) => {
                 return Err(self.holds.not_in_column(path, &format!("line {number}"), column, kind_of(&other)));
@@ -206,36 +216,40 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-/// Deserialises one column of a JSON object and skips the others. The last of several columns with that name counts.
-struct Column<'a> {
+/// Deserialises a column of a JSON object, and those beside it that are asked for, and skips the others. The last of
+/// several columns with one name counts.
+struct Columns<'a> {
     name: &'a str,
+    beside: &'a [String],
 }
 
-impl<'de> DeserializeSeed<'de> for Column<'_> {
-    type Value = Option<Value>;
+impl<'de> DeserializeSeed<'de> for Columns<'_> {
+    type Value = (Option<Value>, Map<String, Value>);
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
 
-impl<'de> Visitor<'de> for Column<'_> {
-    type Value = Option<Value>;
+impl<'de> Visitor<'de> for Columns<'_> {
+    type Value = (Option<Value>, Map<String, Value>);
 
     fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
         formatter.write_str("an object")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut found = None;
+        let (mut found, mut beside) = (None, Map::new());
         while let Some(key) = map.next_key::<std::borrow::Cow<'de, str>>()? {
             if key == self.name {
                 found = Some(map.next_value()?);
+            } else if self.beside.iter().any(|name| *name == key) {
+                beside.insert(key.into_owned(), map.next_value()?);
             } else {
                 map.next_value::<IgnoredAny>()?;
             }
         }
-        Ok(found)
+        Ok((found, beside))
     }
 }
 

@@ -1,4 +1,5 @@
-//! Parquet with lists of messages: one row is one chat. Only that column is read.
+//! Parquet with lists of messages: one row is one chat. Only that column is read, and those that the chat template
+//! reads beside it.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 
-use super::document::{DocumentSource, Holds, SET_MESSAGES, check_size};
+use super::document::{DocumentSource, Holds, SET_MESSAGES, chat_of, check_size};
 use super::parquet::{guarded, several_columns};
 use crate::error::DataError;
 
@@ -24,8 +25,8 @@ pub(super) struct ParquetMessages {
 }
 
 impl ParquetMessages {
-    /// Opens a file and checks that it has one column of this name.
-    pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
+    /// Opens a file and checks that it has one column of this name. The columns `beside` are read if they are there.
+    pub(super) fn open(path: &Path, column: &str, max_bytes: u64, beside: &[String]) -> Result<Self, DataError> {
         use parquet::file::reader::FileReader;
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let reader = guarded(path, || SerializedFileReader::new(file))?;
@@ -46,19 +47,23 @@ impl ParquetMessages {
             let what = format!("column {column:?} holds {}, not lists of messages", field.get_physical_type());
             return Err(DataError::file(path, what, SET_MESSAGES));
         }
+        let is_beside = |name: &str| name != column && beside.iter().any(|found| found == name);
+        let others = schema.get_fields().iter().filter(|field| is_beside(field.name())).cloned();
+        let fields = std::iter::once(field).chain(others).collect();
         let rows = guarded(path, || {
-            let projection = Type::group_type_builder(schema.name()).with_fields(vec![field]).build()?;
+            let projection = Type::group_type_builder(schema.name()).with_fields(fields).build()?;
             RowIter::from_file_into(Box::new(reader)).project(Some(projection))
         })?;
         Ok(Self { rows, path: path.to_path_buf(), column: column.to_owned(), max_bytes, num_rows, row: 0 })
     }
 
-    /// The JSON of the messages in a row.
+    /// The JSON of the chat in a row.
     fn json(&self, row: &Row) -> Result<String, DataError> {
         let name = format!("row {}", self.row);
-        let value = row.get_column_iter().next().map(|(_, field): (_, &Field)| field.to_json_value());
-        let json = match value {
-            Some(list @ serde_json::Value::Array(_)) => list.to_string(),
+        let values = row.get_column_iter().map(|(name, field): (_, &Field)| (name.clone(), field.to_json_value()));
+        let mut beside = values.collect::<serde_json::Map<_, _>>();
+        let json = match beside.shift_remove(&self.column) {
+            Some(list @ serde_json::Value::Array(_)) => chat_of(list, beside),
             Some(serde_json::Value::Null) | None => {
                 return Err(Holds::Messages.not_in_column(&self.path, &name, &self.column, "null"));
             }

@@ -1,6 +1,6 @@
 //! Chats: what is stored of them, which of their tokens are labels, and what is refused.
 use super::*;
-use crate::chat::{ChatFormat, ChatText, ChatTurn};
+use crate::chat::{ChatError, ChatFormat, ChatText};
 use crate::loader::{IGNORE_LABEL, Loader, LoaderConfig, Order, Packing};
 use crate::test_files::write_column;
 use parquet::data_type::{ByteArray, ByteArrayType};
@@ -8,26 +8,35 @@ use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use std::sync::Arc;
 
-/// A template that writes a role as a number and a message as it is; an answer ends with `9`. It refuses the message
-/// `17`, and its hash is the number in it.
+/// A template that writes a role as a number and a message as it is; an answer ends with `9`, and the column `last` is
+/// written behind all. It refuses the message `17`, and its hash is the number in it.
 #[derive(Debug)]
 struct Numbers(u128);
 
 impl ChatFormat for Numbers {
-    fn text(&self, chat: &[ChatTurn]) -> Result<ChatText, String> {
+    fn columns(&self) -> Vec<String> {
+        vec!["last".to_owned()]
+    }
+
+    fn text(&self, row: &str) -> Result<ChatText, ChatError> {
+        let row: serde_json::Value = serde_json::from_str(row).unwrap();
         let mut found = ChatText::default();
-        for turn in chat {
-            if turn.content == "17" {
-                return Err("it takes no 17".to_owned());
+        for message in row["messages"].as_array().unwrap() {
+            let [role, content] = ["role", "content"].map(|key| message[key].as_str().unwrap());
+            if content == "17" {
+                let (what, hint) = ("it takes no 17".to_owned(), "leave it out: skip_invalid".to_owned());
+                return Err(ChatError { what, hint, is_of_template: false });
             }
-            found.text += if turn.is_answer() { " 8 " } else { " 7 " };
+            let is_answer = role == "assistant";
+            found.text += if is_answer { " 8 " } else { " 7 " };
             let start = found.text.len();
-            found.text += &turn.content;
-            if turn.is_answer() {
+            found.text += content;
+            if is_answer {
                 found.text += " 9";
                 found.answers.push(start..found.text.len());
             }
         }
+        found.text += &row.get("last").map(|last| format!(" {}", last.as_str().unwrap())).unwrap_or_default();
         Ok(found)
     }
 
@@ -193,8 +202,6 @@ fn invalid_chats_are_refused_or_left_out() {
     };
     refused("{\"text\": \"a\"}", "line 1 has no column \"messages\" (it has [\"text\"]) | data.messages_column");
     refused("{\"messages\": \"a\"}", "line 1: column \"messages\" is a string, not a list of messages");
-    refused("{\"messages\": [{\"role\": \"user\", \"content\": \"1\"}]}", "none of its 1 messages is the assistant's");
-    refused("{\"messages\": [{\"role\": \"user\"}]}", "line 1: column \"messages\": message 1 has no \"content\"");
     fs::write(place.dir.path().join("c.txt"), "1 2").unwrap();
     refusal(place.prepare(place.config("c.txt")), "plain text has no column \"messages\" | messages_column");
     let no_column = CorpusConfig { messages_column: Some("id".to_owned()), ..place.config("a.parquet") };
@@ -212,6 +219,38 @@ fn invalid_chats_are_refused_or_left_out() {
     let corpus = Corpus::open(place.config("a.jsonl")).unwrap();
     let to = replacing(place.dir.path().join("out"), 0.05);
     refusal(prepare(&[corpus], &place.tokenizer, &to, &|_| {}), "messages_column: | no chat template");
+}
+
+/// What the template names beside the messages is read from the row, in lines and in Parquet.
+#[test]
+fn columns_that_the_template_names_are_read_beside_the_messages() {
+    let place = Place::new(CHATS);
+    let answers = ["10", "11", "12", "13", "14", "15"];
+    let line = |answer: &&str| {
+        let messages = [serde_json::json!({"role": "assistant", "content": answer})];
+        format!("{}\n", serde_json::json!({"last": "16", "id": [1], "messages": messages}))
+    };
+    fs::write(place.dir.path().join("b.jsonl"), answers.iter().map(line).collect::<String>()).unwrap();
+    let schema = "message row { required binary last (UTF8); optional group messages (LIST) { repeated group list { \
+                  optional group element { optional binary content (UTF8); optional binary role (UTF8); } } } }";
+    let path = place.dir.path().join("b.parquet");
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut writer = SerializedFileWriter::new(fs::File::create(&path).unwrap(), schema, Default::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let bytes = |text: &str| ByteArray::from(text.as_bytes().to_vec());
+    write_column::<ByteArrayType>(&mut group, &vec![bytes("16"); answers.len()], None, None);
+    for column in [answers.map(bytes), answers.map(|_| bytes("assistant"))] {
+        write_column::<ByteArrayType>(&mut group, &column, Some(&[4; 6]), Some(&[0; 6]));
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+    for name in ["b.jsonl", "b.parquet"] {
+        let prepared = place.prepare(place.config(name)).unwrap();
+        let mut found = documents(&prepared.train().unwrap());
+        found.extend(documents(&prepared.validation().unwrap()));
+        found.sort();
+        assert_eq!(found, [10, 11, 12, 13, 14, 15].map(|answer| [8, answer, 9, 16]), "{name}");
+    }
 }
 
 /// A preparation that is stopped after a source file continues with the bounds of answers that it has kept.
