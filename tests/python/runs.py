@@ -17,7 +17,7 @@ import time
 
 COLOURS = ["#1b6ca8", "#c0392b", "#e08a1e", "#7d3c98", "#2e8b57", "#7f8c8d", "#000000", "#999900", "#b03a7a", "#f0b070",
            "#555599", "#40a0a0"]
-STOPPING = 20  # seconds that a training has for its last step and its checkpoint
+STOPPING = 30  # seconds that a training has for its last step and its checkpoint
 PANEL, HEIGHT, LEFT, TOP, BOTTOM = 330, 300, 56, 34, 46
 
 
