@@ -12,6 +12,7 @@ import json
 import pathlib
 import sys
 
+from papers import probes_share
 from run_tables import ROOT, ROWS
 
 FILE = ROWS / "papers.jsonl"
@@ -27,6 +28,15 @@ def rounded(value, digits=4):
     return round(value, digits)
 
 
+def pairs(one):
+    """Percent of the pairs that are read, and of these the probes'. A program before `probe_density` counted the mask's
+    alone: MOMO's probes are then added by their number."""
+    if "probe_density" in one:
+        return rounded(100 * one["density"]), rounded(100 * one["probe_density"])
+    probes = probes_share(one["tokens"]) if one["method"].startswith("momo") else 0.0
+    return rounded(100 * (one["density"] + probes)), rounded(100 * probes)
+
+
 def selectors(folder):
     """The rows of papers_gpu.sh, and the card; the first of several rows of the same method and length."""
     rows, card, lacks = {}, None, []
@@ -40,11 +50,12 @@ def selectors(folder):
         for one in measured["selectors"]:
             if one["method"] == "dense" or None in (one["whole_ms"], one["dense_ms"]):
                 continue
+            read, probes = pairs(one)
             rows.setdefault((one["method"], one["tokens"]), {
                 "table": "selectors_alone", "method": f"`{one['method']}`", "tokens": f"{one['tokens']:,}",
                 "dense, ms": rounded(one["dense_ms"]), "whole, ms": rounded(one["whole_ms"]),
-                "selection, ms": rounded(one["selection_ms"] or 0.0), "pairs, %": rounded(100 * one["density"]),
-                "of them probes, %": rounded(100 * one["probe_density"]), "mass, %": rounded(100 * one["mass"], 2)})
+                "selection, ms": rounded(one["selection_ms"] or 0.0), "pairs, %": read,
+                "of them probes, %": probes, "mass, %": rounded(100 * one["mass"], 2)})
     return "selectors_alone", list(rows.values()), SELECTORS, card, lacks, "experiments/papers_gpu.sh SIEVE OUT"
 
 

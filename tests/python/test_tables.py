@@ -257,6 +257,12 @@ class Tables(unittest.TestCase):
             "Table 1": ("150.0 to 50.0 ms, dense 211.0", "partly"),
             "Figure 4": ("20.0, 40.0, 30.0 ms at 131,072 tokens", "partly")})
 
+    def test_pairs_of_an_older_program_have_the_probes_that_it_did_not_count(self):
+        older = {"method": "momo:first_dense_layers=0", "tokens": 1048576, "density": 0.0159}
+        for one, wanted in ((older, (7.84, 6.25)), (older | {"method": "bfla"}, (1.59, 0.0)),
+                            (older | {"density": 0.0784, "probe_density": 0.0625}, (7.84, 6.25))):
+            self.assertEqual(tuple(round(share, 2) for share in papers_rows.pairs(one)), wanted, one)
+
     def test_what_figure2_draws_decides_its_claim(self):
         with tempfile.TemporaryDirectory() as folder:
             out, tasks = pathlib.Path(folder), []
