@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::config::{Format, SourceFile};
 use super::source::{self, DocumentSource};
 use super::{Corpus, Document};
-use crate::chat::ChatFormat;
+use crate::chat::{ChatFormat, MESSAGES};
 use crate::error::DataError;
 
 /// How many documents were read and dropped.
@@ -118,10 +118,11 @@ impl Corpus {
         let column = self.config().messages_column.as_ref()?;
         let file = self.files().first().filter(|file| file.remote.is_none())?;
         let format = self.config().format.of(&file.path).with_column(column);
-        let mut rows = source::open_messages(&format, &file.path, self.max_document_bytes(file)).ok()?;
+        let mut rows = source::open_messages(&format, &file.path, self.max_document_bytes(file), Vec::new()).ok()?;
         let (json, _line) = std::iter::from_fn(|| rows.next_document()).find_map(Result::ok)?;
-        let messages: Vec<serde_json::Map<String, serde_json::Value>> = serde_json::from_str(&json).ok()?;
-        let first = messages.into_iter().find(|message| message.get("role").is_some_and(|role| role == "user"))?;
+        let row: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&json).ok()?;
+        let messages = row.get(MESSAGES)?.as_array()?;
+        let first = messages.iter().find(|message| message.get("role").is_some_and(|role| role == "user"))?;
         first.get("content")?.as_str().map(str::to_owned)
     }
 }
