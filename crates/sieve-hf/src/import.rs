@@ -14,6 +14,7 @@ use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::parameters::{load_parameters_then, visit};
 use crate::tensor_file::TensorHeader;
+use crate::tensor_files::SINGLE;
 use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, LoadedModel};
 use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
@@ -38,6 +39,8 @@ const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
 /// The output projection; in a tied model it equals [`EMBEDDING`].
 const OUTPUT: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
+/// What the names of a model with an output projection have before those of the model without one.
+const BASE_PREFIX: &str = "model.";
 
 /// Refuses a `config.json` that [`import`] would refuse, without a look at tokenizer and weights.
 ///
@@ -505,11 +508,46 @@ impl Problems {
         if !assumed.is_empty() {
             text.push(format!("config.json leaves out sizes, and the class has {assumed}"));
         }
-        Err(CheckpointError::not_importable(
-            from,
-            text.join("\n  "),
-            "config.json and the weights must be of one model",
-        ))
+        let hint = self.prefix_hint(from);
+        let hint = hint.unwrap_or_else(|| "config.json and the weights must be of one model".to_owned());
+        Err(CheckpointError::not_importable(from, text.join("\n  "), hint))
+    }
+
+    /// The hint about names that have a prefix too much or too little, if that is so of most unknown names.
+    fn prefix_hint(&self, from: &Path) -> Option<String> {
+        let are_most = |count: usize| 2 * count > self.unknown.len();
+        let known = |name: &str| self.missing.contains(name);
+        let lacking = |name: &&String| known(&format!("{BASE_PREFIX}{name}"));
+        let folder = from.shown();
+        if are_most(self.unknown.iter().filter(lacking).count()) {
+            let output = match known(OUTPUT) {
+                true => format!("the folder has no {OUTPUT}: take the model that AutoModelForCausalLM saved"),
+                false => format!(
+                    "transformers adds it: AutoModelForCausalLM.from_pretrained({:?}).save_pretrained(\"NEW\"), and \
+                     copy the tokenizer there",
+                    folder.to_string()
+                ),
+            };
+            return Some(format!("the names lack {BASE_PREFIX:?}, as those of a saved AutoModel do; {output}"));
+        }
+        // The prefix of one name, which must be the others' prefix too.
+        let first = self.unknown.iter().find_map(|name| {
+            let ends = name.match_indices('.').map(|(at, _)| at + 1);
+            ends.into_iter().find(|&end| known(&name[end..])).map(|end| &name[..end])
+        })?;
+        let has_first = |name: &&String| name.strip_prefix(first).is_some_and(known);
+        are_most(self.unknown.iter().filter(has_first).count()).then(|| {
+            format!(
+                "the names begin with {first:?}, as torch.compile (_orig_mod.) and DistributedDataParallel (module.) \
+                 leave them; these lines of Python write them without it:\n    import glob\n    \
+                 from safetensors.torch import load_file, save_file\n    \
+                 all = [pair for path in glob.glob({:?}) for pair in load_file(path).items()]\n    \
+                 save_file({{name.removeprefix({first:?}): tensor for name, tensor in all}}, {:?}, \
+                 {{\"format\": \"pt\"}})",
+                format!("{folder}/*.safetensors"),
+                format!("{folder}/{SINGLE}")
+            )
+        })
     }
 }
 

@@ -228,6 +228,26 @@ fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
 }
 
 #[test]
+fn a_prefix_of_all_names_is_named_with_its_way_out() {
+    for (tied, change, words) in [
+        (true, ("model.", ""), "lack \"model.\" | AutoModelForCausalLM.from_pretrained( | save_pretrained"),
+        (false, ("model.", ""), "lack \"model.\" | has no lm_head.weight: take the model that"),
+        (true, ("model.", "_orig_mod.model."), "begin with \"_orig_mod.\" | removeprefix(\"_orig_mod.\") | save_file"),
+        (true, ("model.", "module.model."), "begin with \"module.\" | torch.compile | removeprefix(\"module.\")"),
+        (true, ("model.", "a.module.model."), "begin with \"a.module.\""),
+        (true, ("layers.0", "layers.7"), "config.json and the weights must be of one model"),
+    ] {
+        let (folder, hf) = dense(if tied { TIED } else { "tie_word_embeddings = false" });
+        rewrite(&hf, |tensors| {
+            tensors.retain(|tensor| tensor.name != OUTPUT);
+            tensors.iter_mut().for_each(|tensor| tensor.name = tensor.name.replacen(change.0, change.1, 1));
+        });
+        let error = refusal(imported(&hf, &folder.path().join("out"), None, &[]), words);
+        assert_eq!(error.contains("must be of one model"), change.0 == "layers.0", "{error}");
+    }
+}
+
+#[test]
 fn rotary_tables_and_a_tied_output_projection_are_ignored() {
     let (folder, hf) = dense(TIED);
     rewrite(&hf, |tensors| {

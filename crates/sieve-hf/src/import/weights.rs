@@ -7,7 +7,7 @@ use serde_json::Value;
 use sieve_core::ShownPath;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 /// Weights in pickles, which are programs and are not read.
 const PICKLES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
@@ -132,7 +132,7 @@ pub(super) fn is_same(a: &Stored<'_>, b: &Stored<'_>) -> bool {
     (a.dtype, &a.shape, a.bytes) == (b.dtype, &b.shape, b.bytes)
 }
 
-/// The file that an index names for each tensor. All files must be in the folder of the index.
+/// The file that an index names for each tensor. All files must be in the folder of the index, or in folders below it.
 fn read_index(index: &Path) -> Result<BTreeMap<String, String>, CheckpointError> {
     let text = fs::read_to_string(index).map_err(CheckpointError::io("reading", index))?;
     let malformed = |problem: String| CheckpointError::malformed(index, problem);
@@ -141,9 +141,15 @@ fn read_index(index: &Path) -> Result<BTreeMap<String, String>, CheckpointError>
     let map =
         map.filter(|map| !map.is_empty()).ok_or_else(|| malformed("its weight_map names no tensor".to_owned()))?;
     let owners = map.iter().map(|(tensor, file)| {
-        let plain = file.as_str().filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
-        let file = plain.ok_or_else(|| malformed(format!("{tensor} is in no file of its folder: {file}")))?;
-        Ok((tensor.clone(), file.to_owned()))
+        let is_below = |file: &&str| {
+            !file.is_empty()
+                && Path::new(file).components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir))
+        };
+        let inside = file.as_str().filter(is_below).ok_or_else(|| {
+            let what = format!("{}: {tensor} is in no file of its folder or below it: {file}", index.shown());
+            CheckpointError::refused(what, "copy the files of weights into the folder, and name them in the index so")
+        })?;
+        Ok((tensor.clone(), inside.to_owned()))
     });
     owners.collect()
 }
@@ -194,6 +200,30 @@ mod tests {
         assert_eq!(value(&read(), "a"), 2.0);
         fs::remove_file(folder.join(SINGLE)).expect("there");
         sieve_testing::refusal(Weights::open(folder), SHARDS[0]);
+    }
+
+    #[test]
+    fn shards_in_folders_below_the_index_are_read_and_others_are_not() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let folder = dir.path().join("model");
+        fs::create_dir_all(folder.join("parts/b")).expect("new");
+        let index = |files: [&str; 2]| {
+            let map = json!({"metadata": {}, "weight_map": {"a": files[0], "b": files[1]}});
+            fs::write(folder.join(INDEX), map.to_string()).expect("writable");
+        };
+        write(&folder, "parts/one.safetensors", &[("a", 1.0)]);
+        write(&folder, "parts/b/two.safetensors", &[("b", 2.0)]);
+        write(dir.path(), "outside.safetensors", &[("b", 3.0)]);
+        for two in ["parts/b/two.safetensors", "./parts/b/two.safetensors"] {
+            index(["parts/one.safetensors", two]);
+            let weights = Weights::open(&folder).expect("it has weights");
+            assert_eq!((value(&weights, "a"), value(&weights, "b")), (1.0, 2.0));
+        }
+        let absolute = dir.path().join("outside.safetensors").display().to_string();
+        for outside in ["../outside.safetensors", "parts/../../outside.safetensors", absolute.as_str(), "", "/"] {
+            index(["parts/one.safetensors", outside]);
+            sieve_testing::refusal(Weights::open(&folder), "b is in no file of its folder or below it | copy");
+        }
     }
 
     #[test]

@@ -106,7 +106,7 @@ fn is_complete(folder: &Path) -> bool {
     has(CONFIG) && has(TOKENIZER) && (has(SINGLE) || (has(INDEX) && has_shards()))
 }
 
-/// The files that an index of weights names. They must lie beside it.
+/// The files that an index of weights names. They must lie beside it, or in folders there.
 fn shards(index: &Path) -> Result<BTreeSet<String>, DataError> {
     #[derive(Deserialize)]
     struct Index {
@@ -117,15 +117,16 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, DataError> {
     let index = serde_json::from_str::<Index>(&text).map_err(|error| bad(error.to_string()))?;
     let names = index.weight_map.into_values().collect::<BTreeSet<_>>();
     match names.iter().find(|name| !is_plain(name)) {
-        Some(odd) => Err(bad(format!("it names {odd:?}, which is no file of safetensors beside it"))),
+        Some(odd) => Err(bad(format!("it names {odd:?}, which is no file of safetensors beside it or below"))),
         None => Ok(names),
     }
 }
 
-/// Whether a name is a file of safetensors in the index's own folder.
+/// Whether a name is a file of safetensors in the index's own folder, or in a folder below it.
 fn is_plain(name: &str) -> bool {
     let is_harmless = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    name.bytes().all(is_harmless) && !name.starts_with('.') && name.ends_with(".safetensors")
+    let is_name = |part: &str| !part.is_empty() && part.bytes().all(is_harmless) && !part.starts_with('.');
+    name.split('/').all(is_name) && name.ends_with(".safetensors")
 }
 
 /// A model that is being fetched.
@@ -209,11 +210,16 @@ impl Fetch<'_> {
 
     /// Path of a file on this disk. Its name is a known one or one that [`is_plain`] accepts, so it leads nowhere else.
     fn path(&self, file: &RemoteFile) -> PathBuf {
-        self.dir.join(file.name.rsplit('/').next().unwrap_or_default())
+        let below = file.name.strip_prefix(self.folder).unwrap_or(&file.name);
+        self.dir.join(below.trim_start_matches('/'))
     }
 
     fn fetch(&self, file: &RemoteFile) -> Result<(), DataError> {
-        self.hub.fetch_to(file, self.path(file))
+        let path = self.path(file);
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(DataError::io("create", folder))?;
+        }
+        self.hub.fetch_to(file, path)
     }
 
     /// Refuses what does not fit on the disk, before it is fetched.

@@ -617,8 +617,15 @@ fn a_model_is_fetched_once_with_the_files_that_are_read() {
 #[test]
 fn a_broken_transfer_of_a_model_is_resumed_and_shards_are_those_of_the_index() {
     let dir = tempfile::tempdir().unwrap();
-    let server = model_server(&["x/config.json", "x/tokenizer.json", "x/b.safetensors", "x/unused.safetensors"]);
-    let index = br#"{"weight_map": {"one": "a.safetensors", "two": "b.safetensors"}}"#.to_vec();
+    let server = model_server(&[
+        "x/config.json",
+        "x/tokenizer.json",
+        "x/b.safetensors",
+        "x/unused.safetensors",
+        "x/p/q.safetensors",
+    ]);
+    let index =
+        br#"{"weight_map": {"one": "a.safetensors", "two": "b.safetensors", "three": "p/q.safetensors"}}"#.to_vec();
     server.set(|state| {
         state.files.insert("x/model.safetensors.index.json".to_owned(), index);
         state.files.insert("x/a.safetensors".to_owned(), vec![7; 1000]);
@@ -628,8 +635,10 @@ fn a_broken_transfer_of_a_model_is_resumed_and_shards_are_those_of_the_index() {
     let (model, _) = fetched("hf://some/model/x", server.config(dir.path())).unwrap();
     assert_eq!(server.requests("a.safetensors"), [0, 600]);
     assert_eq!(fs::read(model.path.join("a.safetensors")).unwrap(), vec![7; 1000]);
-    let shards = ["a.safetensors", "b.safetensors", "config.json", "model.safetensors.index.json", "tokenizer.json"];
+    let shards =
+        ["a.safetensors", "b.safetensors", "config.json", "model.safetensors.index.json", "p", "tokenizer.json"];
     assert_eq!(names(&model.path), shards);
+    assert_eq!(fs::read(model.path.join("p/q.safetensors")).unwrap(), b"x/p/q.safetensors");
     // An index that leads out of the folder, or to a file that is not there, is refused.
     for (name, words) in [
         ("../../a.safetensors", "which is no file of safetensors beside it"),
