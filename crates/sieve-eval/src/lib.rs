@@ -64,7 +64,7 @@ pub use selectors::{
     BlockAgreement, DensityAndRecall, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure, block_agreement,
     measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
-pub use stop::StopTexts;
+pub use stop::{StopTexts, StoppedText};
 pub use task_model::TaskModel;
 pub use tasks::{
     Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskChat, TaskReport, TaskRows, TaskRun,

@@ -12,7 +12,7 @@ pub(crate) use haystack::made_up_sentences;
 
 use crate::continuation::TextsWithEndings;
 use crate::greedy::Greedy;
-use crate::{EvalError, LayerPath, Selection, TaskModel};
+use crate::{EvalError, LayerPath, Selection, StopTexts, TaskModel};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
@@ -270,6 +270,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
             max_new_tokens: &|n| samples[n].max_new_tokens(),
             room: samples.iter().map(Sample::max_new_tokens).max().unwrap_or(0),
             together: size.texts,
+            stop: &StopTexts::default(),
             is_enough: &|n, text| text.contains(&samples[n].answer),
             after_prompt: &mut |n, text, logits| {
                 if let Some(selection) = text.selection() {

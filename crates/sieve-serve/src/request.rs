@@ -3,7 +3,7 @@ use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
 use serde_json::{Value, json};
-use sieve_eval::Sampling;
+use sieve_eval::{Sampling, StopTexts};
 use sieve_hf::ChatMessage;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -49,7 +49,7 @@ pub(crate) struct Asked {
     /// Texts of each prompt; each has the next seed.
     pub(crate) num_samples: usize,
     pub(crate) sampling: Sampling,
-    pub(crate) stop: Vec<String>,
+    pub(crate) stop: StopTexts,
     /// Whether the answer begins with the prompt.
     pub(crate) echo: bool,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
@@ -112,7 +112,7 @@ impl Asked {
                 // Without a seed each request gets another text: the hasher's keys are random.
                 seed: fields.seed()?.unwrap_or_else(|| RandomState::new().hash_one(0)),
             },
-            stop: stop_texts(fields.take("stop"))?,
+            stop: StopTexts::new(&stop_texts(fields.take("stop"))?, &server.tokenizer),
             echo,
             num_top,
             streams: fields.bool("stream")?,

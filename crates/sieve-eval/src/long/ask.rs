@@ -6,7 +6,7 @@ use crate::continuation::TextsWithEndings;
 use crate::greedy::Greedy;
 use crate::input::check_length;
 use crate::needle::rank;
-use crate::{EvalError, LayerPath, Selection, TaskModel};
+use crate::{EvalError, LayerPath, Selection, StopTexts, TaskModel};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
 
@@ -112,6 +112,7 @@ pub fn ask_long<B: DeviceBackend>(
         max_new_tokens: &|_| texts.task.max_new_tokens(),
         room: longest.max(texts.task.max_new_tokens()),
         together: size.texts,
+        stop: &StopTexts::default(),
         is_enough: &|n, answer| {
             let (sample, _) = &texts.samples[n];
             sample.matching.score(answer, &sample.references) >= 1.0
