@@ -310,7 +310,7 @@ mod tests {
                 let token = match (word, len) {
                     (Ok(word), _) if is_byte_level => word.replace('é', "Ã©"),
                     // Byte tokens and words take turns.
-                    (Ok(word), _) if len > 1 || random.next_u32() % 2 == 0 => word.to_owned(),
+                    (Ok(word), _) if len > 1 || random.next_u32().is_multiple_of(2) => word.to_owned(),
                     (_, 1) if is_byte_level => char::from(bytes[0]).to_string(),
                     (_, 1) => format!("<0x{:02X}>", bytes[0]),
                     _ => return None,
