@@ -137,14 +137,19 @@ pub(crate) fn table_as_text(corpus: &Corpus) -> Option<String> {
     // What a document of the file is, and the Python that reads a line of it.
     let separated = |what: &str, reader: &str| {
         format!(
-            "{path} is read as plain text, with its {what}\n  hint: if each row is a document, write one a line: \
+            "{path} {what}\n  hint: if each row is a document, write one a line: \
              python3 -c 'import csv, json, sys; csv.field_size_limit(1 << 30); [print(json.dumps(row)) for row in \
              {reader}]' < {path} > NEW.jsonl"
         )
     };
     Some(match table {
-        TableAsText::Commas => separated("header and its commas", "csv.DictReader(sys.stdin)"),
-        TableAsText::Tabs => separated("header and its tabs", "csv.DictReader(sys.stdin, delimiter=\"\\t\")"),
+        TableAsText::Commas => {
+            separated("is read as plain text, with its header and its commas", "csv.DictReader(sys.stdin)")
+        }
+        TableAsText::Tabs => separated(
+            "is read as plain text, with its header and its tabs",
+            "csv.DictReader(sys.stdin, delimiter=\"\\t\")",
+        ),
         TableAsText::JsonLines => format!(
             "{path} is read as plain text, and its lines are JSON\n  \
              hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command"
