@@ -21,8 +21,8 @@ struct Served {
     address: String,
 }
 
-/// An answer: its status, and its body.
-struct Answer(u16, String);
+/// An answer: its status, its body, and its head in lower case.
+struct Answer(u16, String, String);
 
 impl Answer {
     fn json(&self) -> Value {
@@ -57,22 +57,25 @@ impl Served {
 
     /// Sends a request and reads all of the answer.
     fn send(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> Answer {
+        self.send_bare(&format!("{method} {path} HTTP/1.1\r\nHost: x\r\n{headers}"), body)
+    }
+
+    /// As [`send`](Self::send), with a head to which the length alone is added.
+    fn send_bare(&self, head: &str, body: &[u8]) -> Answer {
         let mut stream = self.connect();
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n",
-            body.len()
-        );
+        let head = format!("{head}Connection: close\r\nContent-Length: {}\r\n\r\n", body.len());
         stream.write_all(&[head.as_bytes(), body].concat()).expect("it reads");
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).expect("an answer");
         let answer = String::from_utf8(answer).expect("UTF-8");
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer:?}"));
         let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
-        let body = match head.to_lowercase().contains("transfer-encoding: chunked") {
+        let head = head.to_lowercase();
+        let body = match head.contains("transfer-encoding: chunked") {
             true => unchunked(body),
             false => body.to_owned(),
         };
-        Answer(status, body)
+        Answer(status, body, head)
     }
 
     fn post(&self, path: &str, body: &Value) -> Answer {
@@ -259,7 +262,9 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
         (post(completion, r#"{"prompt": [1, "t1"]}"#), 400, "or a list of either"),
         (post(completion, r#"{"prompt": "t1", "temperature": -1}"#), 400, "a number from 0 to 2"),
         (post(completion, r#"{"prompt": "t1", "top_p": 0}"#), 400, "above 0"),
-        (post(completion, r#"{"prompt": "t1", "n": 3}"#), 400, "more than 2 texts"),
+        (post(completion, r#"{"prompt": "t1", "n": 3}"#), 400, r#""param":"n""#),
+        (post(completion, r#"{"prompt": ["t1", "t2"], "n": 2}"#), 400, "more than 2 texts"),
+        (post(completion, r#"{"prompt": ["t1", "t2", "t3"]}"#), 400, r#""param":"prompt""#),
         (post(completion, r#"{"prompt": "t1", "logit_bias": {"5": 1}}"#), 400, "has no logit_bias"),
         (post(completion, r#"{"prompt": "t1", "temprature": 1}"#), 400, "temprature"),
         (post(completion, r#"{"prompt": "t1", "stop": ""}"#), 400, "stop is no text"),
@@ -296,6 +301,277 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port();
     tiny.refuses(&format!("serve --checkpoint run --device cpu --port {port}"), "cannot listen at | hint: use another");
+}
+
+/// Fields of OpenAI and of other servers: with a value that changes nothing they are taken, with another they are
+/// refused by name.
+#[test]
+fn fields_that_change_nothing_are_taken_and_others_are_refused_by_name() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    words_model::write(&tiny);
+    let served = Served::new(&tiny, "metaspace", "");
+    let completion = |more: Value| {
+        let mut body = json!({"prompt": "The lazy", "temperature": 0});
+        more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
+        served.post("/v1/completions", &body)
+    };
+    for (name, neutral, other) in [
+        ("top_k", json!(-1), json!(-2)),
+        ("top_k", json!(0), json!(1.5)),
+        ("min_p", json!(0), json!(0.1)),
+        ("repetition_penalty", json!(1.0), json!(1.1)),
+        ("repeat_penalty", json!(1), json!(1.1)),
+        ("length_penalty", json!(1.0), json!(0.5)),
+        ("presence_penalty", json!(0.0), json!(0.5)),
+        ("frequency_penalty", json!(0), json!(-1)),
+        ("typical_p", json!(1.0), json!(0.9)),
+        ("min_tokens", json!(0), json!(3)),
+        ("ignore_eos", json!(false), json!(true)),
+        ("skip_special_tokens", json!(true), json!(false)),
+        ("spaces_between_special_tokens", json!(false), json!("x")),
+        ("include_stop_str_in_output", json!(false), json!(true)),
+        ("stop_token_ids", json!([]), json!([3])),
+        ("bad_words", json!([]), json!(["x"])),
+        ("use_beam_search", json!(false), json!(true)),
+        ("early_stopping", json!(false), json!(true)),
+        ("add_special_tokens", json!(false), json!(true)),
+        ("cache_prompt", json!(true), json!(3)),
+        ("mirostat", json!(0), json!(2)),
+        ("tools", json!([]), json!([{}])),
+        ("tool_choice", json!("auto"), json!("required")),
+        ("parallel_tool_calls", json!(true), json!("x")),
+        ("function_call", json!("none"), json!({"name": "f"})),
+        ("logit_bias", json!({}), json!({"3": 1})),
+        ("chat_template_kwargs", json!({}), json!({"x": 1})),
+        ("response_format", json!({"type": "text"}), json!({"type": "json_object"})),
+        ("best_of", json!(1), json!(2)),
+        ("suffix", json!(""), json!("x")),
+        ("max_tokens", json!(16.0), json!(16.5)),
+        ("n", json!(1.0), json!(true)),
+        ("seed", json!(-3), json!(0.5)),
+        ("top_p", json!(1), json!(0)),
+        ("stream_options", json!({"continuous_usage_stats": false}), json!({"continuous_usage_stats": true})),
+        ("user", json!("ann"), json!(null)),
+    ] {
+        let answer = completion(json!({name: neutral}));
+        assert_eq!(answer.0, 200, "{name}: {}", answer.1);
+        assert_eq!(answer.json()["choices"][0]["text"], " dog jumps", "{name}");
+        if !other.is_null() {
+            let answer = completion(json!({name: other}));
+            let param = answer.json()["error"]["param"].as_str().unwrap_or_default().to_owned();
+            assert!(answer.0 == 400 && param.starts_with(name), "{name}: {}", answer.1);
+        }
+    }
+    let chat = |more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "What?"}], "temperature": 0});
+        more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
+        served.post("/v1/chat/completions", &body).0
+    };
+    for (neutral, other) in [
+        (json!({"echo": false}), json!({"echo": true})),
+        (json!({"add_generation_prompt": true}), json!({"add_generation_prompt": false})),
+        (json!({"continue_final_message": false}), json!({"continue_final_message": true})),
+        (json!({"top_logprobs": 0}), json!({"top_logprobs": 1})),
+    ] {
+        assert_eq!([chat(neutral.clone()), chat(other)], [200, 400], "{neutral}");
+    }
+    served.stop();
+}
+
+#[test]
+fn codes_and_headers_are_those_of_http() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    words_model::write(&tiny);
+    let template = "{{ raise_exception('no chat today') }}";
+    tiny.write("metaspace/chat_template.jinja", template);
+    let served = Served::new(&tiny, "metaspace", "--api-key secret");
+    let (path, body) = ("/v1/completions", br#"{"prompt": "The lazy", "max_tokens": 1}"#);
+    for (scheme, status) in [
+        ("Authorization: Bearer secret\r\n", 200),
+        ("Authorization: bearer secret\r\n", 200),
+        ("authorization: BEARER secret\r\n", 200),
+        ("Authorization: Bearer  secret\r\n", 401),
+        ("Authorization: Bearersecret\r\n", 401),
+        ("Authorization: Bearer\r\n", 401),
+        ("Authorization: Basic secret\r\n", 401),
+        ("", 401),
+    ] {
+        let answer = served.send("POST", path, scheme, body);
+        assert_eq!((answer.0, answer.2.contains("www-authenticate: bearer")), (status, status == 401), "{scheme}");
+    }
+    let key = "Authorization: Bearer secret\r\n";
+    for (head, status) in [
+        (format!("POST {path} HTTP/1.1\r\n{key}"), 400),
+        (format!("POST {path} HTTP/1.1\r\nHost: x\r\nHost: y\r\n{key}"), 400),
+        (format!("POST {path} HTTP/1.0\r\n{key}"), 200),
+        (format!("POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Encoding: identity\r\n"), 200),
+        (format!("POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Encoding: gzip\r\n"), 415),
+        (format!("POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Encoding: identity, br\r\n"), 415),
+        (format!("GET {path} HTTP/1.1\r\nHost: x\r\n{key}"), 405),
+        (format!("OPTIONS {path} HTTP/1.1\r\nHost: x\r\n{key}"), 405),
+    ] {
+        let answer = served.send_bare(&head, body);
+        assert_eq!(answer.0, status, "{head} {}", answer.1);
+        assert_eq!(answer.2.contains("accept-encoding: identity"), status == 415, "{head}");
+        assert_eq!(answer.2.contains("allow: post"), status == 405, "{head} {}", answer.2);
+        assert!(!answer.2.contains("access-control"), "{head}");
+    }
+    // An error repeats no long text of the request, and names no folder of this machine.
+    let long = "x".repeat(100_000);
+    let named = json!({"model": long, "prompt": "The"}).to_string();
+    for answer in [
+        served.send("POST", path, key, named.as_bytes()),
+        served.send("GET", &format!("/v1/models/{}", &long[..5000]), key, b""),
+        served.send("GET", &format!("/{}", &long[..5000]), key, b""),
+    ] {
+        assert!(answer.0 == 404 && answer.1.len() < 400, "{}", answer.1);
+    }
+    let chat = json!({"messages": [{"role": "user", "content": "What?"}]}).to_string();
+    let answer = served.send("POST", "/v1/chat/completions", key, chat.as_bytes());
+    let message = answer.json()["error"]["message"].as_str().expect("a text").to_owned();
+    assert!(answer.0 == 400 && message.contains("no chat today"), "{message}");
+    assert!(!message.contains('/') && !message.contains('\n'), "{message}");
+    served.stop();
+}
+
+#[test]
+fn a_stop_text_that_names_a_special_token_ends_a_text_in_every_command() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    words_model::write(&tiny);
+    let served = Served::new(&tiny, "metaspace", "");
+    // The model says ` short`, `<|user|>`, ` The`, and then its end.
+    for (stop, text) in [
+        ("<|user|>", " short"),
+        ("short<|user|>", " "),
+        ("ort<|user|> T", " sh"),
+        (" The", " short"),
+        ("short The", " "),
+        ("<|system|>", " short The"),
+        ("<|user|>x", " short The"),
+        ("user", " short The"),
+    ] {
+        let body = json!({"prompt": "Be", "max_tokens": 9, "temperature": 0, "stop": ["never", stop]});
+        let whole = served.completion(&body);
+        assert_eq!((&whole["text"], &whole["finish_reason"]), (&json!(text), &json!("stop")), "{stop}");
+        let mut streamed = body.clone();
+        streamed["stream"] = json!(true);
+        let chunks = events(&served.post("/v1/completions", &streamed));
+        let pieces = chunks.iter().filter_map(|chunk| chunk["choices"][0]["text"].as_str());
+        assert_eq!(pieces.collect::<String>(), text, "{stop}");
+        for samples in ["", "--samples 2"] {
+            let generate = format!("generate --checkpoint metaspace --device cpu --json --temperature 0 {samples}");
+            let printed = succeed(tiny.sieve(&generate).args(["--prompt", "Be", "--stop", "never", "--stop", stop]));
+            for line in printed.lines().filter(|line| line.starts_with('{')) {
+                assert_eq!(json(line)["text"], text, "{stop} {samples}");
+            }
+        }
+        let stop = json!(["never", stop]);
+        tiny.write(
+            "mine.toml",
+            format!(
+                "measure = \"generation\"\nprompt = \"{{q}}\"\nanswers = \"a\"\nmax_new_tokens = 9\nstop = {stop}\n"
+            ),
+        );
+        tiny.write("rows.jsonl", json!({"q": "Be", "a": ["x"]}).to_string());
+        tiny.prints("eval tasks --checkpoint metaspace --device cpu --data mine.toml=rows.jsonl --samples s.jsonl");
+        assert_eq!(json(tiny.read("s.jsonl").trim())["answer"], text, "{stop}");
+    }
+    served.stop();
+}
+
+/// The model has 14 tokens and 16 rows of output.
+#[test]
+fn log_probabilities_of_generated_tokens_are_over_all_rows_of_the_model() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    words_model::write(&tiny);
+    let served = Served::new(&tiny, "metaspace", "");
+    let logprobs = |prompt: &str, max_tokens: usize, echo: bool| {
+        let body = json!({"prompt": prompt, "max_tokens": max_tokens, "echo": echo, "logprobs": 2, "temperature": 0});
+        served.completion(&body)["logprobs"].clone()
+    };
+    let scored = logprobs("The lazy dog jumps", 0, true);
+    for echo in [true, false] {
+        let new = logprobs("The lazy", 2, echo);
+        let first = if echo { 2 } else { 0 };
+        for at in 0..2 {
+            let [found, wanted] = [&new["token_logprobs"][first + at], &scored["token_logprobs"][2 + at]];
+            let [found, wanted] = [found, wanted].map(|value| value.as_f64().expect("a number"));
+            assert!((found - wanted).abs() < 1e-5, "{found} {wanted}");
+        }
+        let top = |one: &Value, at: usize| one["top_logprobs"][at].as_object().expect("tokens").len();
+        assert_eq!(top(&new, first), top(&scored, 2));
+    }
+    served.stop();
+}
+
+#[test]
+fn a_request_samples_as_the_models_file_says_unless_it_says_how() {
+    let tiny = dense();
+    tiny.prints("export --checkpoint run --out exported");
+    let generation = tiny.read("exported/generation_config.json");
+    let mut generation: Value = serde_json::from_str(&generation).expect("JSON");
+    for (name, value) in [("temperature", json!(0.5)), ("top_k", json!(1)), ("repetition_penalty", json!(1.1))] {
+        generation[name] = value;
+    }
+    tiny.write("exported/generation_config.json", generation.to_string());
+    let served = Served::new(&tiny, "exported", "");
+    let about = served.get("/v1/models").json()["data"][0].clone();
+    assert_eq!(about["sampling"], json!({"temperature": 0.5, "top_p": 1.0, "top_k": 1}));
+    let text = |more: Value| {
+        let mut body = json!({"prompt": "t5 t9 t11", "max_tokens": 9, "seed": 3});
+        more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
+        served.completion(&body)["text"].clone()
+    };
+    let greedy = text(json!({"temperature": 0}));
+    assert_eq!(text(json!({})), greedy);
+    let own = generated(&tiny, "run", "--temperature 2 --top-p 1 --seed 3", "t5 t9 t11");
+    assert_eq!(text(json!({"temperature": 2, "top_k": 0})), own["text"]);
+    assert_ne!(own["text"], greedy);
+    served.stop();
+    generation["top_p"] = json!(2);
+    tiny.write("exported/generation_config.json", generation.to_string());
+    tiny.refuses(
+        "serve --checkpoint exported --device cpu --port 0",
+        "top_p is 2, not a number above 0 | correct the value",
+    );
+}
+
+/// lm-evaluation-harness with `add_bos_token=True` sends the tokens that the tokenizer's template makes of a text.
+#[test]
+fn likelihoods_behind_a_first_token_of_the_tokenizer_are_those_of_eval_tasks() {
+    let page = include_str!("../docs/serving.md");
+    let command =
+        page.split("```").find(|block| block.contains("lm_eval --model local-completions")).expect("it is there");
+    assert!(command.contains("add_bos_token=True"), "{command}");
+    let tiny = dense();
+    tiny.prints("export --checkpoint run --out exported");
+    let mut tokenizer: Value = serde_json::from_str(&tiny.read("exported/tokenizer.json")).expect("JSON");
+    let (name, bos) = ("<|endoftext|>", 96);
+    tokenizer["post_processor"] = json!({"type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}}});
+    tiny.write("exported/tokenizer.json", tokenizer.to_string());
+    tiny.write("mine.toml", "measure = \"choices\"\nprompt = \"{q}\"\nchoices = \"c\"\nlabel = \"0\"\n");
+    let (questions, endings) = (["t5 t9 t11", "t40", ""], ["t7 t8", "t30 t2 t77"]);
+    let rows = questions.map(|q| json!({"q": q, "c": endings}).to_string());
+    tiny.write("rows.jsonl", rows.join("\n"));
+    tiny.prints("eval tasks --checkpoint exported --device cpu --data mine.toml=rows.jsonl --samples s.jsonl");
+    let served = Served::new(&tiny, "exported", "");
+    let ids = |text: &str| text.split_whitespace().map(|word| word[1..].parse().expect("tN")).collect::<Vec<u32>>();
+    let samples = tiny.read("s.jsonl");
+    for (question, row) in questions.iter().zip(samples.lines()) {
+        for (at, ending) in endings.iter().enumerate() {
+            let prompt = [vec![bos], ids(question), ids(ending)].concat();
+            let body = json!({"prompt": prompt, "max_tokens": 1, "echo": true, "logprobs": 1, "temperature": 0});
+            let found = served.completion(&body)["logprobs"]["token_logprobs"].clone();
+            let found = found.as_array().expect("a list").iter().map(|value| value.as_f64().unwrap_or(0.0));
+            let sum: f64 = found.skip(1 + ids(question).len()).take(ids(ending).len()).sum();
+            let wanted = json(row)["likelihoods"][at]["log_likelihood"].as_f64().expect("a number");
+            assert!((sum - wanted).abs() < 1e-4 * wanted.abs().max(1.0), "{question} {ending}: {sum} {wanted}");
+        }
+    }
+    served.stop();
 }
 
 #[test]

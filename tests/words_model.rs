@@ -9,13 +9,17 @@ use std::fs;
 const WORDS: [&str; 9] = ["<unk>", "▁The", "▁lazy", "▁dog", "▁jumps", "▁What?", "▁Paris", "▁Be", "▁short"];
 const SPECIAL: [&str; 5] = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"];
 /// Each token and its successor; after all others comes `<unk>`.
-const SUCCESSORS: [(&str, &str); 6] = [
+const SUCCESSORS: [(&str, &str); 10] = [
     ("▁lazy", "▁dog"),
     ("▁dog", "▁jumps"),
     ("▁jumps", "</s>"),
     ("▁What?", "</s>"),
     ("<|assistant|>", "▁Paris"),
     ("▁Paris", "</s>"),
+    ("▁Be", "▁short"),
+    ("▁short", "<|user|>"),
+    ("<|user|>", "▁The"),
+    ("▁The", "</s>"),
 ];
 const TEMPLATE: &str = "{% for message in messages %}{{ '<|' + message.role + '|> ' + message.content }}{% endfor %}\
     {% if add_generation_prompt %}<|assistant|>{% endif %}";

@@ -4,16 +4,20 @@ usage: serve_clients.py SIEVE CHECKPOINT [new tokens, 64]
 
 Needs `pip install openai lm_eval[api]`. Prints what each client got beside what `sieve generate` and `sieve eval tasks`
 give, and tokens a second with 1, 16 and 64 clients beside one batch of `sieve generate`. CHECKPOINT is a run or an
-export with a tokenizer.json.
+export with a tokenizer.json. The settings of lm-evaluation-harness are those of the command in docs/serving.md; they are
+also tried on an export of CHECKPOINT whose tokenizer puts a token before each text.
 """
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 PROMPTS = ["fn main", "The ", "use std::", "# A page\n\nIt begins with", "for x in", "let mut"]
 ENDINGS = [" text of the page", "() {"]
@@ -61,6 +65,36 @@ def check_openai(client, sieve, checkpoint, tokens):
     assert same == len(PROMPTS)
 
 
+def page_arguments():
+    """The `--model_args` of the command in docs/serving.md, without its addresses and names."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    arguments = re.search(r"lm_eval --model local-completions.*--model_args[\s\\]+(\S+)", page).group(1)
+    pairs = dict(pair.split("=", 1) for pair in arguments.split(","))
+    values = {"True": True, "False": False}
+    named = ["model", "base_url", "tokenizer"]
+    return {key: int(value) if value.isdigit() else values.get(value, value) for key, value in pairs.items() if key not in named}
+
+
+def with_first_token(sieve, checkpoint, folder):
+    """An export of a checkpoint whose tokenizer puts the end token before each text, as Llama's puts its `<s>`."""
+    if (Path(checkpoint) / "config.json").is_file():
+        shutil.copytree(checkpoint, folder)
+    else:
+        subprocess.run([sieve, "export", "--checkpoint", checkpoint, "--out", folder], check=True, capture_output=True)
+    path = Path(folder) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    first = next(token for token in tokenizer["added_tokens"] if token["content"] == "<|endoftext|>")
+    name, id = first["content"], first["id"]
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}},
+    }
+    path.write_text(json.dumps(tokenizer))
+
+
 def check_harness(address, sieve, checkpoint, tokenizer):
     """Likelihoods by lm-evaluation-harness's client beside those of `sieve eval tasks`."""
     from lm_eval.api.instance import Instance
@@ -72,7 +106,7 @@ def check_harness(address, sieve, checkpoint, tokenizer):
         tokenizer=tokenizer,
         tokenizer_backend="huggingface",
         max_length=128,
-        num_concurrent=4,
+        **page_arguments(),
     )
     pairs = [(prompt, ending) for prompt in PROMPTS for ending in ENDINGS]
     asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
@@ -128,6 +162,19 @@ def main():
     finally:
         server.terminate()
     assert server.wait() == 0
+    folder = tempfile.mkdtemp()
+    server = None
+    try:
+        exported = os.path.join(folder, "exported")
+        with_first_token(sieve, checkpoint, exported)
+        server, address = start(sieve, exported)
+        print("with a tokenizer that puts a token before each text:")
+        check_harness(address, sieve, exported, exported)
+    finally:
+        if server:
+            server.terminate()
+            server.wait()
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

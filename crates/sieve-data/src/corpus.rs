@@ -24,7 +24,7 @@ use hub::Hub;
 pub use hub::{
     HubConfig, HubLimits, HubModel, HubModelEvent, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,
 };
-pub use source::JsonText;
+pub use source::TableAsText;
 pub use table::{TableRow, read_table};
 
 /// One document of a corpus.
@@ -223,13 +223,13 @@ impl Corpus {
         self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }
 
-    /// The first file that is read as plain text although it holds JSON objects, among the first
+    /// The first file that is read as plain text although it holds rows of a table, among the first
     /// `FILES_LOOKED_INTO` text files on this disk.
-    pub fn json_as_text(&self) -> Option<(&Path, JsonText)> {
+    pub fn table_as_text(&self) -> Option<(&Path, TableAsText)> {
         let local = self.files.iter().filter(|file| file.remote.is_none());
         let text = local.filter(|file| self.config.format.of(&file.path) == Format::Text);
         let mut paths = text.map(|file| file.path.as_path()).take(FILES_LOOKED_INTO);
-        paths.find_map(|path| Some((path, source::json_of(path)?)))
+        paths.find_map(|path| Some((path, source::table_of(path)?)))
     }
 
     /// Reads the documents, always in the same order.

@@ -66,7 +66,7 @@ mod tokenizer;
 pub use chat::{ChatError, ChatFormat, ChatText};
 pub use corpus::{
     Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, HubModel,
-    HubModelEvent, JsonText, SourceFile, TableRow, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,
+    HubModelEvent, SourceFile, TableAsText, TableRow, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,
     read_table,
 };
 pub use error::DataError;

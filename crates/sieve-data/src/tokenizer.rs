@@ -346,6 +346,30 @@ impl Tokenizer {
         (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.into_bytes())
     }
 
+    /// Whether an id is that of a special token, which has no text.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.id_token(id).is_some_and(|token| self.marked.get_added_vocabulary().is_special_token(&token))
+    }
+
+    /// The special tokens whose names a text holds, in their order: the bytes of each name, and the token's id. Where
+    /// several names begin at one place, the longest counts.
+    pub fn special_names(&self, text: &str) -> Vec<(Range<usize>, u32)> {
+        let tokens = self.marked.get_added_tokens_decoder().into_iter().filter(|(_, token)| token.special);
+        let mut names = tokens.map(|(id, token)| (token.content, id)).collect::<Vec<_>>();
+        names.retain(|(name, _)| !name.is_empty() && text.contains(name.as_str()));
+        names.sort_by_key(|(name, id)| (std::cmp::Reverse(name.len()), *id));
+        let (mut found, mut end) = (Vec::new(), 0);
+        for (at, _) in text.char_indices() {
+            if at >= end
+                && let Some((name, id)) = names.iter().find(|(name, _)| text[at..].starts_with(name.as_str()))
+            {
+                end = at + name.len();
+                found.push((at..end, *id));
+            }
+        }
+        found
+    }
+
     /// The token of an id; `None` for unknown ids and special tokens, which have no text.
     fn text_token(&self, id: u32) -> Option<String> {
         let added = self.marked.get_added_vocabulary();

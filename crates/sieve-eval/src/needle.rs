@@ -13,7 +13,7 @@ pub(crate) use haystack::made_up_sentences;
 use crate::EvalError;
 use sample::{Sample, samples, texts};
 use serde::Serialize;
-use sieve_infer::{Greedy, LayerPath, Selection, TaskModel, TextsWithEndings};
+use sieve_infer::{Greedy, LayerPath, Selection, StopTexts, TaskModel, TextsWithEndings};
 use sieve_ops::DeviceBackend;
 
 /// Wrong numbers that the answer is ranked among.
@@ -269,6 +269,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
             max_new_tokens: &|n| samples[n].max_new_tokens(),
             room: samples.iter().map(Sample::max_new_tokens).max().unwrap_or(0),
             together: size.texts,
+            stop: &StopTexts::default(),
             is_enough: &|n, text| text.contains(&samples[n].answer),
             after_prompt: &mut |n, text, logits| {
                 if let Some(selection) = text.selection() {

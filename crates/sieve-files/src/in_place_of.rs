@@ -7,11 +7,8 @@ pub fn in_place_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     const AGAIN: &str = "fetch or copy the file again";
     let text = bytes.trim_ascii_start();
     let begins = |with: &str| text.get(..with.len()).is_some_and(|start| start.eq_ignore_ascii_case(with.as_bytes()));
-    if begins("version https://git-lfs") {
-        return Some((
-            "it is a pointer of Git LFS, which only names the file",
-            "git lfs pull in its folder fetches the file itself; so does hf download",
-        ));
+    if let Some(found) = lfs_pointer(bytes) {
+        return Some(found);
     }
     if begins("<!doctype html") || begins("<html") || begins("<?xml") {
         return Some((
@@ -33,6 +30,15 @@ pub fn in_place_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
         true => Some(("it holds zeros alone", AGAIN)),
         false => None,
     }
+}
+
+/// What a file is that only names another one for Git LFS, by its first bytes, and how to get that one; `None` for any
+/// other file.
+pub fn lfs_pointer(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    bytes.trim_ascii_start().starts_with(b"version https://git-lfs").then_some((
+        "it is a pointer of Git LFS, which only names the file",
+        "git lfs pull in its folder fetches the file itself; so does hf download",
+    ))
 }
 
 #[cfg(test)]

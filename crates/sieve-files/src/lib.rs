@@ -21,7 +21,7 @@ mod write;
 
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
-pub use in_place_of::in_place_of;
+pub use in_place_of::{in_place_of, lfs_pointer};
 pub use lock::{Taken, lock_or_wait, try_lock};
 pub use python_number::python_number;
 pub use room::free_bytes;

@@ -541,9 +541,9 @@ impl Problems {
                 "the names begin with {first:?}, as torch.compile (_orig_mod.) and DistributedDataParallel (module.) \
                  leave them; these lines of Python write them without it:\n    import glob\n    \
                  from safetensors.torch import load_file, save_file\n    \
-                 files = [load_file(path) for path in glob.glob({:?})]\n    \
-                 save_file({{name.removeprefix({first:?}): tensor for file in files for name, tensor in file.items()}}, \
-                 {:?}, {{\"format\": \"pt\"}})",
+                 all = [pair for path in glob.glob({:?}) for pair in load_file(path).items()]\n    \
+                 save_file({{name.removeprefix({first:?}): tensor for name, tensor in all}}, {:?}, \
+                 {{\"format\": \"pt\"}})",
                 format!("{folder}/*.safetensors"),
                 format!("{folder}/{SINGLE}")
             )

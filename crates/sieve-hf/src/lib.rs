@@ -19,7 +19,9 @@ pub use checkpoint::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSIO
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, ExportReport, export};
 pub use import::{ImportReport, check_config, import, importable_families, imported_model};
-pub use loaded_model::{LoadedModel, end_ids, load_model, load_model_then, peek_model, peek_tokenizer};
+pub use loaded_model::{
+    LoadedModel, SamplingDefaults, end_ids, load_model, load_model_then, peek_model, peek_tokenizer,
+};
 pub use odd_folders::{refuse_odd_file, refuse_odd_model};
 pub use parameters::{
     Kept, LoadedThen, NamedTensor, ParameterLoader, PartSource, TensorSource, converted_source, load_converted,

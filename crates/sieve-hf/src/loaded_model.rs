@@ -28,6 +28,47 @@ pub struct LoadedModel<B: Backend> {
     pub kept: Kept,
 }
 
+/// How the `generation_config.json` of an imported model samples where a request does not say it. A key is `None` where
+/// the file does not set it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SamplingDefaults {
+    /// What logits are divided by.
+    pub temperature: Option<f64>,
+    /// The probability of the likeliest tokens that are drawn from.
+    pub top_p: Option<f64>,
+    /// The number of likeliest tokens that are drawn from; `Some(None)` draws from all.
+    pub top_k: Option<Option<usize>>,
+    /// Other settings of the file that change how text is drawn, which Sieve does not have, as `key = value`.
+    pub others: Vec<String>,
+}
+
+impl SamplingDefaults {
+    /// The defaults in the object of `generation_config.json`; an error is what is wrong with a value.
+    fn of(all: &serde_json::Map<String, Value>) -> Result<Self, String> {
+        let key = |name: &str| all.get(name).filter(|value| !value.is_null());
+        let number = |name: &str, wanted: &str, is_in: fn(f64) -> bool| {
+            let read = |value: &Value| {
+                let found = value.as_f64().filter(|number| is_in(*number));
+                found.ok_or_else(|| format!("{name} is {value}, not {wanted}"))
+            };
+            key(name).map(read).transpose()
+        };
+        // transformers draws from all tokens with 0, vLLM with -1 too.
+        let is_count = |count: f64| count.fract() == 0.0 && (-1.0..=f64::from(u32::MAX)).contains(&count);
+        let top_k = number("top_k", "a whole number from -1", is_count)?;
+        let others = [("repetition_penalty", 1.0), ("min_p", 0.0)].into_iter().filter_map(|(name, without_effect)| {
+            key(name).filter(|value| value.as_f64() != Some(without_effect)).map(|value| format!("{name} = {value}"))
+        });
+        let most_tokens = key("max_new_tokens").map(|value| format!("max_new_tokens = {value}"));
+        Ok(Self {
+            temperature: number("temperature", "a number from 0", |number| number >= 0.0)?,
+            top_p: number("top_p", "a number above 0 and up to 1", |number| number > 0.0 && number <= 1.0)?,
+            top_k: top_k.map(|count| (count >= 1.0).then_some(count as usize)),
+            others: others.chain(most_tokens).collect(),
+        })
+    }
+}
+
 impl<B: Backend> LoadedModel<B> {
     /// What the model is, on one line ([`model_line`]); it names the folder from which the weights were read.
     pub fn line(&self) -> String {
@@ -49,6 +90,26 @@ impl<B: Backend> LoadedModel<B> {
     /// A file that exists and cannot be read.
     pub fn end_ids(&self, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
         end_ids(&self.path, &self.recipe, eos_id)
+    }
+
+    /// How the `generation_config.json` of an imported model samples; a run's own model has none.
+    ///
+    /// # Errors
+    /// A file that exists and cannot be read, or a value that cannot be sampled with.
+    pub fn sampling_defaults(&self) -> Result<SamplingDefaults, CheckpointError> {
+        let folder = self.generation_folder();
+        let path = folder.join(tokenizer_files::GENERATION);
+        SamplingDefaults::of(&tokenizer_files::generation(&folder)?).map_err(|problem| {
+            CheckpointError::refused(
+                format!("{}: {problem}", path.shown()),
+                "correct the value, or remove the key: requests may then say it",
+            )
+        })
+    }
+
+    /// The folder of the model's `generation_config.json`, if it has one.
+    fn generation_folder(&self) -> PathBuf {
+        tokenizer_files::folder(&self.path, &self.recipe)
     }
 }
 
@@ -168,5 +229,37 @@ impl Checkpoint {
             return Err(CheckpointError::other_model(&path, problem));
         }
         Ok((recipe, shape))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn sampling_defaults_are_what_the_file_sets_and_odd_values_are_refused() {
+        let of = |value: Value| SamplingDefaults::of(value.as_object().expect("an object"));
+        assert_eq!(of(json!({"do_sample": true, "eos_token_id": 3, "temperature": null})), Ok(Default::default()));
+        let all = json!({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.0, "min_p": 0.0});
+        let set = SamplingDefaults { temperature: Some(0.6), top_p: Some(0.95), top_k: Some(Some(20)), others: vec![] };
+        assert_eq!(of(all), Ok(set));
+        let all = of(json!({"top_k": 0, "repetition_penalty": 1.05, "max_new_tokens": 9})).expect("it is valid");
+        assert_eq!(
+            (all.top_k, all.others.join(", ").as_str()),
+            (Some(None), "repetition_penalty = 1.05, max_new_tokens = 9")
+        );
+        for (name, value) in [
+            ("temperature", json!(-1)),
+            ("temperature", json!("hot")),
+            ("top_p", json!(0)),
+            ("top_p", json!(1.5)),
+            ("top_k", json!(-2)),
+            ("top_k", json!(1.5)),
+        ] {
+            let mut all = json!({});
+            all[name] = value.clone();
+            assert!(of(all).is_err_and(|problem| problem.starts_with(&format!("{name} is {value}, not"))), "{name}");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Greedy answers to several prompts, decoded as one batch.
 use crate::continuation::Continuation;
+use crate::stop::{StopTexts, StoppedText};
 use crate::{InferError, OpenTexts, Selection, TaskModel};
-use sieve_data::DecodeStream;
 use sieve_ops::{DeviceBackend, first_of_largest};
 
 /// Called with a prompt's index, its text once the prompt is read, and the logits of its next token.
@@ -15,6 +15,8 @@ pub struct Greedy<'x, B: DeviceBackend> {
     pub room: usize,
     /// Texts that are decoded as one batch, at most.
     pub together: usize,
+    /// Texts before which an answer ends.
+    pub stop: &'x StopTexts,
     /// Whether the text of the answer to a prompt, given by its index, is complete.
     pub is_enough: &'x dyn Fn(usize, &str) -> bool,
     /// Called with each text after its prompt was read, to ask the model more of it.
@@ -22,9 +24,9 @@ pub struct Greedy<'x, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Greedy<'_, B> {
-    /// The greedy continuation of each prompt. It ends where the answer is complete, before an end token of the model,
-    /// or after `max_new_tokens` tokens. Prompts are read one by one; `observe` is called with the number of finished
-    /// answers.
+    /// The greedy continuation of each prompt. It ends where the answer is complete, before a stop text or an end token
+    /// of the model, or after `max_new_tokens` tokens. Prompts are read one by one; `observe` is called with the number
+    /// of finished answers.
     ///
     /// # Errors
     /// Tokens outside the vocabulary, a NaN logit, operands that the selector refuses, an error of `after_prompt`.
@@ -59,7 +61,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                         num_read: prompt.len(),
                         next: first_of_largest(&logits[..num_tokens]),
                         last: None,
-                        stream: Some(model.tokenizer.decode_stream(asked)?),
+                        stream: Some(self.stop.until(model.tokenizer.decode_stream(asked)?)),
                         answer: String::new(),
                         num_tokens: 0,
                     }))
@@ -72,7 +74,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                 if answer.last.is_none()
                     && let Some(stream) = answer.stream.take()
                 {
-                    answers[answer.prompt_idx] = std::mem::take(&mut answer.answer) + &stream.finish()?;
+                    answers[answer.prompt_idx] = std::mem::take(&mut answer.answer) + &stream.finish()?.0;
                 }
             }
             open.step_likeliest(
@@ -100,7 +102,7 @@ struct OpenAnswer<'t> {
     /// The last token, which the model has not read yet; `None` once the answer is complete.
     last: Option<u32>,
     /// `None` once the answer is complete.
-    stream: Option<DecodeStream<'t>>,
+    stream: Option<StoppedText<'t>>,
     answer: String,
     /// Number of tokens generated so far.
     num_tokens: usize,
@@ -120,7 +122,11 @@ impl OpenAnswer<'_> {
         }
         self.num_tokens += 1;
         if let Some(stream) = &mut self.stream {
-            self.answer += &stream.push(token)?;
+            let (text, is_met) = stream.push(token)?;
+            self.answer += &text;
+            if is_met {
+                return Ok(None);
+            }
         }
         let continues = !is_enough(&self.answer) && self.num_tokens < max_new_tokens;
         Ok(continues.then_some(token))

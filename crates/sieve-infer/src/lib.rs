@@ -43,7 +43,7 @@ pub use perplexity::{
 };
 pub use sampler::{Sampler, Sampling};
 pub use selection::{LayerPath, Selection, SelectionTotals, copied_bytes, dense_pairs, layer_shape};
-pub use stop::StopTexts;
+pub use stop::{StopTexts, StoppedText};
 pub use task_model::TaskModel;
 pub use together::BatchGenerator;
 pub use token_scores::{PromptScores, TokenScore, score_prompts};

@@ -36,6 +36,9 @@ fn bind_hint(host: &str) -> String {
     }
 }
 
+/// How the error of a chat template goes on behind the name of its folder.
+const TEMPLATE_FAILED: &str = "the chat template cannot be applied";
+
 /// Why a request is not answered. Its message goes to the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ApiError {
@@ -51,6 +54,10 @@ pub(crate) struct ApiError {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: String) -> Self {
+        // A template's error begins with the folder that holds it, which is no client's business.
+        let begin = message.find(TEMPLATE_FAILED).unwrap_or(0);
+        // A hint is a line of its own on a terminal.
+        let message = message[begin..].replace("\n  hint: ", "; ");
         Self { status, kind, code: None, param: None, message }
     }
 
@@ -70,7 +77,7 @@ impl ApiError {
     }
 
     pub(crate) fn unknown_model(asked: &str, name: &str) -> Self {
-        let message = format!("the model {asked:?} does not exist; this server has {name:?}");
+        let message = format!("the model \"{}\" does not exist; this server has {name:?}", shown(asked));
         let invalid = Self::invalid("model", message);
         Self { status: StatusCode::NOT_FOUND, code: Some("model_not_found"), ..invalid }
     }
@@ -83,20 +90,25 @@ impl ApiError {
 
     pub(crate) fn no_path(path: &str) -> Self {
         let message = format!(
-            "nothing is at {path}; this server has /v1/completions, /v1/chat/completions, /v1/models, /health and \
-             /metrics"
+            "nothing is at {}; this server has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics",
+            shown(path)
         );
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
     }
 
     pub(crate) fn wrong_method(method: &str, path: &str) -> Self {
-        let message = format!("{method} is not possible at {path}");
+        let message = format!("{} is not possible at {}", shown(method), shown(path));
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message)
     }
 
     pub(crate) fn too_large(most_bytes: usize) -> Self {
         let message = format!("the request has more than {most_bytes} bytes");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
+    }
+
+    pub(crate) fn packed_body() -> Self {
+        let message = "the body has a Content-Encoding, and this server reads bodies as they are; send it without one";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", message.to_owned())
     }
 
     pub(crate) fn too_slow(seconds: u64) -> Self {
@@ -130,11 +142,25 @@ impl ApiError {
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
-        if self.status == StatusCode::TOO_MANY_REQUESTS {
-            headers.insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
+        // What HTTP wants beside these codes (RFC 9110; RFC 6585).
+        let beside = match self.status {
+            StatusCode::TOO_MANY_REQUESTS => Some((header::RETRY_AFTER, "1")),
+            StatusCode::UNAUTHORIZED => Some((header::WWW_AUTHENTICATE, "Bearer")),
+            StatusCode::UNSUPPORTED_MEDIA_TYPE => Some((header::ACCEPT_ENCODING, "identity")),
+            _ => None,
+        };
+        if let Some((name, value)) = beside {
+            headers.insert(name, header::HeaderValue::from_static(value));
         }
         response
     }
+}
+
+/// A text of a request as errors repeat it: without control characters, and not whole if it is long.
+pub(crate) fn shown(text: &str) -> String {
+    const MOST_CHARS: usize = 64;
+    let rest = if text.chars().nth(MOST_CHARS).is_some() { "…" } else { "" };
+    text.chars().take(MOST_CHARS).flat_map(char::escape_debug).chain(rest.chars()).collect()
 }
 
 impl From<InferError> for ApiError {

@@ -1,9 +1,9 @@
 //! Typed fields of a request's JSON object. A field that the server does not know is refused, not ignored.
-use crate::error::ApiError;
+use crate::error::{ApiError, shown};
 use serde_json::{Map, Value};
 
 /// Fields that change nothing in the answer.
-const WITHOUT_EFFECT: [&str; 8] = [
+const WITHOUT_EFFECT: [&str; 9] = [
     "user",
     "store",
     "metadata",
@@ -11,6 +11,7 @@ const WITHOUT_EFFECT: [&str; 8] = [
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
+    "cache_salt",
     "stream_options.include_obfuscation",
 ];
 
@@ -83,10 +84,10 @@ impl Fields {
         self.of_type(name, "a string", |value| value.as_str().map(str::to_owned))
     }
 
-    /// A whole number from `least` to `most`.
+    /// A whole number from `least` to `most`; 16.0 is one too.
     pub(crate) fn count(&mut self, name: &str, [least, most]: [u64; 2]) -> Result<Option<usize>, ApiError> {
         let wanted = format!("a whole number from {least} to {most}");
-        let read = |value: &Value| value.as_u64().filter(|count| (least..=most).contains(count));
+        let read = |value: &Value| whole(value).filter(|count| (i128::from(least)..=i128::from(most)).contains(count));
         Ok(self.of_type(name, &wanted, read)?.map(|count| count as usize))
     }
 
@@ -105,9 +106,20 @@ impl Fields {
         self.of_type(name, &wanted, |value| value.as_f64().filter(is_in))
     }
 
+    /// The number of likeliest tokens that are drawn from; `Some(None)` for all, which other servers write 0 or -1.
+    pub(crate) fn top_k(&mut self) -> Result<Option<Option<usize>>, ApiError> {
+        let most = i128::from(u32::MAX);
+        let read = |value: &Value| match whole(value)? {
+            -1 | 0 => Some(None),
+            count => (1..=most).contains(&count).then_some(Some(count as usize)),
+        };
+        self.of_type("top_k", &format!("a whole number from 1 to {most}, or 0 or -1 for all tokens"), read)
+    }
+
     /// Any 64-bit integer.
     pub(crate) fn seed(&mut self) -> Result<Option<u64>, ApiError> {
-        let read = |value: &Value| value.as_u64().or(value.as_i64().map(|seed| seed as u64));
+        let fits = |seed: &i128| (i128::from(i64::MIN)..=i128::from(u64::MAX)).contains(seed);
+        let read = |value: &Value| whole(value).filter(fits).map(|seed| seed as u64);
         self.of_type("seed", "a whole number of 64 bits", read)
     }
 
@@ -127,10 +139,17 @@ impl Fields {
         let names = self.fields.iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| self.full_name(name));
         match names.into_iter().find(|name| !WITHOUT_EFFECT.contains(&name.as_str())) {
             Some(name) => {
-                let shown: String = name.chars().take(64).flat_map(char::escape_debug).collect();
+                let shown = shown(&name);
                 Err(ApiError::invalid(&shown, format!("this server does not know the field {shown}; leave it out")))
             }
             None => Ok(()),
         }
     }
+}
+
+/// A whole number, also one that is written as 16.0, as vLLM takes it. Beyond 2^53 such a number is not exact.
+fn whole(value: &Value) -> Option<i128> {
+    let exact = value.as_u64().map(i128::from).or(value.as_i64().map(i128::from));
+    let is_whole = |number: &f64| number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0;
+    exact.or_else(|| value.as_f64().filter(is_whole).map(|number| number as i128))
 }

@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderValue, Method, Response, Uri, header};
+use axum::http::{HeaderValue, Method, Response, Uri, Version, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{get, post};
 use futures_util::StreamExt;
@@ -42,7 +42,7 @@ pub(crate) fn router(server: Arc<Server>) -> Router {
         .with_state(server)
 }
 
-/// Checks the key, and counts the answer.
+/// Checks the head of a request and its key, and counts the answer.
 async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response<Body> {
     // The path that counts; unknown paths share one counter.
     let path = match request.uri().path() {
@@ -55,6 +55,9 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
     };
     let is_open = ["/health", "/metrics"].contains(&path);
     let response = match &server.settings.api_key {
+        _ if !has_host(&request) => {
+            ApiError::invalid("", "a request of HTTP/1.1 has one header Host, and this one has not").response()
+        }
         Some(key) if !is_open && !has_key(&request, key) => ApiError::no_key().response(),
         _ => next.run(request).await,
     };
@@ -62,10 +65,18 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
     response
 }
 
+/// Whether a request names the host as HTTP/1.1 wants it (RFC 9112, section 3.2).
+fn has_host(request: &Request) -> bool {
+    request.version() < Version::HTTP_11 || request.headers().get_all(header::HOST).iter().count() == 1
+}
+
 /// Whether a request has the key. The comparison takes the same time wherever the keys differ.
 fn has_key(request: &Request, key: &str) -> bool {
     let sent = request.headers().get(header::AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
-    let Some(sent) = sent.strip_prefix(b"Bearer ") else {
+    // The name of a scheme has no case (RFC 9110, section 11.1).
+    let scheme = b"Bearer ";
+    let Some((_, sent)) = sent.split_at_checked(scheme.len()).filter(|(name, _)| name.eq_ignore_ascii_case(scheme))
+    else {
         return false;
     };
     let differing = sent.iter().zip(key.as_bytes()).fold(0, |differing, (a, b)| differing | (a ^ b));
@@ -90,8 +101,12 @@ async fn metrics(State(server): State<Arc<Server>>) -> Response<Body> {
 fn about(server: &Server) -> Value {
     let settings = &server.settings;
     json!({
-        "id": settings.name, "object": "model", "created": 0, "owned_by": "sieve",
+        "id": settings.name, "object": "model", "created": server.begun, "owned_by": "sieve",
         "max_model_len": settings.context, "attention": settings.attention, "selector": settings.selector,
+        "sampling": {
+            "temperature": settings.sampling.temperature, "top_p": settings.sampling.top_p,
+            "top_k": settings.sampling.top_k,
+        },
         "texts_at_once": settings.max_texts, "texts_waiting_at_most": settings.max_queue,
         "has_chat_template": settings.template.is_some(),
     })
@@ -155,6 +170,10 @@ async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Res
 
 /// The body of a request, within its limits of size and time.
 async fn read(request: Request) -> Result<Vec<u8>, ApiError> {
+    let is_plain = |coding: &HeaderValue| coding.as_bytes().eq_ignore_ascii_case(b"identity");
+    if !request.headers().get_all(header::CONTENT_ENCODING).iter().all(is_plain) {
+        return Err(ApiError::packed_body());
+    }
     let read = async {
         let (mut parts, mut num_bytes) = (request.into_body().into_data_stream(), 0);
         let mut body = Vec::new();

@@ -56,10 +56,15 @@ struct Spelled {
     bytes: Option<Vec<u8>>,
 }
 
+/// The time of this moment, as OpenAI writes it.
+pub(crate) fn seconds_since_1970() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
 impl Reply {
     /// The answer to a request before its first text: an id, and an empty choice for each text.
     pub(crate) fn new(server: Arc<Server>, asked: Arc<Asked>) -> Self {
-        let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let created = seconds_since_1970();
         let prefix = match asked.form {
             Form::Completion => "cmpl",
             Form::Chat => "chatcmpl",
@@ -126,6 +131,10 @@ impl Reply {
         map.insert("created".to_owned(), self.created.into());
         map.insert("model".to_owned(), self.server.settings.name.as_str().into());
         map.insert("choices".to_owned(), choices.into());
+        // Of a stream, the last chunk alone has numbers.
+        if self.asked.has_usage {
+            map.insert("usage".to_owned(), Value::Null);
+        }
         map
     }
 

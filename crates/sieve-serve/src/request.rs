@@ -3,7 +3,7 @@ use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
 use serde_json::{Value, json};
-use sieve_infer::Sampling;
+use sieve_infer::{Sampling, StopTexts};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ pub(crate) struct Asked {
     /// Texts of each prompt; each has the next seed.
     pub(crate) num_samples: usize,
     pub(crate) sampling: Sampling,
-    pub(crate) stop: Vec<String>,
+    pub(crate) stop: StopTexts,
     /// Whether the answer begins with the prompt.
     pub(crate) echo: bool,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
@@ -80,7 +80,7 @@ impl Asked {
             Form::Chat => {
                 let num_top = fields.count("top_logprobs", [0, MOST_TOP])?;
                 let with_logprobs = fields.bool("logprobs")?;
-                if num_top.is_some() && !with_logprobs {
+                if num_top.is_some_and(|num_top| num_top > 0) && !with_logprobs {
                     return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs: true"));
                 }
                 (false, with_logprobs.then_some(num_top.unwrap_or(0)), vec![chat_prompt(&mut fields, server)?])
@@ -90,10 +90,7 @@ impl Asked {
             let message = "a server with a selector does not score prompts; sieve eval tasks --selector does";
             return Err(ApiError::invalid("logprobs", message));
         }
-        let options = fields.take("stream_options").map(|options| Fields::inside("stream_options", options));
-        let mut options = options.transpose()?;
-        let has_usage = options.as_mut().map_or(Ok(false), |options| options.bool("include_usage"))?;
-        options.map_or(Ok(()), Fields::finish)?;
+        let has_usage = wants_usage(&mut fields)?;
         let asked = Self {
             form,
             prompts: prompts
@@ -104,14 +101,8 @@ impl Asked {
                 })
                 .collect::<Result<_, ApiError>>()?,
             num_samples: fields.count("n", [1, MOST_SAMPLES])?.unwrap_or(1),
-            sampling: Sampling {
-                temperature: fields.number("temperature", [0.0, MOST_TEMPERATURE], false)?.unwrap_or(1.0),
-                top_p: fields.number("top_p", [0.0, 1.0], true)?.unwrap_or(1.0),
-                top_k: fields.count("top_k", [1, u64::from(u32::MAX)])?,
-                // Without a seed each request gets another text: the hasher's keys are random.
-                seed: fields.seed()?.unwrap_or_else(|| RandomState::new().hash_one(0)),
-            },
-            stop: stop_texts(fields.take("stop"))?,
+            sampling: sampling(&mut fields, server.settings.sampling)?,
+            stop: StopTexts::new(&stop_texts(fields.take("stop"))?, &server.tokenizer),
             echo,
             num_top,
             streams: fields.bool("stream")?,
@@ -120,8 +111,10 @@ impl Asked {
         refuse_what_is_not_served(&mut fields, asked.num_samples)?;
         fields.finish()?;
         let most = server.queue.most();
+        // Prompts that fit by themselves are too many by `n`.
+        let param = if asked.prompts.len() > most { "prompt" } else { "n" };
         match asked.num_texts() > most {
-            true => Err(ApiError::invalid("prompt", format!("the request asks for more than {most} texts"))),
+            true => Err(ApiError::invalid(param, format!("the request asks for more than {most} texts"))),
             false => Ok(asked),
         }
     }
@@ -141,6 +134,29 @@ impl Asked {
         let seed = self.sampling.seed.wrapping_add((text % self.num_samples) as u64);
         Sampling { seed, ..self.sampling }
     }
+}
+
+/// How the texts are sampled; `usual` counts where the request does not say it.
+fn sampling(fields: &mut Fields, usual: Sampling) -> Result<Sampling, ApiError> {
+    Ok(Sampling {
+        temperature: fields.number("temperature", [0.0, MOST_TEMPERATURE], false)?.unwrap_or(usual.temperature),
+        top_p: fields.number("top_p", [0.0, 1.0], true)?.unwrap_or(usual.top_p),
+        top_k: fields.top_k()?.unwrap_or(usual.top_k),
+        // Without a seed each request gets another text: the hasher's keys are random.
+        seed: fields.seed()?.unwrap_or_else(|| RandomState::new().hash_one(0)),
+    })
+}
+
+/// Whether `stream_options` asks for the number of tokens.
+fn wants_usage(fields: &mut Fields) -> Result<bool, ApiError> {
+    let Some(options) = fields.take("stream_options") else {
+        return Ok(false);
+    };
+    let mut options = Fields::inside("stream_options", options)?;
+    let has_usage = options.bool("include_usage")?;
+    options.lacks("continuous_usage_stats", is_false)?;
+    options.finish()?;
+    Ok(has_usage)
 }
 
 /// Tokens that a text may have after its prompt.
@@ -253,20 +269,82 @@ fn is_empty(value: &Value) -> bool {
     value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(serde_json::Map::is_empty)
 }
 
-/// Refuses fields of OpenAI that would change the answer and that this server lacks.
+fn is_zero(value: &Value) -> bool {
+    value.as_f64() == Some(0.0)
+}
+
+fn is_one(value: &Value) -> bool {
+    value.as_f64() == Some(1.0)
+}
+
+fn is_false(value: &Value) -> bool {
+    value.as_bool() == Some(false)
+}
+
+fn is_true(value: &Value) -> bool {
+    value.as_bool() == Some(true)
+}
+
+/// Whether a value lets the model call tools, of which there are none, or does not.
+fn is_no_tool(value: &Value) -> bool {
+    ["none", "auto"].iter().any(|choice| value == choice)
+}
+
+fn is_text_form(value: &Value) -> bool {
+    value.get("type").and_then(Value::as_str) == Some("text")
+}
+
+/// Which values of a field change nothing.
+type ChangesNothing = fn(&Value) -> bool;
+
+/// Fields of OpenAI, vLLM, SGLang and llama.cpp that this server lacks.
+const LACKING: [(&str, ChangesNothing); 39] = [
+    ("presence_penalty", is_zero),
+    ("frequency_penalty", is_zero),
+    ("logit_bias", is_empty),
+    ("tools", is_empty),
+    ("functions", is_empty),
+    ("modalities", |value| is_empty(value) || *value == json!(["text"])),
+    ("suffix", |value| value == ""),
+    ("tool_choice", is_no_tool),
+    ("function_call", is_no_tool),
+    ("parallel_tool_calls", Value::is_boolean),
+    ("response_format", is_text_form),
+    ("echo", is_false),
+    ("min_p", is_zero),
+    ("top_a", is_zero),
+    ("typical_p", is_one),
+    ("tfs_z", is_one),
+    ("repetition_penalty", is_one),
+    ("repeat_penalty", is_one),
+    ("length_penalty", is_one),
+    ("min_tokens", is_zero),
+    ("ignore_eos", is_false),
+    ("stop_token_ids", is_empty),
+    ("bad_words", is_empty),
+    ("include_stop_str_in_output", is_false),
+    ("skip_special_tokens", is_true),
+    // Special tokens are in no text, so nothing is between them.
+    ("spaces_between_special_tokens", Value::is_boolean),
+    ("use_beam_search", is_false),
+    ("early_stopping", is_false),
+    ("mirostat", is_zero),
+    ("dynatemp_range", is_zero),
+    ("dry_multiplier", is_zero),
+    ("xtc_probability", is_zero),
+    ("cache_prompt", Value::is_boolean),
+    ("add_special_tokens", is_false),
+    ("add_generation_prompt", is_true),
+    ("continue_final_message", is_false),
+    ("chat_template_kwargs", is_empty),
+    ("return_token_ids", is_false),
+    ("return_tokens_as_token_ids", is_false),
+];
+
+/// Refuses fields that would change the answer and that this server lacks.
 fn refuse_what_is_not_served(fields: &mut Fields, num_samples: usize) -> Result<(), ApiError> {
-    for name in ["presence_penalty", "frequency_penalty"] {
-        fields.lacks(name, |value| value.as_f64() == Some(0.0))?;
+    for (name, changes_nothing) in LACKING {
+        fields.lacks(name, changes_nothing)?;
     }
-    for name in ["logit_bias", "tools", "functions"] {
-        fields.lacks(name, is_empty)?;
-    }
-    fields.lacks("modalities", |value| is_empty(value) || *value == json!(["text"]))?;
-    fields.lacks("best_of", |value| value.as_u64() == Some(num_samples as u64))?;
-    fields.lacks("suffix", |value| value.as_str() == Some(""))?;
-    for name in ["tool_choice", "function_call"] {
-        fields.lacks(name, |value| value.as_str() == Some("none"))?;
-    }
-    fields.lacks("parallel_tool_calls", Value::is_boolean)?;
-    fields.lacks("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text"))
+    fields.lacks("best_of", |value| value.as_u64() == Some(num_samples as u64))
 }

@@ -3,6 +3,7 @@ use crate::error::ServeError;
 use crate::listen;
 use crate::metrics::Metrics;
 use crate::queue::Queue;
+use crate::reply::seconds_since_1970;
 use crate::server::{Engine, Server, Settings, Stop};
 use crate::worker::Worker;
 use sieve_ops::DeviceBackend;
@@ -24,7 +25,9 @@ pub fn serve<B: DeviceBackend>(
 ) -> Result<(), ServeError> {
     let (queue, texts, waiting) = Queue::new(settings.max_queue);
     let (size, metrics) = ([settings.max_texts, settings.context], Arc::new(Metrics::default()));
-    let server = Arc::new(Server { settings, tokenizer: engine.tokenizer.clone(), queue, metrics: metrics.clone() });
+    let begun = seconds_since_1970();
+    let (tokenizer, counted) = (engine.tokenizer.clone(), metrics.clone());
+    let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted });
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()

@@ -3,7 +3,7 @@ use crate::metrics::Metrics;
 use crate::queue::Queue;
 use sieve_data::Tokenizer;
 use sieve_hf::ChatTemplate;
-use sieve_infer::Selection;
+use sieve_infer::{Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use std::sync::Arc;
@@ -50,6 +50,8 @@ pub struct Settings {
     pub eos_id: u32,
     /// The model's chat template, if it has one.
     pub template: Option<ChatTemplate>,
+    /// How a request samples that does not say it. The seed is not used.
+    pub sampling: Sampling,
     /// What `/v1/models` says about attention.
     pub attention: String,
     /// The selector, if any; its texts are decoded one at a time.
@@ -80,6 +82,8 @@ impl Stop {
 /// What all requests share.
 #[derive(Debug)]
 pub(crate) struct Server {
+    /// When the server began, in seconds since 1970.
+    pub(crate) begun: u64,
     pub(crate) settings: Settings,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) queue: Queue,

@@ -3,8 +3,8 @@ use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::queue::{Piece, Text, Waiting};
 use crate::server::Engine;
-use sieve_data::{DecodeStream, Tokenizer};
-use sieve_infer::{InferError, OpenTexts, Sampler, StopTexts, TokenScore, score_prompts};
+use sieve_data::Tokenizer;
+use sieve_infer::{InferError, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts};
 use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -181,8 +181,7 @@ struct Writing<'t> {
     text: Text,
     sampler: Sampler,
     /// `None` once the text has ended.
-    stream: Option<DecodeStream<'t>>,
-    stop: StopTexts,
+    stream: Option<StoppedText<'t>>,
     /// The last token, which the model has not read yet.
     last: u32,
     num_tokens: usize,
@@ -194,8 +193,7 @@ impl<'t> Writing<'t> {
     fn new(text: Text, tokenizer: &'t Tokenizer) -> Result<Self, InferError> {
         Ok(Self {
             sampler: Sampler::new(text.sampling)?,
-            stream: Some(tokenizer.decode_stream(&text.prompt)?),
-            stop: StopTexts::new(&text.stop),
+            stream: Some(text.stop.until(tokenizer.decode_stream(&text.prompt)?)),
             last: 0,
             num_tokens: 0,
             has_stopped: false,
@@ -216,10 +214,9 @@ impl<'t> Writing<'t> {
         engine: &Engine<'_, B>,
         metrics: &Metrics,
     ) -> Result<(), InferError> {
-        // Logits beyond the tokenizer's vocabulary are padding.
-        let logits = &logits[..engine.num_tokens()];
         let num_read = self.text.prompt.len() + self.num_tokens;
-        let token = self.sampler.sample(logits).ok_or(InferError::NotFinite(num_read))?;
+        // Rows beyond the tokenizer's vocabulary are padding: no such token is drawn, but its probability counts.
+        let token = self.sampler.sample(&logits[..engine.num_tokens()]).ok_or(InferError::NotFinite(num_read))?;
         let scores = self.text.num_top.map(|num_top| TokenScore::new(token, logits, num_top));
         metrics.new_tokens.fetch_add(1, Relaxed);
         (self.last, self.num_tokens) = (token, self.num_tokens + 1);
@@ -227,12 +224,8 @@ impl<'t> Writing<'t> {
         if engine.ends.contains(&token) {
             (self.has_ended, self.has_stopped) = (true, true);
         } else if let Some(stream) = &mut self.stream {
-            (shown, self.has_stopped) = self.stop.push(&stream.push(token)?);
+            (shown, self.has_stopped) = stream.push(token)?;
             self.has_ended = self.has_stopped || self.num_tokens == self.text.max_tokens;
-            if self.has_stopped {
-                // After a stop text, bytes that were held back are not sent.
-                self.stream = None;
-            }
         }
         if !shown.is_empty() || scores.is_some() {
             self.send(Piece::More(shown, scores.into_iter().collect()));
@@ -244,15 +237,11 @@ impl<'t> Writing<'t> {
     fn end(&mut self) {
         self.has_ended = true;
         if let Some(stream) = self.stream.take() {
-            let rest = match stream.finish() {
+            let (shown, is_met) = match stream.finish() {
                 Ok(rest) => rest,
-                Err(error) => return self.fail(InferError::from(error).into()),
+                Err(error) => return self.fail(error.into()),
             };
-            let (mut shown, is_met) = self.stop.push(&rest);
-            match is_met {
-                true => self.has_stopped = true,
-                false => shown += &std::mem::take(&mut self.stop).finish(),
-            }
+            self.has_stopped |= is_met;
             if !shown.is_empty() {
                 self.send(Piece::More(shown, Vec::new()));
             }

@@ -7,9 +7,11 @@ use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
-use sieve_data::{DecodeStream, Tokenizer};
+use sieve_data::Tokenizer;
 use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel};
-use sieve_infer::{BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, prompt_part};
+use sieve_infer::{
+    BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, StoppedText, prompt_part,
+};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -190,6 +192,7 @@ fn run_on<B: ModelBackend>(
             num_tokens: tokenizer.vocab_size(),
         },
         ends: loaded.end_ids(eos_id)?,
+        stop: StopTexts::new(&args.stop, &tokenizer),
         loaded,
         tokenizer: &tokenizer,
         device,
@@ -212,6 +215,8 @@ struct Run<'a, B: DeviceBackend> {
     config: GenerateConfig,
     /// Token ids that end a text.
     ends: Vec<u32>,
+    /// Texts that end a text.
+    stop: StopTexts,
     loaded: &'a LoadedModel<B>,
     tokenizer: &'a Tokenizer,
     device: &'a B::Device,
@@ -308,7 +313,7 @@ impl<B: DeviceBackend> Run<'_, B> {
 
     /// Generates a sample of each of `prompts` in one batch.
     fn write_together(&self, mut generator: BatchGenerator<'_, B>, prompts: &[usize]) -> Result<Vec<Written>> {
-        let texts = prompts.iter().map(|prompt| Growing::new(self.args, self.tokenizer, &self.tokens[*prompt]));
+        let texts = prompts.iter().map(|prompt| Growing::new(&self.stop, self.tokenizer, &self.tokens[*prompt]));
         let mut texts = texts.collect::<Result<Vec<_>>>()?;
         while let Some(tokens) = generator.next() {
             for (at, token) in tokens?.into_iter().enumerate() {
@@ -334,7 +339,7 @@ impl<B: DeviceBackend> Run<'_, B> {
             }
         };
         show(self.shown_prompt(0));
-        let mut growing = Growing::new(self.args, self.tokenizer, &self.tokens[0])?;
+        let mut growing = Growing::new(&self.stop, self.tokenizer, &self.tokens[0])?;
         let result = loop {
             let token = match generator.next() {
                 Some(Ok(token)) => token,
@@ -449,17 +454,15 @@ impl Written {
 
 /// A sample that is still being generated.
 struct Growing<'t> {
-    stream: DecodeStream<'t>,
-    stop: StopTexts,
+    text: StoppedText<'t>,
     written: Written,
 }
 
 impl<'t> Growing<'t> {
     /// A sample that continues the tokens of `prompt`.
-    fn new(args: &GenerateArgs, tokenizer: &'t Tokenizer, prompt: &[u32]) -> Result<Self> {
+    fn new(stop: &StopTexts, tokenizer: &'t Tokenizer, prompt: &[u32]) -> Result<Self> {
         Ok(Self {
-            stream: tokenizer.decode_stream(prompt)?,
-            stop: StopTexts::new(&args.stop),
+            text: stop.until(tokenizer.decode_stream(prompt)?),
             written: Written {
                 text: String::new(),
                 stopped: "max_new_tokens",
@@ -472,7 +475,7 @@ impl<'t> Growing<'t> {
     /// The text that a token adds, and whether a stop text follows it.
     fn push(&mut self, token: u32) -> Result<(String, bool)> {
         self.written.token_times.push(Instant::now());
-        let (text, is_met) = self.stop.push(&self.stream.push(token)?);
+        let (text, is_met) = self.text.push(token)?;
         self.written.text += &text;
         if is_met {
             self.written.stopped = "stop text";
@@ -482,14 +485,11 @@ impl<'t> Growing<'t> {
 
     /// The finished sample, and the end of its text that was held back as a possible stop text.
     fn finish(mut self) -> Result<(Written, String)> {
-        if self.written.stopped == "stop text" {
-            return Ok((self.written, String::new()));
-        }
-        let (mut text, is_met) = self.stop.push(&self.stream.finish()?);
-        if !is_met {
-            text += &self.stop.finish();
-        }
+        let (text, is_met) = self.text.finish()?;
         self.written.text += &text;
+        if is_met {
+            self.written.stopped = "stop text";
+        }
         Ok((self.written, text))
     }
 }

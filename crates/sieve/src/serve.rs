@@ -7,8 +7,9 @@ use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use sieve_core::{ModelShape, Recipe, attention_label};
-use sieve_hf::{ChatTemplate, Kept, peek_model};
-use sieve_infer::{prompt_part, texts_together};
+
+use sieve_hf::{ChatTemplate, Kept, SamplingDefaults, peek_model};
+use sieve_infer::{Sampling, prompt_part, texts_together};
 use sieve_ops::DeviceBackend;
 use sieve_plan::{InferenceSize, MemoryVerdict};
 use sieve_serve::{Engine, Settings, Stop};
@@ -156,6 +157,7 @@ fn run_on<B: DeviceBackend>(
     };
     terminal::line(&format!("model: {}", loaded.line()));
     let eos_id = tokenizer.eos_id()?;
+    let sampling = sampling(&loaded.sampling_defaults()?);
     let engine = Engine {
         model: &loaded.model,
         device,
@@ -175,6 +177,7 @@ fn run_on<B: DeviceBackend>(
         vocab_size: loaded.shape.vocab_size,
         eos_id,
         template,
+        sampling,
         attention: attention_label(&loaded.shape),
         selector: args.sparse.selector.as_ref().map(ToString::to_string),
     };
@@ -194,6 +197,29 @@ fn run_on<B: DeviceBackend>(
     sieve_serve::serve(listener, &engine, settings, &stop)?;
     terminal::line("stopped; every request that had begun was answered, or waited for 30 seconds");
     Ok(())
+}
+
+/// How a request samples that does not say it: as `generation_config.json` says, of which a line tells, else from the
+/// model's own distribution.
+fn sampling(defaults: &SamplingDefaults) -> Sampling {
+    let SamplingDefaults { temperature, top_p, top_k, others } = defaults;
+    let all = |top_k: &Option<usize>| top_k.map_or_else(|| "all".to_owned(), |top_k| top_k.to_string());
+    let set = [
+        temperature.map(|value| format!("temperature {value}")),
+        top_p.map(|value| format!("top_p {value}")),
+        top_k.as_ref().map(|value| format!("top_k {}", all(value))),
+    ];
+    let set = set.into_iter().flatten().collect::<Vec<_>>();
+    if !set.is_empty() {
+        let set = set.join(", ");
+        terminal::line(&format!("sampling of requests that do not set it: {set} (generation_config.json)"));
+    }
+    if !others.is_empty() {
+        let others = others.join(", ");
+        terminal::warning(&format!("generation_config.json has {others}, which this server does not follow"));
+    }
+    let [temperature, top_p] = [temperature, top_p].map(|value| value.unwrap_or(1.0));
+    Sampling { temperature, top_p, top_k: top_k.flatten(), seed: 0 }
 }
 
 /// The first signal lets open requests end, a later one ends the process.

@@ -5,7 +5,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use sieve_core::recipe::{TokenizerSource, tokens_of_text};
 use sieve_core::{Recipe, ShownPath};
-use sieve_data::{Corpus, CorpusConfig, DataError, Document, DocumentTokens, JsonText, Tokenizer, is_hub_tokenizer};
+use sieve_data::{Corpus, CorpusConfig, DataError, Document, DocumentTokens, TableAsText, Tokenizer, is_hub_tokenizer};
 use std::path::Path;
 
 /// Extensions that the line about skipped files names, at most.
@@ -96,9 +96,9 @@ pub(crate) fn local_tokenizer(recipe: &Recipe) -> Result<Option<Tokenizer>> {
     Ok(is_local.then(|| Tokenizer::from_file(Path::new(&path))).transpose()?)
 }
 
-/// Prints the message of [`json_as_text`] as a warning.
+/// Prints the message of [`table_as_text`] as a warning.
 pub(crate) fn warn_of_json(corpus: &Corpus) {
-    if let Some(words) = json_as_text(corpus) {
+    if let Some(words) = table_as_text(corpus) {
         crate::terminal::warning(&words);
     }
 }
@@ -139,16 +139,31 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     (total > 0).then(words)
 }
 
-/// A warning if a file read as plain text holds JSON.
-pub(crate) fn json_as_text(corpus: &Corpus) -> Option<String> {
-    let (path, json) = corpus.json_as_text()?;
+/// A warning if a file read as plain text holds rows of a table.
+pub(crate) fn table_as_text(corpus: &Corpus) -> Option<String> {
+    let (path, table) = corpus.table_as_text()?;
     let path = path.shown();
-    Some(match json {
-        JsonText::Lines => format!(
+    // What a document of the file is, and the Python that reads a line of it.
+    let separated = |what: &str, reader: &str| {
+        format!(
+            "{path} {what}\n  hint: if each row is a document, write one a line: \
+             python3 -c 'import csv, json, sys; csv.field_size_limit(1 << 30); [print(json.dumps(row)) for row in \
+             {reader}]' < {path} > NEW.jsonl"
+        )
+    };
+    Some(match table {
+        TableAsText::Commas => {
+            separated("is read as plain text, with its header and its commas", "csv.DictReader(sys.stdin)")
+        }
+        TableAsText::Tabs => separated(
+            "is read as plain text, with its header and its tabs",
+            "csv.DictReader(sys.stdin, delimiter=\"\\t\")",
+        ),
+        TableAsText::JsonLines => format!(
             "{path} is read as plain text, and its lines are JSON\n  \
              hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command"
         ),
-        JsonText::List => format!(
+        TableAsText::JsonList => format!(
             "{path} is read as plain text, and it is a list of JSON\n  \
              hint: if each item is a document, write one a line: jq -c '.[]' {path} > NEW.jsonl"
         ),

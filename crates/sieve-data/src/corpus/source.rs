@@ -2,6 +2,7 @@
 
 mod document;
 mod jsonl;
+mod other_format;
 mod parquet;
 mod parquet_messages;
 mod text;
@@ -15,12 +16,13 @@ pub(super) use document::DocumentSource;
 use document::Holds;
 pub(super) use jsonl::JsonLines;
 use jsonl::JsonlSource;
+pub(super) use other_format::refuse as refuse_other_format;
 use parquet::ParquetSource;
 pub(super) use parquet::{guarded, several_columns};
 use parquet_messages::ParquetMessages;
-pub use text::JsonText;
+pub use text::TableAsText;
 use text::TextSource;
-pub(super) use text::json_of;
+pub(super) use text::table_of;
 pub(super) use unpack::{Packed, broken_archive};
 
 /// Opens a file and reads its documents in this format.
@@ -30,8 +32,12 @@ pub(super) fn open(
     max_document_bytes: Option<u64>,
 ) -> Result<Box<dyn DocumentSource>, DataError> {
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
-    let holds = Holds::Text;
-    Ok(match &format.of(path) {
+    let (holds, format) = (Holds::Text, format.of(path));
+    // A text file is a document, which may be skipped: its source looks by itself.
+    if !matches!(format, Format::Text | Format::ByEnding { .. }) {
+        refuse_other_format(path)?;
+    }
+    Ok(match &format {
         // `Format::of` returns the format that an ending names, never `ByEnding`.
         Format::Text | Format::ByEnding { .. } => {
             Box::new(TextSource { path: path.to_path_buf(), max_bytes, done: false })
@@ -50,6 +56,7 @@ pub(super) fn open_messages(
     beside: Vec<String>,
 ) -> Result<Box<dyn DocumentSource>, DataError> {
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
+    refuse_other_format(path)?;
     Ok(match format {
         Format::Parquet { text_column } => Box::new(ParquetMessages::open(path, text_column, max_bytes, &beside)?),
         Format::Jsonl { text_column } | Format::ByEnding { text_column } => {

@@ -10,7 +10,7 @@ use sieve_files::python_number;
 
 use super::config::ending;
 use super::files::require_file;
-use super::source::{JsonLines, guarded, several_columns};
+use super::source::{JsonLines, guarded, refuse_other_format, several_columns};
 use crate::error::DataError;
 
 /// The columns of a row by name, in the file's order.
@@ -23,6 +23,7 @@ pub type TableRow = Map<String, Value>;
 /// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.
 pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
     require_file(path)?;
+    refuse_other_format(path)?;
     let rows = match ending(path).to_ascii_lowercase().as_str() {
         "jsonl" | "ndjson" => json_rows(path).map_err(DataError::of_table)?,
         "json" => json_list(path)?,

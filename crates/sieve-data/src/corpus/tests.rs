@@ -334,8 +334,8 @@ fn the_ending_names_the_format() {
 }
 
 #[test]
-fn text_files_that_hold_json_are_recognised() {
-    use JsonText::{Lines, List};
+fn text_files_that_hold_tables_are_recognised() {
+    use TableAsText::{Commas, JsonLines as Lines, JsonList as List, Tabs};
     let dir = tempfile::tempdir().unwrap();
     for (name, bytes, expected) in [
         ("rows.json", "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n", Some(Lines)),
@@ -347,11 +347,14 @@ fn text_files_that_hold_json_are_recognised() {
         ("rows-in-list.json", "[{\"text\": \"a\"}, {\"text\": \"b\"}]", Some(List)),
         ("lines-in-list.json", "\u{feff}[\n  {\n    \"text\": \"a\"\n  }\n]\n", Some(List)),
         ("code.rs", "{ let a = 1; }\n{ let b = 2; }\n", None),
+        ("rows.csv", "text\na\n", Some(Commas)),
+        ("rows.TSV", "text\ta\n", Some(Tabs)),
+        ("commas.txt", "a,b\nc,d\n", None),
     ] {
         let path = write(dir.path(), name, bytes);
         let corpus = Corpus::open(text(&path)).unwrap();
-        assert_eq!(corpus.json_as_text().map(|found| found.1), expected, "{name}");
-        assert_eq!(Corpus::open(jsonl(&path)).unwrap().json_as_text(), None);
+        assert_eq!(corpus.table_as_text().map(|found| found.1), expected, "{name}");
+        assert_eq!(Corpus::open(jsonl(&path)).unwrap().table_as_text(), None);
     }
 }
 

@@ -80,8 +80,21 @@ impl<'a> DecodeStream<'a> {
     /// # Errors
     /// Ids that the tokenizer cannot decode.
     pub fn finish(self) -> Result<String, DataError> {
+        self.held_back()
+    }
+
+    /// The text that is held back now, as it is if no id follows.
+    ///
+    /// # Errors
+    /// Ids that the tokenizer cannot decode.
+    pub fn held_back(&self) -> Result<String, DataError> {
         let text = self.tokenizer.decode(&self.ids)?;
         Ok(behind(&text, &self.shown).to_owned())
+    }
+
+    /// The tokenizer that decodes.
+    pub fn tokenizer(&self) -> &'a Tokenizer {
+        self.tokenizer
     }
 
     /// Forgets ids when the text of all ids has been returned, but the last ids, which the next id is decoded with.

@@ -6,7 +6,7 @@ use crate::EvalError;
 use crate::needle::rank;
 use serde::Serialize;
 use sieve_infer::input::check_length;
-use sieve_infer::{Greedy, LayerPath, Selection, TaskModel, TextsWithEndings};
+use sieve_infer::{Greedy, LayerPath, Selection, StopTexts, TaskModel, TextsWithEndings};
 use sieve_ops::DeviceBackend;
 
 /// Depths are grouped into this many equal ranges.
@@ -111,6 +111,7 @@ pub fn ask_long<B: DeviceBackend>(
         max_new_tokens: &|_| texts.task.max_new_tokens(),
         room: longest.max(texts.task.max_new_tokens()),
         together: size.texts,
+        stop: &StopTexts::default(),
         is_enough: &|n, answer| {
             let (sample, _) = &texts.samples[n];
             sample.matching.score(answer, &sample.references) >= 1.0

@@ -2,7 +2,7 @@
 use super::spec::Matching;
 use super::text_scores::TextScore;
 use crate::EvalError;
-use sieve_infer::{Greedy, Selection, TaskModel, texts_together};
+use sieve_infer::{Greedy, Selection, StopTexts, TaskModel, texts_together};
 use sieve_ops::DeviceBackend;
 
 /// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.
@@ -22,19 +22,11 @@ pub(super) fn answers<B: DeviceBackend>(
         max_new_tokens: &|_| matching.max_new_tokens,
         room: matching.max_new_tokens,
         together: texts_together(longest.max(1) + matching.max_new_tokens),
-        is_enough: &|_, text| end(text, &matching.stop).is_some(),
+        stop: &StopTexts::new(&matching.stop, model.tokenizer),
+        is_enough: &|_, _| false,
         after_prompt: &mut |_, _, _| Ok(()),
     };
-    let mut answers = greedy.answers(model, prompts, selection, observe)?;
-    for answer in &mut answers {
-        answer.truncate(end(answer, &matching.stop).unwrap_or(answer.len()));
-    }
-    Ok(answers)
-}
-
-/// Byte at which the first stop string begins.
-fn end(text: &str, stop: &[String]) -> Option<usize> {
-    stop.iter().filter_map(|stop| text.find(stop)).min()
+    greedy.answers(model, prompts, selection, observe)
 }
 
 impl Matching {
@@ -92,7 +84,6 @@ fn number_after(text: &str, mark: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::tasks::Task;
 
     #[test]
@@ -114,6 +105,5 @@ mod tests {
         ] {
             assert_eq!(right("gsm8k", text, &[sum]), expected, "{text}");
         }
-        assert_eq!(end("ab\nc.", &[".".into(), "\n".into()]), Some(2));
     }
 }

@@ -352,7 +352,7 @@ fn profile<B: TrainBackend>(
 fn prepare(session: &mut Session, known: Vec<PathBuf>, log: &Log) -> Result<TrainingData> {
     let source = session.find_text(&variable)?.map(|source| source.looking_in(known));
     for corpus in source.iter().flat_map(DataSource::corpora) {
-        if let Some(words) = text_files::json_as_text(corpus) {
+        if let Some(words) = text_files::table_as_text(corpus) {
             log.always(&format!("warning: {words}"));
         }
         if let Some(words) = text_files::passed_over(corpus) {

@@ -30,15 +30,35 @@ impl Packed {
         (Some(packed), stem)
     }
 
-    fn name(self) -> &'static str {
+    /// The compression by a file's first bytes.
+    pub(super) fn of_contents(head: &[u8]) -> Option<Self> {
+        match head {
+            [0x1F, 0x8B, 8, ..] => Some(Self::Gzip),
+            [0x28, 0xB5, 0x2F, 0xFD, ..] => Some(Self::Zstd),
+            _ => None,
+        }
+    }
+
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Gzip => "gzip",
             Self::Zstd => "zstd",
         }
     }
+
+    pub(super) fn ending(self) -> &'static str {
+        match self {
+            Self::Gzip => "gz",
+            Self::Zstd => "zst",
+        }
+    }
 }
 
 const BUFFER_BYTES: usize = 1 << 18;
+
+/// The largest window of a Zstandard file, as a power of two: the most that `zstd --long=31` writes. The decoder takes
+/// as much memory as a file asks for.
+const ZSTD_WINDOW_LOG: u32 = 31;
 
 /// The contents of a file, decompressed if its ending is `.gz` or `.zst`. Concatenated archives are read as one file,
 /// as `gzip` and `zstd` do.
@@ -60,10 +80,13 @@ impl Unpacked {
         let reader: Box<dyn BufRead + Send> = match packed {
             None => Box::new(file),
             Some(Packed::Gzip) => Box::new(BufReader::with_capacity(BUFFER_BYTES, Gzip::new(file))),
-            Some(Packed::Zstd) => Box::new(BufReader::with_capacity(
-                BUFFER_BYTES,
-                zstd::stream::read::Decoder::with_buffer(file).map_err(DataError::io("unpack", path))?,
-            )),
+            Some(Packed::Zstd) => {
+                let decoder = zstd::stream::read::Decoder::with_buffer(file).and_then(|mut decoder| {
+                    decoder.window_log_max(ZSTD_WINDOW_LOG)?;
+                    Ok(decoder)
+                });
+                Box::new(BufReader::with_capacity(BUFFER_BYTES, decoder.map_err(DataError::io("unpack", path))?))
+            }
         };
         let unpacked = Self { reader, packed, offset: 0, file_bytes };
         // Both decoders accept an empty file as an empty archive, but it is a truncated one.
@@ -87,6 +110,10 @@ impl Unpacked {
             None => DataError::io("read", path)(error),
             Some(packed) => {
                 let (offset, packing) = (self.offset, packed.name());
+                if error.to_string().contains("not enough memory") {
+                    let what = format!("unpacking it takes up to 2 GiB, which the system does not give: {error}");
+                    return DataError::file(path, what, "free memory, or unpack it elsewhere: zstd -d --long=31");
+                }
                 let what = format!("damaged after {offset} bytes of text: {packing}: {error}");
                 DataError::file(path, what, "nothing of it was used; fetch or pack the file again")
             }

@@ -4,7 +4,7 @@ use parquet::basic::{Compression, GzipLevel, ZstdLevel};
 use sieve_testing::{cases, refusal, says};
 
 use super::*;
-use crate::test_files::{gzip, write_column, write_parquet, zstd};
+use crate::test_files::{gzip, quick_dir, write_column, write_parquet, zstd};
 
 const LINES: &str = "{\"text\": \"first\"}\n{\"text\": \"second\"}\n{\"text\": \"third\"}\n";
 
@@ -227,5 +227,70 @@ fn reading_resumes_from_a_cursor_with_the_same_documents() {
             assert_eq!(given, all, "stopped after {stop}");
             assert_eq!(rest.report(), whole.report());
         }
+    }
+}
+
+/// A frame of Zstandard with the window 2^`log`, whose contents are stored as they are (RFC 8878, section 3.1.1).
+fn frame_of_window(log: u8, contents: &[u8]) -> Vec<u8> {
+    let block = 1 | (contents.len() as u32) << 3;
+    [&[0x28, 0xB5, 0x2F, 0xFD, 0, (log - 10) << 3], &block.to_le_bytes()[..3], contents].concat()
+}
+
+#[test]
+fn zstandard_windows_of_up_to_two_gib_are_read() {
+    let dir = quick_dir();
+    for log in 10..=31 {
+        let path = write(dir.path(), "long.jsonl.zst", frame_of_window(log, LINES.as_bytes()));
+        let [packed, plain] = [path, write(dir.path(), "plain.jsonl", LINES)].map(|path| texts(jsonl(&path)).unwrap());
+        assert_eq!(packed, plain, "{log}");
+    }
+    let path = write(dir.path(), "long.jsonl.zst", frame_of_window(32, LINES.as_bytes()));
+    refusal(texts(jsonl(&path)), "damaged after 0 bytes of text: zstd");
+}
+
+#[test]
+fn a_file_in_another_format_is_named_with_its_way_out() {
+    let dir = quick_dir();
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n".to_vec();
+    let mut tar = vec![0; 1024];
+    tar[..5].copy_from_slice(b"a.txt");
+    tar[257..262].copy_from_slice(b"ustar");
+    let stream = b"\xFF\xFF\xFF\xFF\x78\0\0\0\x10\0\0\0".to_vec();
+    let lfs = "it is a pointer of Git LFS | git lfs pull";
+    let good = write(dir.path(), "good.md", "good");
+    for (ending, bytes, words) in [
+        ("parquet", pointer.clone(), lfs),
+        ("jsonl", pointer.clone(), lfs),
+        ("jsonl.gz", pointer.clone(), lfs),
+        ("jsonl.zst", pointer.clone(), lfs),
+        ("txt", pointer, lfs),
+        ("jsonl.xz", b"\xFD7zXZ\0\0\x04".to_vec(), "it is packed with xz | xz -dc | zstd >"),
+        ("jsonl.bz2", b"BZh91AY&SY\x12".to_vec(), "it is packed with bzip2 | bzip2 -dc"),
+        ("jsonl", b"BZh91AY&SY\x12".to_vec(), "it is packed with bzip2 | bzip2 -dc"),
+        ("txt.lz4", b"\x04\x22\x4D\x18\x64".to_vec(), "it is packed with lz4 | lz4 -dc"),
+        ("zip", b"PK\x03\x04\x14\0".to_vec(), "it is a zip archive | unzip"),
+        ("jsonl", b"PK\x03\x04\x14\0".to_vec(), "it is a zip archive | unzip"),
+        ("tar", tar.clone(), "it is a tar archive | tar -xf"),
+        ("tar.gz", gzip(&tar), "it is a tar archive | tar -xf"),
+        ("arrow", b"ARROW1\0\0\xFF\xFF\xFF\xFF".to_vec(), "it is a file of Arrow | pyarrow.feather"),
+        ("arrow", stream, "it is a stream of Arrow | datasets.Dataset.from_file"),
+        ("jsonl", gzip(b"{}"), "it is packed with gzip, and its name does not end in .gz | mv"),
+        ("txt", zstd(b"words"), "it is packed with zstd, and its name does not end in .zst | mv"),
+        ("jsonl.gz", zstd(b"{}"), "it is packed with zstd, and its name does not end in .zst | mv"),
+    ] {
+        let path = write(dir.path(), &format!("file.{ending}"), bytes);
+        let by_ending = || CorpusConfig::by_ending(vec![path.clone()], "text");
+        refusal(texts(by_ending()), &format!("{path}: {words}"));
+        // A file of text is a document, and can be left out as one; a table is a file.
+        let paths = vec![path.clone(), good.clone()];
+        let left_out = texts(CorpusConfig { skip_invalid: true, paths, ..by_ending() });
+        let is_table = ["jsonl", "parquet"].iter().any(|table| ending.starts_with(table)) && !ending.ends_with("xz");
+        let is_table = is_table && !ending.ends_with("bz2");
+        assert_eq!(left_out.ok(), (!is_table).then(|| vec!["good".to_owned()]), "{ending}");
+    }
+    // Text that begins with the letters of a mark is text.
+    for text in ["BZh is a beginning", "PK and more", "ARROW1 is a name", "version https://example.org"] {
+        let path = write(dir.path(), "plain.txt", text);
+        assert_eq!(texts(CorpusConfig::by_ending(vec![path], "text")).unwrap(), [text]);
     }
 }
