@@ -7,10 +7,12 @@
 //! - in the embedding's backward pass, whose gradient may be as large as several blocks';
 //! - with context parallelism, in a validation, whose rows are not divided among ranks.
 //!
-//! A checkpoint being written is added too: on a CPU to the planned memory, on a GPU to the host's.
+//! A checkpoint being written is added too: on a CPU to the planned memory, on a GPU to the host's. On a GPU so is what
+//! the allocator holds beyond the tensors (`held.rs`).
 
 mod activations;
 mod advice;
+mod held;
 mod inference;
 mod parts;
 mod verdict;
@@ -54,6 +56,14 @@ pub(crate) fn memory_plan_within(
             let keeping = Keeping { o_low, recomputable, attention }.and(most);
             plan_keeping(recipe, shape, target, ranks, keeping)
         };
+        // Pages are found only where the tensors fit.
+        let paged = |plan: MemoryPlan| match plan.verdict {
+            MemoryVerdict::DoesNotFit => plan,
+            _ => {
+                let keeping = plan.keeping;
+                plan.with_pages(|card_bytes| held::held_by_steps(recipe, shape, target, ranks, keeping, card_bytes))
+            }
+        };
         // From most to least, in the order of the time that a byte saves: attention's output of recomputed blocks and
         // recomputable activations (both on a GPU alone), `o_low` of all rows, `o_low` of short rows.
         let is_gpu = matches!(target, Target::Gpu(_));
@@ -62,11 +72,9 @@ pub(crate) fn memory_plan_within(
         let ways = choices(attention)
             .iter()
             .flat_map(|&attention| choices(is_gpu).iter().map(move |&recomputable| (attention, recomputable)));
-        let mut plans = ways.map(|(attention, recomputable)| with(attention, recomputable, KeepOLow::Always));
-        // Gathered weights of many sizes leave gaps: with 118.5 GiB of tensors, 131.3 GiB of an H200 were reserved.
-        let percent = if shards_weights(recipe, ranks) { 13 } else { 10 };
-        let fitting = plans.find(|plan| plan.leaves_percent(percent, plan.total_bytes));
-        fitting.unwrap_or_else(|| with(false, false, KeepOLow::ShortRows))
+        let plans = ways.map(|(attention, recomputable)| with(attention, recomputable, KeepOLow::Always));
+        let fitting = plans.filter(MemoryPlan::fits_surely).map(&paged).find(MemoryPlan::fits_surely);
+        fitting.unwrap_or_else(|| paged(with(false, false, KeepOLow::ShortRows)))
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
@@ -76,6 +84,16 @@ pub(crate) fn memory_plan_within(
         }
     }
     plan
+}
+
+/// Settings with which one of `ranks` ranks takes less memory than as `recipe` stands, the cheapest first: advice for a
+/// run that was planned to fit and does not. None where every key has its least already; then more ranks are left.
+pub fn settings_that_save(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<FittingSetting> {
+    let needed = |recipe: &Recipe| {
+        let plan = plan_keeping(recipe, shape, target, ranks, Keeping::NOTHING);
+        plan.with_pages(|card_bytes| held::held_by_steps(recipe, shape, target, ranks, Keeping::NOTHING, card_bytes))
+    };
+    advice::settings_that_save(recipe, RowShare::of(recipe).groups(ranks), ranks > 1, needed)
 }
 
 /// Whether some recomputed block can keep its attention's output.
@@ -107,8 +125,9 @@ fn more_gpus(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize)
             "sieve launch --nproc {count} and parallelism.zero_stage=3 activation_checkpoint.mode=full \
              training.local_batch_size={batch}{all}"
         );
-        let fits = plan.leaves_a_tenth(plan.total_bytes);
-        fits.then_some(FittingSetting { setting, total_bytes: plan.total_bytes })
+        let plan = plan
+            .with_pages(|total_bytes| held::held_by_steps(&alone, shape, target, count, Keeping::NOTHING, total_bytes));
+        plan.fits_surely().then_some(FittingSetting { setting, total_bytes: plan.total_bytes })
     });
     fitting.next()
 }

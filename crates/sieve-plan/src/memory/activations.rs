@@ -43,7 +43,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 }
 
 /// Whether a block's attention is one op together with its norm and GEMMs.
-fn joins_attention(shape: &ModelShape) -> bool {
+pub(super) fn joins_attention(shape: &ModelShape) -> bool {
     shape.attention.as_kind().is_one_op() && shape.fits_one_op()
 }
 
