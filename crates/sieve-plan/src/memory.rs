@@ -26,12 +26,11 @@ pub use verdict::MemoryVerdict;
 use crate::Target;
 use crate::context_parallel::RowShare;
 use crate::disk::num_moments;
-pub(crate) use activations::fp8_gemms;
-use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
+use activations::{F32, block_kept, block_temporaries, fp8_kept, logit_bytes, times};
+pub(crate) use activations::{fp8_gemms, shards_weights};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_core::{KeepOLow, Keeping};
-use sieve_cpu::linear_cross_entropy::logit_rows;
 
 /// The most GPUs that the advice about a run that does not fit considers.
 const MOST_GPUS: usize = 256;
@@ -163,11 +162,6 @@ fn plan_keeping(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
         activations_by_mode: activations_by_mode(recipe, shape, target, keeping),
         ..peak.plan(moment, target, ranks)
     }
-}
-
-/// Whether ranks have only shards of the weights between their uses: ZeRO-3.
-pub(crate) fn shards_weights(recipe: &Recipe, ranks: usize) -> bool {
-    recipe.parallelism.zero_stage == 3 && recipe.parallelism.num_shards(ranks) > 1
 }
 
 /// Bytes of the weights that a rank has whole at points of a step, with ZeRO-3; all 0 without it.
@@ -409,14 +403,4 @@ fn fp8_bytes(
     let blocks = recipe.training.fp8_blocks(shape.num_layers);
     let kept = blocks.filter(|&layer_idx| !recomputed(layer_idx));
     kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens, keeping)).sum()
-}
-
-/// Bytes of a chunk of logits in the loss.
-fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
-    let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
-    let rows = match target {
-        Target::Cpu { .. } => logit_rows(vocab_size, tokens),
-        Target::Gpu(_) => sieve_kernels::loss_block_tokens(tokens, vocab_size),
-    };
-    times(rows as u64, vocab_size as u64 * target.value_bytes())
 }

@@ -2,8 +2,10 @@
 //!
 //! Sizes and order are those of sieve-train's pass over the segments. Tensors below a few MiB are left out.
 
-use super::activations::{F32, block_kept, block_temporaries, can_keep_attention, joins_attention, times};
-use super::{logit_bytes, shards_weights};
+use super::activations::{
+    F32, block_kept, block_temporaries, can_keep_attention, joins_attention, logit_bytes, shards_weights, times,
+};
+use super::parts::Held;
 use crate::Target;
 use crate::context_parallel::RowShare;
 use sieve_core::kinds::ParamSpec;
@@ -19,13 +21,6 @@ const BF16: u64 = 2;
 const UNIT: u64 = 128;
 /// Segments whose sums over the ranks run at once, besides the one that starts.
 const PENDING_SUMS: usize = 2;
-
-/// Bytes of tensors at the fullest point of two steps, and of the memory that the allocator has at its fullest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Held {
-    pub(crate) tensor_bytes: u64,
-    pub(crate) held_bytes: u64,
-}
 
 /// What two training steps of one of `ranks` ranks hold in the allocator of a GPU of `card_bytes`; `None` if they take
 /// more than four times as much.

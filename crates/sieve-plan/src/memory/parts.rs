@@ -3,7 +3,6 @@
 use serde::Serialize;
 use sieve_core::Keeping;
 
-use super::held::Held;
 use super::verdict::MemoryVerdict;
 use crate::Target;
 
@@ -165,6 +164,13 @@ impl MemoryParts {
             would_fit: Vec::new(),
         }
     }
+}
+
+/// Bytes of tensors at the fullest point of two steps, and of the memory that the allocator has at its fullest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub(crate) tensor_bytes: u64,
+    pub(crate) held_bytes: u64,
 }
 
 /// A change of the recipe, and the memory with it.
