@@ -1,4 +1,5 @@
-//! What the GPU's allocator holds beyond the tensors: the tensors of a step, one after another, in the allocator itself.
+//! What the GPU's allocator holds beyond the tensors: the tensors of a step, one after another, in the allocator
+//! itself.
 //!
 //! Sizes and order are those of sieve-train's pass over the segments. Tensors below a few MiB are left out.
 
@@ -518,7 +519,8 @@ mod tests {
                                 Err(full) => format!("full: {:.2} more could not be had", gib(full.bytes)),
                             };
                             let line = format!(
-                                "{name} {} tokens, {ranks} ranks, {rows} rows, {dtype}, {}: plan {:.2} ({:.2} of pages), \
+                                "{name} {} tokens, {ranks} ranks, {rows} rows, {dtype}, {}: plan {:.2} ({:.2} of \
+                                 pages), \
                                  {}; {found}",
                                 alone.training.seq_len,
                                 of.0,
