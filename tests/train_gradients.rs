@@ -9,7 +9,7 @@ use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_core::{Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, named_parameters};
-use sieve_nn::{LayerContext, PassState, Qwen3};
+use sieve_nn::{LayerContext, PassSettings, PassState, Qwen3};
 use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -133,7 +133,8 @@ fn by_whole_graph(model: &Qwen3<B>, batch: &Batch) -> (f32, Vec<NamedTensor>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
     let on_device = DeviceBatch::<B>::new(batch, &device);
-    let context = LayerContext { token_share: TOKEN_SHARE, ..LayerContext::new(&on_device.documents, &rope) };
+    let mut context = LayerContext::new(&on_device.documents, &rope);
+    context.settings.token_share = TOKEN_SHARE;
     let x = model.hidden(on_device.tokens, &context);
     let loss = model.head.loss(x, on_device.labels, &model.embed_tokens);
     let loss = loss.mul_scalar(1.0 / batch.num_labels() as f64);
@@ -310,7 +311,8 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
         let model = model(attention, true);
         for mode in [ActivationCheckpointMode::None, ActivationCheckpointMode::Full] {
             let of = |reads_all: bool| {
-                let settings = BlockSettings { reads_all, ..settings(mode, 0..0) };
+                let mut settings = settings(mode, 0..0);
+                settings.layers.reads_all = reads_all;
                 computed(&model, &settings)
             };
             let (loss, gradients, _) = of(true);
@@ -328,7 +330,8 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
 
 fn settings(mode: ActivationCheckpointMode, fp8: Range<usize>) -> BlockSettings {
     let checkpointing = ActivationCheckpointSection { mode, ..Default::default() };
-    BlockSettings { checkpointing, fp8, token_share: TOKEN_SHARE, ..BlockSettings::default() }
+    let layers = PassSettings { token_share: TOKEN_SHARE, ..PassSettings::default() };
+    BlockSettings { checkpointing, fp8, layers }
 }
 
 /// Bits of the loss, gradients, and DMA's masks, for blocks computed with `settings`.
@@ -348,7 +351,11 @@ fn computed(model: &Qwen3<B>, settings: &BlockSettings) -> (u32, Vec<NamedTensor
 #[test]
 fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
     use ActivationCheckpointMode::{Full, None, Selective};
-    let keeps = |mode| BlockSettings { keeping: Keeping::ALL, ..settings(mode, 0..0) };
+    let keeps = |mode| {
+        let mut settings = settings(mode, 0..0);
+        settings.layers.keeping = Keeping::ALL;
+        settings
+    };
     let few = [Selective, Full].map(|mode| settings(mode, 0..0));
     let all = [few.to_vec(), [None, Selective, Full].map(keeps).to_vec()].concat();
     for attention in KINDS {

@@ -119,7 +119,7 @@ const FORMS: [Form; 2] = [
     (", recomputed", |settings| {
         settings.checkpointing.mode = ActivationCheckpointMode::Full;
     }),
-    (", recomputable activations kept", |settings| settings.keeping.recomputable = true),
+    (", recomputable activations kept", |settings| settings.layers.keeping.recomputable = true),
 ];
 
 /// Tolerance of a bf16 loss in nats, besides twice the error of the plain bf16 computation.
@@ -415,7 +415,9 @@ impl Setup {
             parts: None, // whole rows: no context parallelism
         };
         let share = 1.0 / num_labels as f64;
-        let mut settings = BlockSettings { policy, token_share: share, ..BlockSettings::default() };
+        let mut settings = BlockSettings::default();
+        settings.layers.policy = policy;
+        settings.layers.token_share = share;
         form(&mut settings);
         let (rope, mut gradients) = (rope(model, SEQ_LEN, dtype, device), GradientBuffer::default());
         let result = accumulate_gradients_with(&settings, model, &batch, &rope, share, &mut gradients);

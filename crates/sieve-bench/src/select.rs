@@ -16,48 +16,99 @@ use sieve_select::{Call, CallShape, Method, Selected, Selector};
 use sieve_testing::Random;
 use tokens::NEAR;
 
-/// Selectors that a device can run; `TAU` stands for a share of attention mass.
-const SELECTORS: &[&str] = &[
-    "meanpool:block=32,tau=TAU",
-    "meanpool:block=16,top_k=3,gqa=union",
-    "block_sparse:block=32,topk=2",
-    "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU",
-    "bfla:block=32,group=32,tile=32,local_tokens=0,keep_mass=TAU,gqa=per_query,sink_tiles=2",
-    "bfla:block=64,pooling=mean,tile=32,keep_mass=TAU",
-    "bfla:block=32,group=16,tile=16,local_tokens=0,keep_mass=TAU,gqa=union,stride=5,prob=0.1",
-    "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU,prob=0.3,hash=linear,rescue_grid=block,seed=7",
-    "xattention:block=32,stride=8,tau=TAU",
-    "xattention:block=64,stride=16,tau=TAU,mode=slash,norm=0.5,gqa=union",
-    "oracle_topk:block=32,tau=TAU",
-    "oracle_topk:block=16,k=3",
-    "vertical_slash:vertical=40,slash=60",
-    "minference:first_dense_layers=0",
-    MIXED,
+/// A selector that a device can run, and the sizes of its calls.
+struct Checked {
+    /// As `--selector` takes it; `TAU` stands for a share of attention mass.
+    text: &'static str,
+    sizes: Sizes,
+}
+
+/// Numbers of queries and keys of a selector's calls.
+#[derive(Clone, Copy, Debug)]
+enum Sizes {
+    /// A whole prompt, a chunk that begins inside a block, and one query.
+    Usual,
+    /// The selector has needs of its own.
+    Own(&'static [[usize; 2]]),
+}
+
+impl Checked {
+    const fn usual(text: &'static str) -> Self {
+        Self { text, sizes: Sizes::Usual }
+    }
+
+    /// With probe rows, at multiples of a `gamma` of 5: chunks begin there.
+    const fn of_probes(text: &'static str) -> Self {
+        Self { text, sizes: Sizes::Own(&[[300, 300], [150, 390], [130, 450]]) }
+    }
+
+    /// With probe rows at whose multiples no chunk begins.
+    const fn whole_prompt(text: &'static str) -> Self {
+        Self { text, sizes: Sizes::Own(&[[300, 300]]) }
+    }
+
+    /// With fewer keys the selector has nothing to choose from.
+    const fn many_keys(text: &'static str, sizes: &'static [[usize; 2]]) -> Self {
+        Self { text, sizes: Sizes::Own(sizes) }
+    }
+}
+
+impl Sizes {
+    fn of(self, extent: &Extent) -> &'static [[usize; 2]] {
+        match self {
+            Self::Usual => extent.pick(EMULATED_SIZES, SIZES),
+            Self::Own(sizes) => sizes,
+        }
+    }
+}
+
+/// Selectors that a device can run.
+const SELECTORS: &[Checked] = &[
+    Checked::usual("meanpool:block=32,tau=TAU"),
+    Checked::usual("meanpool:block=16,top_k=3,gqa=union"),
+    Checked::usual("block_sparse:block=32,topk=2"),
+    Checked::usual("bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU"),
+    Checked::usual("bfla:block=32,group=32,tile=32,local_tokens=0,keep_mass=TAU,gqa=per_query,sink_tiles=2"),
+    // Its local band takes all of fewer keys.
+    Checked::many_keys("bfla:block=64,pooling=mean,tile=32,keep_mass=TAU", &[[40, 1000]]),
+    Checked::usual("bfla:block=32,group=16,tile=16,local_tokens=0,keep_mass=TAU,gqa=union,stride=5,prob=0.1"),
+    Checked::usual(
+        "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU,prob=0.3,hash=linear,rescue_grid=block,seed=7",
+    ),
+    Checked::usual("xattention:block=32,stride=8,tau=TAU"),
+    Checked::usual("xattention:block=64,stride=16,tau=TAU,mode=slash,norm=0.5,gqa=union"),
+    Checked::usual("oracle_topk:block=32,tau=TAU"),
+    Checked::usual("oracle_topk:block=16,k=3"),
+    Checked::usual("vertical_slash:vertical=40,slash=60"),
+    Checked::usual("minference:first_dense_layers=0"),
+    // So many keys that diagonals do not meet every tile.
+    Checked::many_keys(MIXED, &[[40, 1000]]),
     // tau=0 never uses the map of blocks, tau=1 always.
-    "flexprefill:block=16,min_budget=32,gamma=TAU,tau=0",
-    "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
-    "pbs:block=16,segment=64,tau=TAU",
-    "pbs:block=32,segment=32,tau=TAU,gqa=union",
-    "pbs:block=16,segment=64,tau=TAU,permute=none",
-    "pbs:block=16,segment=64,tau=TAU,select=xattention,stride=4",
-    "pbs:block=32,segment=32,tau=TAU,select=xattention,permute=none,gqa=union",
-    // A segment of 64 blocks, more than the bits of a 32-bit word.
-    "pbs:block=8,segment=512,tau=TAU",
-    "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
-    "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
-    "ba_att:block=16,segment=64,sparsity=0.3,sort=q",
-    "ba_att:block=16,segment=64,sparsity=0.7,sort=none,gqa=union",
-    "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
+    Checked::usual("flexprefill:block=16,min_budget=32,gamma=TAU,tau=0"),
+    Checked::usual("flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union"),
+    Checked::usual("pbs:block=16,segment=64,tau=TAU"),
+    Checked::usual("pbs:block=32,segment=32,tau=TAU,gqa=union"),
+    Checked::usual("pbs:block=16,segment=64,tau=TAU,permute=none"),
+    Checked::usual("pbs:block=16,segment=64,tau=TAU,select=xattention,stride=4"),
+    Checked::usual("pbs:block=32,segment=32,tau=TAU,select=xattention,permute=none,gqa=union"),
+    // A segment of 64 blocks, more than the bits of a 32-bit word. With fewer keys than a segment has pbs is dense.
+    Checked::many_keys("pbs:block=8,segment=512,tau=TAU", &[[40, 1000]]),
+    Checked::usual("ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all"),
+    Checked::usual("ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none"),
+    Checked::usual("ba_att:block=16,segment=64,sparsity=0.3,sort=q"),
+    Checked::usual("ba_att:block=16,segment=64,sparsity=0.7,sort=none,gqa=union"),
+    Checked::of_probes("momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9"),
     // One slot (k - k_exact) for dozens of blocks: the gate rejects nearly all, so its normal quantile comes from the
     // approximation of the tail.
-    "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
+    Checked::of_probes("momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4"),
     // Streams of several chunks of 32 scores.
-    "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3",
-    // Blocks of half a stage of Hopper's attention, whose scores come from its weights.
-    "momo:first_dense_layers=0,gamma=5,chi=10,beta=64,k=6,k_exact=2",
-    "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
-    "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=40,topk=exact",
-    "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
+    Checked::of_probes("momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3"),
+    // Blocks of half a stage of Hopper's attention, whose scores come from its weights; so many keys that probes have
+    // blocks to choose from.
+    Checked::many_keys("momo:first_dense_layers=0,gamma=5,chi=10,beta=64,k=6,k_exact=2", &[[40, 1000], [30, 800]]),
+    Checked::whole_prompt("momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union"),
+    Checked::of_probes("momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=40,topk=exact"),
+    Checked::usual("delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0"),
 ];
 
 /// MInference with [`PATTERNS`] in place of a pattern file.
@@ -87,28 +138,12 @@ const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 /// Numbers of queries and keys on the emulator: smaller, but the last block of 64 is still short.
 const EMULATED_SIZES: &[[usize; 2]] = &[[180, 180], [90, 235], [1, 70]];
 
-/// Numbers of queries and keys for selectors with probe rows, whose chunks must begin at a probe row.
-const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
-
 /// Checks each selector at the sizes that it takes, and at the first of them with a NaN in a query too.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
-    let usual_sizes = extent.pick(EMULATED_SIZES, SIZES);
     let groups = extent.pick(&[1, 2][..], &[1, 2, 3]);
-    for &name in SELECTORS {
-        let sizes = match name {
-            // So many keys that probes have blocks to choose from.
-            name if name.contains("beta=64,k=6") => &[[40, 1000], [30, 800]],
-            // Chunks begin at multiples of gamma.
-            name if name.contains("gamma=5,") => SIZES_OF_PROBES,
-            name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
-            // More keys than a segment has: with fewer, pbs is dense.
-            name if name.contains("segment=512") => &[[40, 1000]],
-            // So many that diagonals do not meet every tile.
-            MIXED => &[[40, 1000]],
-            _ => usual_sizes,
-        };
-        for (at, &sizes) in sizes.iter().enumerate() {
+    for &Checked { text: name, sizes } in SELECTORS {
+        for (at, &sizes) in sizes.of(extent).iter().enumerate() {
             let kv_heads = random.between(1, 3);
             let heads = match name {
                 MIXED => [PATTERNS.len(), 2],
@@ -290,12 +325,13 @@ impl Case {
     }
 
     fn on_host(&self, tau: f64) -> Selected {
-        let call = match self.name.starts_with("momo") || self.name.starts_with("delta") {
+        let selector = selector_of(self.name, tau);
+        let call = match selector.method {
             // These selectors read values, which change their correction but not their lists.
-            true => Call::new(self.shape, &self.q, &self.k, &self.k),
-            false => Call::without_values(self.shape, &self.q, &self.k),
+            Method::Momo(..) | Method::Delta(..) => Call::new(self.shape, &self.q, &self.k, &self.k),
+            _ => Call::without_values(self.shape, &self.q, &self.k),
         };
-        selector_of(self.name, tau).select(&call.expect("sizes fit")).expect("a prefill method")
+        selector.select(&call.expect("sizes fit")).expect("a prefill method")
     }
 
     fn run(&self, device: &dyn Device) -> Outcome {
@@ -383,4 +419,55 @@ fn pairs(mask: &KeyMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]
         keys.iter().filter(|&&key| key <= position).count()
     };
     mask.tiles.rows(row).map(seen).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The share of the pairs that a selector keeps in a call of so many queries and keys, drawn as a check draws it;
+    /// `None` where it is dense there, so that a device would have nothing to choose.
+    fn kept_share(text: &'static str, sizes: [usize; 2]) -> Option<f64> {
+        let shape = CallShape::new(sizes, [if text == MIXED { PATTERNS.len() } else { 2 }, 2], 64);
+        selection_of(shape, text)?;
+        let mask = Case::draw(shape, text, false, &mut Random(7)).on_host(TAU).mask;
+        let (lists, rows) = (mask.num_lists(), mask.tiles.num_query_tiles());
+        let all = (0..lists).flat_map(|list| (0..rows).map(move |row| (list, row)));
+        let kept: usize =
+            all.map(|(list, row)| pairs(&mask, list, row, mask.row(list, row), mask.columns(list, row))).sum();
+        let [queries, keys] = sizes;
+        let causal: usize = (keys - queries + 1..=keys).sum();
+        Some(kept as f64 / (lists * causal) as f64)
+    }
+
+    /// Whether a device has something to choose at the first of a selector's sizes, in both extents.
+    fn chooses(checked: &Checked) -> bool {
+        let firsts = match checked.sizes {
+            Sizes::Usual => vec![SIZES[0], EMULATED_SIZES[0]],
+            Sizes::Own(sizes) => sizes.to_vec(),
+        };
+        firsts.into_iter().all(|sizes| kept_share(checked.text, sizes).is_some_and(|share| share < 0.999))
+    }
+
+    #[test]
+    fn each_selector_leaves_pairs_out_at_its_sizes() {
+        // The published 1,000 columns and 6,096 diagonals are all of short rows.
+        let keeps_all = |checked: &&Checked| checked.text == "minference:first_dense_layers=0";
+        let idle = SELECTORS.iter().filter(|checked| !keeps_all(checked) && !chooses(checked));
+        let idle: Vec<String> = idle.map(|checked| format!("{} at {:?}", checked.text, checked.sizes)).collect();
+        assert!(idle.is_empty(), "these keep every pair, so a device would choose nothing: {idle:#?}");
+    }
+
+    /// What happened in silence when sizes were found by words of a selector's text, and the words had changed.
+    #[test]
+    fn a_selector_with_the_sizes_of_others_is_found() {
+        let many = |checked: &&Checked| matches!(checked.sizes, Sizes::Own(sizes) if sizes[0] == [40, 1000]);
+        // MInference's diagonals meet every tile of few keys, but leave pairs of a tile out.
+        let planted = SELECTORS.iter().filter(many).filter(|checked| checked.text != MIXED);
+        let planted: Vec<Checked> = planted.map(|checked| Checked::usual(checked.text)).collect();
+        assert_eq!(planted.len(), 3);
+        for checked in &planted {
+            assert!(!chooses(checked), "{} needs no sizes of its own", checked.text);
+        }
+    }
 }

@@ -38,6 +38,7 @@ mod kernel_policy;
 mod key_mask;
 mod keys;
 pub mod kinds;
+mod lasting;
 mod model_line;
 mod nsa_blocks;
 mod refusal;
@@ -60,6 +61,7 @@ pub use keeping::{KeepOLow, Keeping};
 pub use kernel_policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use kinds::shapes::*;
+pub use lasting::{Lasting, TensorSizes};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaWindow, IndexScores, LayerPattern, LayerType,
     ModelShape, NsaCompression, RopeLayers,

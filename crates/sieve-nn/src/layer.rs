@@ -10,19 +10,10 @@ use sieve_ops::{
 };
 use std::collections::HashMap;
 
-/// Operands and settings that all layers of a forward pass share.
-#[derive(Clone, Debug)]
-pub struct LayerContext<'a, B: Backend> {
-    /// Document bounds and positions of the tokens.
-    pub documents: &'a Documents<B>,
-    /// Positions to rotate by, `[batch, seq_len]`: positions in the documents, plus the cache's length when decoding.
-    pub positions: Tensor<B, 2, Int>,
-    /// Cosine and sine tables of RoPE.
-    pub rope: &'a RotaryEmbedding<B>,
-    /// With context parallelism: how whole rows are divided among ranks; this pass has one rank's part of each row.
-    pub parts: Option<&'a ContextParallel>,
-    /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
-    pub shared: Option<&'a SharedPrompts<B>>,
+/// How the layers of a pass compute. It is one value, so that a copy of a pass's context copies all of it: a setting
+/// that is added here reaches every pass, also that of a recomputed block.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PassSettings {
     /// Data type of the GEMMs with the projections, in layers that are one op: feed-forward layers and the attention
     /// layers of the kinds whose [`Kind::is_one_op`](sieve_core::kinds::Kind::is_one_op) holds.
     pub precision: GemmPrecision,
@@ -41,6 +32,23 @@ pub struct LayerContext<'a, B: Backend> {
     pub reads_all: bool,
 }
 
+/// Operands and settings that all layers of a forward pass share.
+#[derive(Clone, Debug)]
+pub struct LayerContext<'a, B: Backend> {
+    /// Document bounds and positions of the tokens.
+    pub documents: &'a Documents<B>,
+    /// Positions to rotate by, `[batch, seq_len]`: positions in the documents, plus the cache's length when decoding.
+    pub positions: Tensor<B, 2, Int>,
+    /// Cosine and sine tables of RoPE.
+    pub rope: &'a RotaryEmbedding<B>,
+    /// With context parallelism: how whole rows are divided among ranks; this pass has one rank's part of each row.
+    pub parts: Option<&'a ContextParallel>,
+    /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
+    pub shared: Option<&'a SharedPrompts<B>>,
+    /// How the layers compute.
+    pub settings: PassSettings,
+}
+
 impl<'a, B: Backend> LayerContext<'a, B> {
     /// The context of a pass without cache, with default settings.
     pub fn new(documents: &'a Documents<B>, rope: &'a RotaryEmbedding<B>) -> Self {
@@ -50,13 +58,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             rope,
             parts: None,
             shared: None,
-            precision: GemmPrecision::Tensors,
-            keeping: Keeping::default(),
-            pass: PassFor::Output,
-            policy: KernelPolicy::default(),
-            token_share: 0.0,
-            measures_indexers: false,
-            reads_all: false,
+            settings: PassSettings::default(),
         }
     }
 }
@@ -74,8 +76,7 @@ impl<B: Backend> LayerContext<'_, B> {
 
     /// A copy of `spec` with this pass's kernel policy.
     pub(crate) fn under_policy(&self, spec: AttentionSpec) -> AttentionSpec {
-        let policy = self.policy;
-        AttentionSpec { policy, ..spec }
+        AttentionSpec { policy: self.settings.policy, ..spec }
     }
 
     /// Calls `attention` with the packed tensor and its documents. With shared prompts it gets rows in which each

@@ -52,7 +52,7 @@ pub use kinds::{
     LatentAttention, LatentCache, LayerCache, MultiHeadAttention, NativeSparseAttention, RecentCache, SlotCache,
 };
 pub use kv_cache::{KvCache, LayerCaches, TextRows};
-pub use layer::{LastChoice, LayerContext, LayerOutput, PassState};
+pub use layer::{LastChoice, LayerContext, LayerOutput, PassSettings, PassState};
 pub use linear::{Linear, may_be_bf16};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;

@@ -73,8 +73,8 @@ impl<B: SieveBackend> QkvProjection<B> {
             qk_norm,
             o: o_proj.weight.val(),
             dma: None,
-            precision: context.precision,
-            keeping: context.keeping,
+            precision: context.settings.precision,
+            keeping: context.settings.keeping,
             sums: state.take_sums([&self.qkv_proj, o_proj]),
             kept: state.attention.take(),
         })

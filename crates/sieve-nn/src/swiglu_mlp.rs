@@ -40,9 +40,9 @@ impl<B: SieveBackend> SwigluMlp<B> {
             gate_up: self.gate_up_proj.weight.val(),
             down: self.down_proj.weight.val(),
             epsilon: norm.epsilon,
-            precision: context.precision,
-            keeping: context.keeping,
-            pass: context.pass,
+            precision: context.settings.precision,
+            keeping: context.settings.keeping,
+            pass: context.settings.pass,
             sums: state.take_sums([&self.gate_up_proj, &self.down_proj]),
         };
         sieve_ops::feed_forward(x, layer, residual)

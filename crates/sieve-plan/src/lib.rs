@@ -1,7 +1,7 @@
 //! Plans a run from its recipe: parameters, FLOPs, memory, KV cache, disk space and time.
 //!
-//! Parameters and FLOPs are counted exactly. Memory is the sum of the tensors at a training step's peak, without the
-//! allocator's overhead. Time is an estimate.
+//! Parameters and FLOPs are counted exactly. Memory is the sum of the tensors at a training step's peak, on a GPU with what
+//! its allocator holds beyond them. Time is an estimate.
 //!
 //! sieve-kernels and sieve-cpu say which shapes a kernel takes and what it allocates: these rules are beside the
 //! launches.
@@ -22,7 +22,7 @@ pub use cache::{CachePlan, cache_plan};
 pub use disk::DiskPlan;
 pub use memory::{
     FittingSetting, InferenceSize, MemoryParts, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
-    inference_memory, memory_plan,
+    inference_memory, memory_plan, settings_that_save,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
 pub use plan::{ASSUMED_MFU, ContextParallelPlan, Plan, StagePlan, ZeroPlan, plan, plan_of_ranks};

@@ -7,10 +7,12 @@
 //! - in the embedding's backward pass, whose gradient may be as large as several blocks';
 //! - with context parallelism, in a validation, whose rows are not divided among ranks.
 //!
-//! A checkpoint being written is added too: on a CPU to the planned memory, on a GPU to the host's.
+//! A checkpoint being written is added too: on a CPU to the planned memory, on a GPU to the host's. On a GPU so is what
+//! the allocator holds beyond the tensors (`held.rs`).
 
 mod activations;
 mod advice;
+mod held;
 mod inference;
 mod parts;
 mod verdict;
@@ -24,12 +26,11 @@ pub use verdict::MemoryVerdict;
 use crate::Target;
 use crate::context_parallel::RowShare;
 use crate::disk::num_moments;
-pub(crate) use activations::fp8_gemms;
-use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
+use activations::{F32, block_kept, block_temporaries, fp8_kept, logit_bytes, times};
+pub(crate) use activations::{fp8_gemms, shards_weights};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_core::{KeepOLow, Keeping};
-use sieve_cpu::linear_cross_entropy::logit_rows;
 
 /// The most GPUs that the advice about a run that does not fit considers.
 const MOST_GPUS: usize = 256;
@@ -54,6 +55,14 @@ pub(crate) fn memory_plan_within(
             let keeping = Keeping { o_low, recomputable, attention }.and(most);
             plan_keeping(recipe, shape, target, ranks, keeping)
         };
+        // Pages are found only where the tensors fit.
+        let paged = |plan: MemoryPlan| match plan.verdict {
+            MemoryVerdict::DoesNotFit => plan,
+            _ => {
+                let keeping = plan.keeping;
+                plan.with_pages(|card_bytes| held::held_by_steps(recipe, shape, target, ranks, keeping, card_bytes))
+            }
+        };
         // From most to least, in the order of the time that a byte saves: attention's output of recomputed blocks and
         // recomputable activations (both on a GPU alone), `o_low` of all rows, `o_low` of short rows.
         let is_gpu = matches!(target, Target::Gpu(_));
@@ -62,11 +71,9 @@ pub(crate) fn memory_plan_within(
         let ways = choices(attention)
             .iter()
             .flat_map(|&attention| choices(is_gpu).iter().map(move |&recomputable| (attention, recomputable)));
-        let mut plans = ways.map(|(attention, recomputable)| with(attention, recomputable, KeepOLow::Always));
-        // Gathered weights of many sizes leave gaps: with 118.5 GiB of tensors, 131.3 GiB of an H200 were reserved.
-        let percent = if shards_weights(recipe, ranks) { 13 } else { 10 };
-        let fitting = plans.find(|plan| plan.leaves_percent(percent, plan.total_bytes));
-        fitting.unwrap_or_else(|| with(false, false, KeepOLow::ShortRows))
+        let plans = ways.map(|(attention, recomputable)| with(attention, recomputable, KeepOLow::Always));
+        let fitting = plans.filter(MemoryPlan::fits_surely).map(&paged).find(MemoryPlan::fits_surely);
+        fitting.unwrap_or_else(|| paged(with(false, false, KeepOLow::ShortRows)))
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
@@ -76,6 +83,16 @@ pub(crate) fn memory_plan_within(
         }
     }
     plan
+}
+
+/// Settings with which one of `ranks` ranks takes less memory than as `recipe` stands, the cheapest first: advice for a
+/// run that was planned to fit and does not. None where every key has its least already; then more ranks are left.
+pub fn settings_that_save(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<FittingSetting> {
+    let needed = |recipe: &Recipe| {
+        let plan = plan_keeping(recipe, shape, target, ranks, Keeping::NOTHING);
+        plan.with_pages(|card_bytes| held::held_by_steps(recipe, shape, target, ranks, Keeping::NOTHING, card_bytes))
+    };
+    advice::settings_that_save(recipe, RowShare::of(recipe).groups(ranks), ranks > 1, needed)
 }
 
 /// Whether some recomputed block can keep its attention's output.
@@ -107,8 +124,9 @@ fn more_gpus(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize)
             "sieve launch --nproc {count} and parallelism.zero_stage=3 activation_checkpoint.mode=full \
              training.local_batch_size={batch}{all}"
         );
-        let fits = plan.leaves_a_tenth(plan.total_bytes);
-        fits.then_some(FittingSetting { setting, total_bytes: plan.total_bytes })
+        let plan = plan
+            .with_pages(|total_bytes| held::held_by_steps(&alone, shape, target, count, Keeping::NOTHING, total_bytes));
+        plan.fits_surely().then_some(FittingSetting { setting, total_bytes: plan.total_bytes })
     });
     fitting.next()
 }
@@ -144,11 +162,6 @@ fn plan_keeping(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
         activations_by_mode: activations_by_mode(recipe, shape, target, keeping),
         ..peak.plan(moment, target, ranks)
     }
-}
-
-/// Whether ranks have only shards of the weights between their uses: ZeRO-3.
-pub(crate) fn shards_weights(recipe: &Recipe, ranks: usize) -> bool {
-    recipe.parallelism.zero_stage == 3 && recipe.parallelism.num_shards(ranks) > 1
 }
 
 /// Bytes of the weights that a rank has whole at points of a step, with ZeRO-3; all 0 without it.
@@ -390,14 +403,4 @@ fn fp8_bytes(
     let blocks = recipe.training.fp8_blocks(shape.num_layers);
     let kept = blocks.filter(|&layer_idx| !recomputed(layer_idx));
     kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens, keeping)).sum()
-}
-
-/// Bytes of a chunk of logits in the loss.
-fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
-    let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
-    let rows = match target {
-        Target::Cpu { .. } => logit_rows(vocab_size, tokens),
-        Target::Gpu(_) => sieve_kernels::loss_block_tokens(tokens, vocab_size),
-    };
-    times(rows as u64, vocab_size as u64 * target.value_bytes())
 }

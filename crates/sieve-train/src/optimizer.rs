@@ -94,6 +94,11 @@ impl<B: TrainBackend> Optimizer<B> {
         Holder { optimizer: self, precision }
     }
 
+    /// Whether it has updated weights, so that it has their moments.
+    pub(crate) fn has_updated(&self) -> bool {
+        self.num_updates > 0
+    }
+
     /// This rank's piece of each divided weight.
     pub(crate) fn pieces(&self) -> &WeightPieces<B> {
         &self.pieces

@@ -13,7 +13,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
-use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassState, Qwen3};
+use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassSettings, PassState, Qwen3};
 use sieve_ops::{
     DeviceBackend, Documents, GemmPrecision, KeptAttention, KernelPolicy, PassFor, RotaryEmbedding, SumOrder,
     TrainBackend, seed_gradient,
@@ -42,16 +42,9 @@ pub struct BlockSettings {
     pub checkpointing: ActivationCheckpointSection,
     /// Indices of the blocks that run their GEMMs in fp8.
     pub fp8: Range<usize>,
-    /// Optional activations that the blocks save for their backward pass.
-    pub keeping: Keeping,
-    /// Which kernels attention takes on a GPU, and whether their sums have a fixed order.
-    pub policy: KernelPolicy,
-    /// Weight of a token in the losses inside layers, such as an indexer's: one over the tokens of an optimizer step.
-    pub token_share: f64,
-    /// Whether layers with an indexer return its statistics.
-    pub measures_indexers: bool,
-    /// Whether attention kinds that choose blocks of keys attend to all keys in this step.
-    pub reads_all: bool,
+    /// How each layer computes. The pass itself sets the precision of each block, and whether a pass is for gradients
+    /// alone.
+    pub layers: PassSettings,
 }
 
 impl From<&Recipe> for BlockSettings {
@@ -60,15 +53,17 @@ impl From<&Recipe> for BlockSettings {
         Self {
             checkpointing: recipe.activation_checkpoint.clone(),
             fp8: recipe.training.fp8_blocks(recipe.model.num_hidden_layers),
-            policy: KernelPolicy {
-                sums: match recipe.training.deterministic {
-                    true => SumOrder::Fixed,
-                    false => SumOrder::Any,
+            layers: PassSettings {
+                policy: KernelPolicy {
+                    sums: match recipe.training.deterministic {
+                        true => SumOrder::Fixed,
+                        false => SumOrder::Any,
+                    },
+                    ..KernelPolicy::default()
                 },
-                ..KernelPolicy::default()
+                token_share: 1.0 / recipe.training.tokens_per_step().max(1) as f64,
+                ..PassSettings::default()
             },
-            token_share: 1.0 / recipe.training.tokens_per_step().max(1) as f64,
-            ..Self::default()
         }
     }
 }
@@ -164,12 +159,8 @@ pub(crate) fn pass<B: TrainBackend>(
     hooks: &mut dyn PassHooks<B>,
 ) -> Result<MicroBatchResult<B>, TrainError> {
     let mut context = LayerContext {
-        keeping: settings.keeping,
-        policy: settings.policy,
         parts: batch.parts.as_ref(),
-        token_share: settings.token_share,
-        measures_indexers: settings.measures_indexers,
-        reads_all: settings.reads_all,
+        settings: settings.layers,
         ..LayerContext::new(&batch.documents, rope)
     };
     let mut state = PassState::default();
@@ -184,7 +175,7 @@ pub(crate) fn pass<B: TrainBackend>(
     for layer_idx in 0..model.layers.len() {
         hooks.before_forward(model, Segment::Block(layer_idx), gradients)?;
         let layer = &model.layers[layer_idx];
-        context.precision = settings.precision(layer_idx);
+        context.settings.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
             let (input, last_choice) = (stream.clone(), state.last_choice.clone());
             let output = without_graph(layer, stream, &context, &mut state);
@@ -206,7 +197,7 @@ pub(crate) fn pass<B: TrainBackend>(
     }
 
     // Recomputed blocks must not return their statistics a second time.
-    context.measures_indexers = false;
+    context.settings.measures_indexers = false;
     hooks.before_forward(model, Segment::Head, gradients)?;
     let input = Tensor::<B, 3>::from_inner(stream).require_grad();
     let loss = model.head.loss(input.clone(), batch.labels.clone(), &model.embed_tokens);
@@ -243,7 +234,7 @@ fn backward_of_blocks<B: TrainBackend>(
 ) -> Result<Tensor<B::InnerBackend, 3>, TrainError> {
     let mut state = PassState::default();
     // The outputs of blocks that are recomputed here were given before: this pass is for gradients alone.
-    context.pass = PassFor::Gradients;
+    context.settings.pass = PassFor::Gradients;
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         hooks.before_backward(model, Segment::Block(layer_idx))?;
         let layer = &model.layers[layer_idx];
@@ -253,7 +244,7 @@ fn backward_of_blocks<B: TrainBackend>(
                 state.last_choice = last_choice;
                 state.attention = attention.map(KeptAttention::from_inner);
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
-                context.precision = settings.precision(layer_idx);
+                context.settings.precision = settings.precision(layer_idx);
                 let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
                 (input, output.x)
             }
@@ -282,6 +273,11 @@ fn with_graph<B: TrainBackend>(
     output
 }
 
+/// The settings of a pass without a graph. Of what a backward pass could use it returns the attention's output alone.
+fn settings_without_graph(settings: PassSettings) -> PassSettings {
+    PassSettings { keeping: Keeping { attention: settings.keeping.attention, ..Keeping::default() }, ..settings }
+}
+
 /// A block's forward pass on the inner backend, which keeps no activations.
 fn without_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
@@ -289,20 +285,21 @@ fn without_graph<B: TrainBackend>(
     context: &LayerContext<'_, B>,
     state: &mut PassState<B>,
 ) -> LayerOutput<B::InnerBackend> {
+    // Every field by name, here and below: one that is added has to say what it is without a graph.
+    let LayerContext { documents, positions, rope, parts, shared, settings } = context;
+    assert!(shared.is_none(), "rows of training share no prompts");
     let documents = Documents {
-        start: context.documents.start.clone().inner(),
-        end: context.documents.end.clone().inner(),
-        positions: context.documents.positions.clone().inner(),
+        start: documents.start.clone().inner(),
+        end: documents.end.clone().inner(),
+        positions: documents.positions.clone().inner(),
     };
-    let rope = context.rope.map(&Tensor::inner);
     let inner = LayerContext {
-        keeping: Keeping { attention: context.keeping.attention, ..Keeping::default() },
-        precision: context.precision,
-        policy: context.policy,
-        parts: context.parts,
-        measures_indexers: context.measures_indexers,
-        reads_all: context.reads_all,
-        ..LayerContext::new(&documents, &rope)
+        documents: &documents,
+        positions: positions.clone().inner(),
+        rope: &rope.map(&Tensor::inner),
+        parts: *parts,
+        shared: None,
+        settings: settings_without_graph(*settings),
     };
     let last_choice = std::mem::take(&mut state.last_choice).map(Tensor::inner);
     let (mut inner_state, no_caches) = (PassState { last_choice, ..PassState::default() }, None);
@@ -310,4 +307,29 @@ fn without_graph<B: TrainBackend>(
     // Later layers may attend to the key blocks that this one chose.
     state.last_choice = inner_state.last_choice.map(Tensor::from_inner);
     output
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_core::KeepOLow;
+
+    /// Each setting has another value than its default here, also one that is added: without it this does not compile.
+    /// A pass that copies settings one by one, and lacks one, would give a recomputed block that one's default.
+    #[test]
+    fn a_recomputed_block_has_every_setting_of_its_pass() {
+        let keeping = Keeping { o_low: KeepOLow::Always, recomputable: true, attention: true };
+        let settings = PassSettings {
+            precision: GemmPrecision::Fp8,
+            keeping,
+            pass: PassFor::Gradients,
+            policy: KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() },
+            token_share: 0.25,
+            measures_indexers: true,
+            reads_all: true,
+        };
+        let recomputed = settings_without_graph(settings);
+        assert_eq!(recomputed.keeping, Keeping { attention: true, ..Keeping::default() });
+        assert_eq!(PassSettings { keeping, ..recomputed }, settings);
+    }
 }

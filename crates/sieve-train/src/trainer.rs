@@ -49,7 +49,7 @@ use sieve_comm::Work;
 use sieve_core::{Keeping, ModelShape, Recipe, model_line};
 use sieve_data::{Batch, Prepared, ShardCheck};
 use sieve_hf::{Checkpoint, GuardState};
-use sieve_nn::Qwen3;
+use sieve_nn::{PassSettings, Qwen3};
 use sieve_ops::TrainBackend;
 use stage::{Ropes, StageState};
 use std::path::PathBuf;
@@ -542,12 +542,13 @@ impl<B: TrainBackend> Trainer<B> {
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
         let links = self.ranks.group().and_then(|group| group.rank_group(degree));
-        let settings = BlockSettings {
+        let mut settings = BlockSettings::from(&self.recipe);
+        settings.layers = PassSettings {
             keeping: self.machine.keeping,
             token_share: 1.0 / num_tokens as f64,
             measures_indexers: self.is_logged(self.progress.step + 1),
             reads_all: self.recipe.training.reads_all(self.progress.step as usize),
-            ..BlockSettings::from(&self.recipe)
+            ..settings.layers
         };
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.machine.device);
         let mut last = None;

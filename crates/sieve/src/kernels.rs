@@ -96,9 +96,10 @@ fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
     }
+    let (cases, longest) = args.extent();
     let settings = CheckSettings {
-        cases: args.cases,
-        longest: args.longest,
+        cases,
+        longest,
         seed: args.seed,
         magnitude: args.magnitude,
         portable: args.portable,

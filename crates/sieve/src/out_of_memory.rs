@@ -9,7 +9,7 @@ use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_hf::Kept;
 use sieve_plan::{
     FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory,
-    plan_of_ranks,
+    plan_of_ranks, settings_that_save,
 };
 use sieve_train::MemoryProbe;
 use std::path::Path;
@@ -68,11 +68,11 @@ impl MemoryArgs {
         // Other replicas of the shards write nothing.
         let writers = sharers.min(recipe.parallelism.num_shards(ranks)) as u64;
         warnings.extend(self.decide_host_copies(&memory, writers, MemoryProbe::Process.available())?);
-        Ok(Admitted {
-            warnings,
-            keeping: memory.keeping,
-            advice: format!("{}\n{}", parts(&memory), fitting_settings_hint(&memory)),
-        })
+        let hint = match memory.would_fit.is_empty() {
+            true => saving_hint(recipe, vocab_size, &target, ranks)?,
+            false => fitting_settings_hint(&memory),
+        };
+        Ok(Admitted { warnings, keeping: memory.keeping, advice: format!("{}\n{hint}", parts(&memory)) })
     }
 
     /// Refuses to load `checkpoint` for work of this size if it does not fit into the device's memory; warns if it may
@@ -193,6 +193,7 @@ pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
                 name: gpu.name.clone(),
                 bf16_flops: listed.as_ref().map_or(1e14, |gpu| gpu.bf16_flops),
                 memory_bytes: total.saturating_sub(in_use),
+                total_memory_bytes: total,
                 memory_bytes_per_second: listed.map_or(1e12, |gpu| gpu.memory_bytes_per_second),
                 arch: gpu.arch(),
             })
@@ -230,6 +231,21 @@ fn parts(memory: &MemoryPlan) -> String {
     let largest = largest.map(|(name, bytes)| format!("{name} {}", gib(*bytes)));
     let largest = largest.collect::<Vec<_>>().join(", ");
     format!("  fullest in {}: {largest}", memory.moment)
+}
+
+/// The hint for a run that was planned to fit and does not: what takes less, the cheapest first.
+fn saving_hint(recipe: &Recipe, vocab_size: usize, target: &Target, ranks: usize) -> Result<String> {
+    // The stage with the longest rows takes most.
+    let stages = recipe.stages();
+    let stage = stages.iter().max_by_key(|stage| recipe.at_stage(stage).training.seq_len);
+    let alone = stage.map_or_else(|| recipe.clone(), |stage| recipe.at_stage(stage));
+    let settings = settings_that_save(&alone, &alone.model_shape(vocab_size)?, target, ranks);
+    let settings: Vec<String> =
+        settings.iter().map(|saving| format!("{} ({})", saving.setting, gib(saving.total_bytes))).collect();
+    Ok(match settings.is_empty() {
+        true => "  hint: every key that takes less is set: take more GPUs, shorter rows or a smaller model".to_owned(),
+        false => format!("  hint: less is needed with {}", settings.join(", or with ")),
+    })
 }
 
 /// The hint: settings with which the run fits, or what else to change.
@@ -287,6 +303,7 @@ mod tests {
             name: "H100".to_owned(),
             bf16_flops: 1e15,
             memory_bytes: (gigabytes * 1e9) as u64,
+            total_memory_bytes: (gigabytes * 1e9) as u64,
             memory_bytes_per_second: 3.35e12,
             arch: "sm_90a".to_owned(),
         });
@@ -302,8 +319,8 @@ mod tests {
             "this run does not fit: it needs ",
             " of 21.42 GiB available\n",
             "fullest in the loss: activations ",
-            "activation_checkpoint.mode=selective (",
-            "or with training.local_batch_size=32 (",
+            "it would fit with training.local_batch_size=",
+            "or with activation_checkpoint.mode=",
             "--ignore-memory starts it all the same",
         ] {
             assert!(text.contains(word), "no {word:?} in {text}");

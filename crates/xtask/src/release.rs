@@ -21,8 +21,8 @@ pub(crate) fn add(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies `file` into `folder`, from which files with the same ending go first: a release has one archive and one wheel.
-/// Returns the file's name.
+/// Copies `file` into `folder`, from which files with the same ending go first: a release has one archive and one
+/// wheel. Returns the file's name.
 fn replace_former(file: &Path, folder: &Path) -> Result<String> {
     let name = file.file_name().and_then(|name| name.to_str()).context("a release's file has a name in UTF-8")?;
     let ending = file.extension();

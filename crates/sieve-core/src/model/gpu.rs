@@ -10,8 +10,10 @@ pub struct Gpu {
     pub name: String,
     /// Peak dense bf16 rate in FLOP/s: tensor cores, f32 accumulation, no sparsity.
     pub bf16_flops: f64,
-    /// Memory in bytes; the larger size if the model is sold with two.
+    /// Memory in bytes that a run may take; all of it unless a device said what is free.
     pub memory_bytes: u64,
+    /// All memory in bytes; the larger size if the model is sold with two. The allocator's pages are parts of it.
+    pub total_memory_bytes: u64,
     /// Peak memory bandwidth in bytes per second.
     pub memory_bytes_per_second: f64,
     /// The architecture that kernels are compiled for, as `sm_80` or `sm_90a`.
@@ -46,6 +48,7 @@ pub fn find(name: &str) -> Option<Gpu> {
         name: name.to_owned(),
         bf16_flops: *peak,
         memory_bytes: gigabytes * 1_000_000_000,
+        total_memory_bytes: gigabytes * 1_000_000_000,
         memory_bytes_per_second: *bandwidth as f64 * 1e9,
         arch: (*arch).to_owned(),
     })

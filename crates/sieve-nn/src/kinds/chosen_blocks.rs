@@ -93,7 +93,7 @@ impl<B: Backend> ChosenBlocksAttention<B> {
 impl<B: SieveBackend> ChosenBlocksAttention<B> {
     /// Whether queries read all earlier keys in this pass, whatever blocks they would choose.
     fn reads_all(&self, context: &LayerContext<'_, B>) -> bool {
-        self.is_warmup || context.reads_all
+        self.is_warmup || context.settings.reads_all
     }
 
     /// One key per complete block, by which an indexer of QSA's kind ([`ChoiceRule::SumOfHeads`]) scores blocks; `None`
@@ -161,7 +161,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// Chooses blocks, or takes the last choosing layer's blocks of the rows from `first_row` on, and attends with the
-    /// heads in `packed`, all or some. Also returns the indexer's statistics where `context.measures_indexers` is set,
+    /// heads in `packed`, all or some. Also returns the indexer's statistics where `context.settings.measures_indexers` is set,
     /// else `None`.
     fn attend(
         &self,
@@ -198,11 +198,11 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             chosen,
             // The loss is a mean over tokens. It is one over KV heads too, unless they share the indexer's scores
             // (QSA).
-            loss_weight: self.loss_weight * context.token_share
+            loss_weight: self.loss_weight * context.settings.token_share
                 / if block_keys.is_some() { 1 } else { all_kv_heads } as f64,
             block_keys,
         };
-        let statistics = context.measures_indexers.then(|| {
+        let statistics = context.settings.measures_indexers.then(|| {
             let chooses = || self.choose(&packed, call.block_keys.as_ref(), documents, spec);
             let chosen = call.chosen.clone().unwrap_or_else(chooses);
             sieve_ops::index_statistics(qkv.clone(), index.clone(), chosen, &call)

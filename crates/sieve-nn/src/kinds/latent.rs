@@ -100,7 +100,7 @@ impl<B: Backend> LatentAttention<B> {
 impl<B: SieveBackend> LatentAttention<B> {
     /// The attention's output after the output projection, shape of x, `[batch, seq_len, d_model]`, without a cache.
     fn forward_of_rows(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let spec = MlaSpec { policy: context.policy, ..self.spec() };
+        let spec = MlaSpec { policy: context.settings.policy, ..self.spec() };
         if let Some(parts) = context.parts {
             return self.forward_of_part(x, context, parts, spec);
         }

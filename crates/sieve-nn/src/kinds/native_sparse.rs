@@ -145,13 +145,13 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     fn forward_of_rows(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         if let Some(parts) = context.parts {
-            return self.forward_of_part(x, branches, parts, context.policy);
+            return self.forward_of_part(x, branches, parts, context.settings.policy);
         }
         let o = match context.shared {
-            None => self.attend_compressing(branches, context.documents, context.policy),
+            None => self.attend_compressing(branches, context.documents, context.settings.policy),
             Some(shared) => {
                 let branches = branches.map(|branch| shared.repeat(branch));
-                let o = self.attend_compressing(branches, shared.documents(), context.policy);
+                let o = self.attend_compressing(branches, shared.documents(), context.settings.policy);
                 o.map(|o| shared.once(o))
             }
         };
@@ -206,7 +206,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let of_prompt = branches.clone().on_device();
             let of_prompt = BlockCache::of_prompt(&of_prompt, on_device(compressed.clone()), spec, blocks);
             *cache = LayerCache::Blocks(of_prompt);
-            let o = self.attend(branches, compressed, context.documents, context.policy);
+            let o = self.attend(branches, compressed, context.documents, context.settings.policy);
             return self.gate_and_project(x, o);
         }
         let branches = branches.on_device();
@@ -342,7 +342,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
     ) -> Option<Tensor<B, 4, Int>> {
         let compressed = self.branches(x(), context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
-        let call = self.call(&compressed, context.documents, context.policy);
+        let call = self.call(&compressed, context.documents, context.settings.policy);
         Some(sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices)
     }
 
@@ -391,7 +391,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
             let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(x.clone(), self.attend(branches, compressed, context.documents, context.policy))
+            self.gated(x.clone(), self.attend(branches, compressed, context.documents, context.settings.policy))
         })
     }
 }

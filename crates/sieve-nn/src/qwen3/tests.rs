@@ -135,7 +135,8 @@ fn every_parameter_gets_a_gradient() {
         let shape = ModelShape { residual_scale: true, tie_word_embeddings: false, ..shape(attention) };
         let model = Qwen3::<Ad>::new(&shape, 1, &Default::default());
         let rows = Rows::new(DIMS, &shape);
-        let context = LayerContext { token_share: 0.1, ..rows.context() };
+        let mut context = rows.context();
+        context.settings.token_share = 0.1;
         let x = model.hidden(ids(DIMS, 1), &context);
         let labels = Tensor::from_inner(labels());
         let gradients = model.head.loss(x, labels, &model.embed_tokens).backward();

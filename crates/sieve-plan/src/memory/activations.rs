@@ -5,8 +5,9 @@ use crate::{Target, gpu_attention_gap};
 pub(super) use sieve_core::kinds::times;
 use sieve_core::kinds::{BackwardCall, KeptCall, KernelSizes};
 use sieve_core::model::ModelShape;
-use sieve_core::recipe::TrainingSection;
+use sieve_core::recipe::{Recipe, TrainingSection};
 use sieve_core::{KeepOLow, Keeping};
+use sieve_cpu::linear_cross_entropy::logit_rows;
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource, key_part_bytes};
 
@@ -43,7 +44,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 }
 
 /// Whether a block's attention is one op together with its norm and GEMMs.
-fn joins_attention(shape: &ModelShape) -> bool {
+pub(super) fn joins_attention(shape: &ModelShape) -> bool {
     shape.attention.as_kind().is_one_op() && shape.fits_one_op()
 }
 
@@ -216,4 +217,19 @@ pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize)
         false => 0,
         true => times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64),
     }
+}
+
+/// Whether ranks have only shards of the weights between their uses: ZeRO-3.
+pub(crate) fn shards_weights(recipe: &Recipe, ranks: usize) -> bool {
+    recipe.parallelism.zero_stage == 3 && recipe.parallelism.num_shards(ranks) > 1
+}
+
+/// Bytes of a chunk of logits in the loss.
+pub(super) fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
+    let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
+    let rows = match target {
+        Target::Cpu { .. } => logit_rows(vocab_size, tokens),
+        Target::Gpu(_) => sieve_kernels::loss_block_tokens(tokens, vocab_size),
+    };
+    times(rows as u64, vocab_size as u64 * target.value_bytes())
 }

@@ -3,9 +3,9 @@
 use super::{FittingSetting, MemoryPlan};
 use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 
-/// Up to three settings, each the smallest change of its sort that fits: of the gradients' sharding and type; of
-/// recomputation; of the micro-batch. If neither of the last two fits, both are changed together. The tokens of a step
-/// stay the same. `ranks` is the number of ranks with different rows; `is_shared` says whether there are several ranks,
+/// Up to three settings, the cheapest first, each the smallest change of its sort that fits: of the micro-batch, which
+/// costs a few percent of the speed; of the gradients' sharding and type; of recomputation, which costs up to a third.
+/// If neither the first nor the last fits, both are changed together. The tokens of a step stay the same. `ranks` is the number of ranks with different rows; `is_shared` says whether there are several ranks,
 /// which may share rows.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
@@ -16,20 +16,20 @@ pub(super) fn settings_that_fit(
     let mut found = Vec::new();
     let mut consider = |recipe: &Recipe, setting: String| {
         let plan = needed(recipe);
-        let fits = plan.leaves_a_tenth(plan.total_bytes);
+        let fits = plan.fits_surely();
         if fits {
             found.push(FittingSetting { setting, total_bytes: plan.total_bytes });
         }
         fits
     };
-    let _found = other_sharding(recipe, ranks, is_shared).any(|(changed, setting)| consider(&changed, setting));
-    let by_mode = modes_after(recipe.activation_checkpoint.mode)
-        .into_iter()
-        .any(|(name, mode)| consider(&with_mode(recipe, mode), mode_setting(name)));
     let by_batch = smaller_batches(recipe, ranks).any(|batch| {
         let setting = batch_setting(batch);
         consider(&with_batch(recipe, batch), setting)
     });
+    let _found = other_sharding(recipe, ranks, is_shared).any(|(changed, setting)| consider(&changed, setting));
+    let by_mode = modes_after(recipe.activation_checkpoint.mode)
+        .into_iter()
+        .any(|(name, mode)| consider(&with_mode(recipe, mode), mode_setting(name)));
     if !by_mode && !by_batch {
         let full = with_mode(recipe, ActivationCheckpointMode::Full);
         let _found = smaller_batches(recipe, ranks).any(|batch| {
@@ -38,6 +38,27 @@ pub(super) fn settings_that_fit(
         });
     }
     found
+}
+
+/// The next smaller micro-batch, the next change of the gradients' sharding or type, and the next mode of recomputation,
+/// the cheapest first: those that `recipe` does not have already and with which it takes less memory.
+pub(super) fn settings_that_save(
+    recipe: &Recipe,
+    ranks: usize,
+    is_shared: bool,
+    needed: impl Fn(&Recipe) -> MemoryPlan,
+) -> Vec<FittingSetting> {
+    let all = needed(recipe).total_bytes;
+    let batch = smaller_batches(recipe, ranks).next();
+    let batch = batch.map(|batch| (with_batch(recipe, batch), batch_setting(batch)));
+    let mode = modes_after(recipe.activation_checkpoint.mode).into_iter().next();
+    let mode = mode.map(|(name, mode)| (with_mode(recipe, mode), mode_setting(name)));
+    let changed = batch.into_iter().chain(other_sharding(recipe, ranks, is_shared).next()).chain(mode);
+    let found = changed.map(|(changed, setting)| {
+        let total_bytes = needed(&changed).total_bytes;
+        FittingSetting { setting, total_bytes }
+    });
+    found.filter(|fitting| fitting.total_bytes < all).collect()
 }
 
 /// Recipes with less memory for gradients or weights, beginning with the smallest change.

@@ -1,7 +1,7 @@
 //! Memory of using a model: reading its weights, a forward pass, KV caches.
 
-use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{MemoryParts, MemoryPlan, block_parameters, logit_bytes};
+use super::activations::{F32, block_kept, logit_bytes, plain_score_bytes, times};
+use super::{MemoryParts, MemoryPlan, block_parameters};
 use crate::{Target, cache_plan};
 use sieve_core::Keeping;
 use sieve_core::kinds::ParamSpec;

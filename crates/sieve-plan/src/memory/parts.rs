@@ -15,7 +15,7 @@ const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 /// GPU memory that NCCL takes, measured on two H200s.
 const NCCL_BYTES: u64 = 388 << 20;
 
-/// Memory at a training step's peak, without the allocator's overhead.
+/// Memory at a training step's peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MemoryPlan {
     /// Memory at the peak, by part, without the program's own.
@@ -27,6 +27,8 @@ pub struct MemoryPlan {
     pub keeping: Keeping,
     /// The program and its libraries: an assumption.
     pub program_bytes: u64,
+    /// On a GPU, what the allocator's pages hold beyond the tensors at the fullest point of two steps.
+    pub page_bytes: u64,
     /// Memory of all parts, in bytes.
     pub total_bytes: u64,
     /// Name of the point of the step, or of the command, at which memory peaks.
@@ -35,6 +37,9 @@ pub struct MemoryPlan {
     pub activations_by_mode: Vec<(&'static str, u64)>,
     /// Free memory in bytes; 0 if unknown.
     pub available_bytes: u64,
+    /// All memory of the GPU in bytes, of which its allocator's pages are parts; `None` for a CPU.
+    #[serde(skip)]
+    pub(crate) card_bytes: Option<u64>,
     /// Whether the run fits into the free memory.
     pub verdict: MemoryVerdict,
     /// If it may not fit: settings with which it fits into nine tenths of the free memory.
@@ -55,13 +60,14 @@ impl MemoryPlan {
             ("workspace", self.peak.workspace_bytes),
             ("gradients", self.peak.gradient_bytes),
             ("checkpoint", self.peak.checkpoint_bytes),
+            ("gaps in the allocator's pages", self.page_bytes),
         ];
         parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 
     /// Whether the run would fit but for its activations and workspace, which grow with the rows.
     pub fn fits_without_rows(&self) -> bool {
-        self.leaves_a_tenth(self.total_bytes - self.peak.activation_bytes - self.peak.workspace_bytes)
+        self.leaves_percent(10, self.total_bytes - self.peak.activation_bytes - self.peak.workspace_bytes)
     }
 
     /// Whether the GPU has room beside the step for a copy of what a checkpoint holds, and a quarter more for training
@@ -71,13 +77,27 @@ impl MemoryPlan {
         self.available_bytes.saturating_sub(self.total_bytes) > copy + copy / 4
     }
 
-    /// Whether so many bytes are at most nine tenths of the free memory.
-    pub(super) fn leaves_a_tenth(&self, bytes: u64) -> bool {
-        self.leaves_percent(10, bytes)
+    /// The plan of a run on a GPU with what its allocator's pages hold beyond the tensors. `held` runs the step in the
+    /// allocator of a GPU of so many bytes.
+    pub(super) fn with_pages(self, held: impl FnOnce(u64) -> Option<Held>) -> Self {
+        let Some(found) = self.card_bytes.and_then(held) else {
+            return self;
+        };
+        // The plan's tensors are counted at one point of a step, the allocator's one by one: the larger sum counts.
+        let gaps = found.held_bytes.saturating_sub(found.tensor_bytes);
+        let page_bytes = gaps.max((self.program_bytes + found.held_bytes).saturating_sub(self.total_bytes));
+        let total_bytes = self.total_bytes + page_bytes;
+        Self { page_bytes, total_bytes, verdict: MemoryVerdict::of(total_bytes, self.available_bytes), ..self }
+    }
+
+    /// Whether the run fits also if the plan is off by as much as it has been: on a GPU, whose pages are counted, by 2 %.
+    pub(super) fn fits_surely(&self) -> bool {
+        let percent = if self.card_bytes.is_some() { 3 } else { 10 };
+        self.leaves_percent(percent, self.total_bytes)
     }
 
     /// Whether so many bytes leave this percentage of the free memory.
-    pub(super) fn leaves_percent(&self, percent: u64, bytes: u64) -> bool {
+    fn leaves_percent(&self, percent: u64, bytes: u64) -> bool {
         bytes <= self.available_bytes / 100 * (100 - percent)
     }
 }
@@ -131,14 +151,26 @@ impl MemoryParts {
             host_checkpoint_bytes: 0,
             keeping: Keeping::NOTHING,
             program_bytes,
+            page_bytes: 0,
             total_bytes,
             moment,
             activations_by_mode: Vec::new(),
             available_bytes,
+            card_bytes: match target {
+                Target::Cpu { .. } => None,
+                Target::Gpu(gpu) => Some(gpu.total_memory_bytes),
+            },
             verdict: MemoryVerdict::of(total_bytes, available_bytes),
             would_fit: Vec::new(),
         }
     }
+}
+
+/// Bytes of tensors at the fullest point of two steps, and of the memory that the allocator has at its fullest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub(crate) tensor_bytes: u64,
+    pub(crate) held_bytes: u64,
 }
 
 /// A change of the recipe, and the memory with it.

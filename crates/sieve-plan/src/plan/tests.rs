@@ -200,7 +200,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     let sum: u64 = memory.parts().iter().map(|(_, bytes)| bytes).sum();
     assert_eq!(sum, memory.total_bytes);
     assert_eq!(memory.peak.parameter_bytes + memory.peak.master_bytes + memory.peak.moment_bytes, 12 * parameters);
-    let gib = memory.total_bytes as f64 / (1u64 << 30) as f64;
+    let gib = (memory.total_bytes - memory.page_bytes) as f64 / (1u64 << 30) as f64;
     assert!((37.0..38.5).contains(&gib), "{gib}");
     // With more memory, two normed streams, rotated heads and the gated activation are kept too.
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
@@ -247,7 +247,7 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
         // has and the measurement lacks: the program, and logits of 8192 tokens at once instead of 4096.
         let memory = memory_plan(&alone, &shape, &h200_of(gib * 1.1), 1);
         let since = memory.parts()[0].1 + 4096 * 50_304 * 2;
-        let ratio = (memory.total_bytes - since) as f64 / (gib * (1u64 << 30) as f64);
+        let ratio = (memory.total_bytes - memory.page_bytes - since) as f64 / (gib * (1u64 << 30) as f64);
         assert!((0.98..1.02).contains(&ratio), "{seq_len}: {ratio}");
     }
 }
@@ -415,22 +415,24 @@ fn all_stages_keep_what_fits_in_each() {
 fn a_plan_that_does_not_fit_names_settings_that_do() {
     let none = planned(DMA_1P7B, &[], &target("L4"));
     assert_eq!(none.memory.verdict, MemoryVerdict::DoesNotFit);
-    // 16 bytes a parameter alone are more than nine tenths of 24 GB. Two such GPUs share them.
+    // 16 bytes a parameter alone are more than 24 GB hold with the pages around them. Four such GPUs share them.
     let settings: Vec<&str> = (none.memory.would_fit.iter()).map(|fitting| fitting.setting.as_str()).collect();
     let [setting] = settings[..] else { panic!("{settings:?}") };
-    assert!(setting.starts_with("sieve launch --nproc 2 and parallelism.zero_stage=3 "), "{setting}");
+    assert!(setting.starts_with("sieve launch --nproc 4 and parallelism.zero_stage=3 "), "{setting}");
 
     let wide = ["training.local_batch_size=64"];
     let wide = planned(DMA_80M, &wide, &target("a30"));
     assert_eq!(wide.memory.verdict, MemoryVerdict::DoesNotFit);
     let settings: Vec<&str> = (wide.memory.would_fit.iter()).map(|fitting| fitting.setting.as_str()).collect();
-    assert_eq!(settings, ["activation_checkpoint.mode=selective", "training.local_batch_size=32"]);
+    assert_eq!(settings, ["training.local_batch_size=16", "activation_checkpoint.mode=full"]);
     for fitting in &wide.memory.would_fit {
-        assert!(fitting.total_bytes * 10 <= 24_000_000_000 * 9, "{fitting:?}");
+        assert!(fitting.total_bytes * 100 <= 24_000_000_000 * 97, "{fitting:?}");
         let set = [fitting.setting.as_str(), "training.global_batch_size=64"];
         let wide = ["training.local_batch_size=64", set[0], set[1]];
         let again = planned(DMA_80M, &wide, &target("a30"));
-        assert_eq!(again.memory.total_bytes, fitting.total_bytes);
+        // What fits beside is kept then.
+        assert!(again.memory.total_bytes >= fitting.total_bytes, "{fitting:?}");
+        assert_eq!(again.memory.verdict, MemoryVerdict::Fits);
     }
     // Each stage has its own batch size.
     let stages = planned(DMA_1P7B, &["training.local_batch_size=16"], &target("a40"));
@@ -590,9 +592,9 @@ fn context_parallel_rows_have_the_measured_memory_and_speed() {
         planned_of_ranks(&recipe, 4, 1, target)
     };
     let planned = |degree: usize, more: &[&str]| planned_on(&h200(), degree, more);
-    // With 60 GiB the blocks keep the least, as they did when this was measured.
-    let parts = planned_on(&h200_of(60.0), 4, &[]);
-    let tensors = (parts.memory.total_bytes - parts.memory.program_bytes) as f64;
+    // With 68 GiB the blocks keep what they did when this was measured.
+    let parts = planned_on(&h200_of(68.0), 4, &[]);
+    let tensors = (parts.memory.total_bytes - parts.memory.program_bytes - parts.memory.page_bytes) as f64;
     // Rank 0 has no halo; ranks 1, 2 and 3 have one.
     for measured in [54_346_356_224.0, 54_897_267_200.0, 54_898_643_456.0, 54_897_267_200.0] {
         let ratio: f64 = tensors / measured;

@@ -108,11 +108,9 @@ impl<B: TrainBackend> Trainer<B> {
     fn replayed(&mut self) -> Result<Vec<u64>, TrainError> {
         let rows = self.stage.recipe.training.local_batch_size;
         let batch = self.stage.loader.batch(self.progress.next_sample, rows)?;
-        let settings = BlockSettings {
-            keeping: self.machine.keeping,
-            policy: KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() },
-            ..BlockSettings::from(&self.recipe)
-        };
+        let mut settings = BlockSettings::from(&self.recipe);
+        settings.layers.keeping = self.machine.keeping;
+        settings.layers.policy = KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() };
         let loss_scale =
             self.machine.disturbance.at(self.progress.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
         let group = self.ranks.group_mut().filter(|group| !group.share().keeps_whole);

@@ -24,7 +24,7 @@ struct Pace {
     /// Whether the next step is the first one of this process.
     is_first: bool,
     /// Whether the memory that no tensor has then goes back to the device behind the next step: the first one of a
-    /// stage, where ranks have pieces of the weights.
+    /// stage.
     releases_memory: bool,
 }
 
@@ -43,10 +43,10 @@ impl<B: TrainBackend> Trainer<B> {
             watch: PeakWatch::start(self.machine.memory),
             peak_is_new: true,
             is_first: true,
-            releases_memory: self.shards_weights(),
+            releases_memory: true,
         };
         self.checkpoints.is_due = false;
-        self.expect_gradients();
+        self.release_unused_memory()?;
         // Ranks of a group agree on the step at which they stop.
         let stops_alone = self.ranks.is_alone();
         while self.progress.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
@@ -98,7 +98,7 @@ impl<B: TrainBackend> Trainer<B> {
         pace.batches = None;
         let notes = pace.clock.pause(|| self.enter_or_save(next, reporter))?;
         self.release_unused_memory()?;
-        pace.releases_memory = self.shards_weights();
+        pace.releases_memory = true;
         pace.watch.restart();
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));

@@ -56,6 +56,9 @@ pub(crate) struct CheckArgs {
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case, some of NSA's where it is over 200
     #[arg(long, default_value_t = 700)]
     pub(super) longest: usize,
+    /// Reach every family with few calls of short rows, for the first look at a GPU: two minutes where nothing else runs
+    #[arg(long, conflicts_with_all = ["cases", "longest"])]
+    pub(super) short: bool,
     /// Seed of the random shapes and inputs of calls
     #[arg(long, default_value_t = 1)]
     pub(super) seed: u64,
@@ -95,7 +98,15 @@ pub(crate) struct CheckArgs {
     pub(super) device: DeviceChoice,
 }
 
+/// Calls, and tokens of the longest row, of a short check.
+const SHORT: (usize, usize) = (5, 150);
+
 impl CheckArgs {
+    /// The number of random calls, and the tokens of the longest row.
+    pub(super) fn extent(&self) -> (usize, usize) {
+        if self.short { SHORT } else { (self.cases, self.longest) }
+    }
+
     /// The part of the check that the flags choose.
     pub(super) fn part(&self) -> CheckPart {
         let parts = [
