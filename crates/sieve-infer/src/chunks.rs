@@ -5,7 +5,6 @@ use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, ChosenKeys, KeyMask};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{DeviceBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention, upload_mask};
-use sieve_select::prefill::delta::probe_rows;
 use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectError, SelectStats, Selected, Selector, density};
 use std::any::Any;
 use std::ops::Range;
@@ -62,13 +61,8 @@ impl Cost {
     /// Adds the pairs of the probe rows: a correction computes these rows densely, in addition to the kept pairs. Call
     /// it after the call itself was added.
     fn add_probes(&mut self, shape: CallShape, selector: &Selector, layer: usize) {
-        let Some(correction) = selector.correction(shape, layer) else {
-            return;
-        };
-        let probes = probe_rows(shape, correction.gamma).into_iter();
-        let pairs: u64 = probes.map(|row| (shape.context() + row + 1) as u64).sum();
         // `causal_pairs` already includes this call.
-        self.density += pairs as f64 / self.causal_pairs;
+        self.density += selector.probe_pairs(shape, layer) as f64 / self.causal_pairs;
     }
 
     /// Adds a call with its `[computed pairs over causal pairs, kept tiles over causal tiles]`.

@@ -92,15 +92,26 @@ impl<'a> Method<'a> {
         Ok(done)
     }
 
-    /// Kept pairs of query and key, divided by causal pairs; NaN where the device did not count them.
+    /// Pairs of query and key that are read, divided by causal pairs: the mask's and those of probe rows, as `eval
+    /// selectors` counts them. NaN where the device did not count the mask's.
     pub(super) fn density(&self, mask: &KeyMask<CudaTensor>) -> Result<f64> {
-        let pairs = match (&mask.counts, &self.kind) {
-            (Some(counts), _) => self.device.ints(&counts.pairs)?,
-            (None, Kind::Positions { density, .. }) => return Ok(*density),
+        let kept = match (&mask.counts, &self.kind) {
+            (Some(counts), _) => {
+                let pairs: f64 = self.device.ints(&counts.pairs)?.iter().map(|&pairs| f64::from(pairs)).sum();
+                pairs / (self.call.causal_pairs() as f64 * mask.num_lists() as f64)
+            }
+            (None, Kind::Positions { density, .. }) => *density,
             (None, Kind::Chooses(_)) => return Ok(f64::NAN),
         };
-        let pairs: f64 = pairs.iter().map(|&pairs| f64::from(pairs)).sum();
-        Ok(pairs / (self.call.causal_pairs() as f64 * mask.num_lists() as f64))
+        Ok(kept + self.probes())
+    }
+
+    /// Pairs that the probe rows read in addition to the mask's, divided by causal pairs.
+    pub(super) fn probes(&self) -> f64 {
+        match self.kind {
+            Kind::Chooses(_) => self.selector.probe_pairs(self.call, LAYER) as f64 / self.call.causal_pairs() as f64,
+            Kind::Positions { .. } => 0.0,
+        }
     }
 }
 

@@ -204,12 +204,12 @@ fn time_selector(
     let mass = masses(&device, &lse, &dense.lse, shape.num_heads)?;
     let mass = mass.iter().sum::<f64>() / mass.len() as f64;
     // A row without a time: it shows what is kept where a skipped row shows its reason.
-    let kept = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
+    let kept = format!("reads {density:.4} of the pairs, keeps {mass:.4} of the mass");
     bench.skip(&row("whole"), shape, &kept);
     let entry = json!({
         "operands": of, "tokens": shape.seq_len, "heads": shape.num_heads, "method": name, "density": density,
-        "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense.ms,
-        "host_ms": method.host_ms(),
+        "probe_density": method.probes(), "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms,
+        "dense_ms": dense.ms, "host_ms": method.host_ms(),
     });
     bench.append("selectors", entry);
     Ok(())

@@ -5,6 +5,7 @@ use sieve_core::{BlockSelection, CallShape, KeepBlocks, ProbeCorrection};
 use crate::call::{Call, Reads};
 use crate::gqa::GqaPolicy;
 use crate::mask::CorrectionMode;
+use crate::prefill::delta::probe_rows;
 use crate::selector::{Method, Selector};
 
 impl Selector {
@@ -69,6 +70,15 @@ impl Selector {
         (mode != CorrectionMode::SparseOnly)
             .then_some(ProbeCorrection { gamma, replaces_only: mode == CorrectionMode::Recompute })
     }
+
+    /// Pairs of query and key that the probe rows of a call's correction read in each head, in addition to the kept
+    /// pairs; 0 without a correction.
+    pub fn probe_pairs(&self, shape: CallShape, layer: usize) -> u64 {
+        let Some(correction) = self.correction(shape, layer) else {
+            return 0;
+        };
+        probe_rows(shape, correction.gamma).into_iter().map(|row| (shape.context() + row + 1) as u64).sum()
+    }
 }
 
 #[cfg(test)]
@@ -76,6 +86,15 @@ mod tests {
     use super::*;
     use crate::prefill::minference::Pattern;
     use sieve_core::BlockScores;
+
+    #[test]
+    fn probes_read_every_earlier_key_of_each_sixteenth_row() {
+        let (shape, layer) = (CallShape::new([512, 512], [4, 2], 64), 0);
+        let pairs = |text: &str| Selector::parse(text).expect("valid").probe_pairs(shape, layer);
+        // Rows 0, 16, .. 496 read 1, 17, .. 497 keys.
+        assert_eq!(pairs("momo:first_dense_layers=0,k=2,k_exact=1"), (0..32).map(|at| 16 * at + 1).sum::<u64>());
+        assert_eq!(pairs("bfla"), 0);
+    }
 
     #[test]
     fn a_device_selects_only_where_it_has_all_steps() {
