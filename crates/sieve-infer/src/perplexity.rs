@@ -112,7 +112,7 @@ pub struct RollingPerplexity {
 }
 
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
-/// predicted so far.
+/// predicted so far, and their mean loss.
 ///
 /// With a selector, each window is a prompt of its own. If the selector is not causal (a row's keys depend on later
 /// rows), the result is a "prefill perplexity", not a likelihood.
@@ -126,7 +126,7 @@ pub fn perplexity<B: DeviceBackend>(
     config: &PerplexityConfig,
     device: &B::Device,
     selection: Option<&mut Selection>,
-    observe: &mut dyn FnMut(u64),
+    observe: &mut dyn FnMut(u64, f64),
 ) -> Result<PerplexityReport, InferError> {
     let vocab_size = model.shape().vocab_size;
     let PerplexityConfig { context, stride, .. } = *config;
@@ -153,7 +153,8 @@ pub fn perplexity<B: DeviceBackend>(
         num_bytes += document.num_bytes;
         for window in windows(document.tokens.len(), context, stride) {
             if pass.predict(&document.tokens, &document.word_uses, &window)? {
-                observe(pass.sums.num_tokens());
+                let num_tokens = pass.sums.num_tokens();
+                observe(num_tokens, pass.sums.nats() / num_tokens.max(1) as f64);
             }
         }
         if let Some(rolling) = &mut rolling {
@@ -162,7 +163,7 @@ pub fn perplexity<B: DeviceBackend>(
     }
     pass.run()?;
     let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
-    observe(num_tokens);
+    observe(num_tokens, nats / num_tokens.max(1) as f64);
     if num_tokens == 0 {
         let what = format!("no document holds a token to predict ({num_documents} in all)");
         return Err(InferError::refused(what, "give longer documents"));

@@ -154,7 +154,7 @@ fn run_on<B: DeviceBackend>(
         Some(path) => loaded::tokenizer(path, &loaded.recipe, &loaded.shape)?,
         None => own,
     };
-    terminal::line(&format!("model: {}", loaded.line()));
+    terminal::line(&terminal::model_line(&loaded.line()));
     let eos_id = tokenizer.eos_id()?;
     let engine = Engine {
         model: &loaded.model,
