@@ -254,7 +254,7 @@ fn damaged_runs_to_compare() {
             let run = Run::open(dir.path(), Some("run"));
             let is_run = is_read(run.as_ref().map(|_| ()), &[&name]);
             if let Ok(run) = run {
-                is_read(page(&[run], None).map(|_| ()), &["run"]);
+                is_read(page(vec![run], None).map(|_| ()), &["run"]);
             }
             is_run
         });

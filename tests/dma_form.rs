@@ -8,7 +8,6 @@ use sieve_core::recipe::AttentionKind;
 use sieve_core::{Attention, DmaBias, DmaForm, DmaRecency, DmaShape, Recipe};
 use sieve_nn::AttentionConfig;
 use sieve_ops::AttentionSpec;
-use sieve_testing::says;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -214,38 +213,34 @@ fn the_same_keys_are_one_form_in_a_recipe_and_in_python() {
 }
 
 #[test]
-fn a_text_whose_meaning_changed_in_0_1_0_says_so_once_and_how_to_write_it() {
-    // Before 0.1.0 a DMA text without the new keys meant the published form.
-    let note = |attention: &str, overrides: &[&str]| {
+fn a_text_whose_meaning_changed_has_the_overrides_that_give_the_former_one() {
+    let former = |attention: &str, overrides: &[&str]| {
         let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
         let text = text(&format!("kind = \"dma\"\n{attention}"));
         let (recipe, notes) = Recipe::load_with_notes(&text, "a recipe", &overrides).expect("valid");
         let former = notes.former_form?;
-        // The overrides give the attention that the text stood for, and then there is nothing more to say.
+        // The overrides give the attention that the text stood for, and then there is no other one.
         let all = [overrides, former.overrides].concat();
         let (before, again) = Recipe::load_with_notes(&text, "a recipe", &all).expect("valid");
         assert!(again.former_form.is_none() && before.attention != recipe.attention);
-        Some((former.words, before.attention.own))
+        Some(before.attention.own)
     };
     let published = Attention::Dma(DmaShape::published(48));
-    let words = "attention: before 0.1.0 this text was the published form; write preset = \"paper\" for it";
     for attention in
         ["keep_window_size = 48", "keep_window_size = 48\na_init = 0.0", "keep_window_size = 48\nbias = \"exp\""]
     {
-        assert_eq!(note(attention, &[]), Some((words.to_owned(), published)), "{attention}");
+        assert_eq!(former(attention, &[]), Some(published), "{attention}");
     }
-    let (said, _) = note("keep_window_size = 48\na_init = 0.5", &[]).expect("the gates start elsewhere");
-    says(&said, "before 0.1.0 this text stood for bias = \"exp\", local_window_size = 0, recency = \"none\" too");
-    let (said, before) = note("keep_window_size = 48\nrecency = \"slope\"", &[]).expect("another local window");
-    says(&said, "this text stood for local_window_size = 0 too; write that for the same attention");
+    assert!(former("keep_window_size = 48\na_init = 0.5", &[]).is_some());
+    let before = former("keep_window_size = 48\nrecency = \"slope\"", &[]).expect("another local window");
     assert!(matches!(before, Attention::Dma(DmaShape { recency: DmaRecency::Slope, local_window_size: 0, .. })));
     // Overrides were read with the text.
-    assert!(note("keep_window_size = 48", &["attention.local_window_size=2", "attention.recency=slope"]).is_none());
-    assert!(note("keep_window_size = 48", &["attention.preset=paper"]).is_none());
+    assert!(former("keep_window_size = 48", &["attention.local_window_size=2", "attention.recency=slope"]).is_none());
+    assert!(former("keep_window_size = 48", &["attention.preset=paper"]).is_none());
     for attention in ["", "keep_window_size = 48\npreset = \"paper\"", "bias = \"exp\"", "recency = \"none\""] {
-        assert_eq!(note(attention, &[]), None, "{attention}");
+        assert_eq!(former(attention, &[]), None, "{attention}");
     }
-    assert_eq!(note("", &["attention.keep_window_size=48"]), None, "overrides never meant the published form");
+    assert_eq!(former("", &["attention.keep_window_size=48"]), None, "overrides never meant the published form");
 }
 
 #[test]

@@ -67,7 +67,8 @@ pub use model::{
     ModelShape, NsaCompression, RopeLayers,
 };
 pub use model_line::{
-    InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,
+    InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, fitted_model_line,
+    model_line, thousands,
 };
 pub use nsa_blocks::{NsaBlocks, selected_gap};
 pub use pickles::how_to_convert;

@@ -90,6 +90,59 @@ pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, we
     line.replace(char::is_control, " ")
 }
 
+/// A [`model_line`] of at most `width` characters, if that is possible without what every line says: sizes, kind,
+/// density, number format and where the weights come from. Left out are words in brackets, then the form of the
+/// attention from its last clause on, then the beginning of a folder's path; `…` ends such a line.
+pub fn fitted_model_line(line: &str, width: usize) -> String {
+    let mut clauses = clauses(line);
+    let fits = |clauses: &[String]| clauses.join(", ").chars().count() + " …".chars().count() <= width;
+    if line.chars().count() <= width {
+        return line.to_owned();
+    }
+    for place in 0..clauses.len() {
+        if !fits(&clauses)
+            && let Some((before, after)) = clauses[place].split_once(" (")
+        {
+            let after = after.rsplit_once(')').map_or("", |(_, after)| after);
+            clauses[place] = format!("{before}{after}");
+        }
+    }
+    let place_of = |clauses: &[String], word: &str| clauses.iter().position(|clause| clause.starts_with(word));
+    while let (false, Some(kind), Some(density)) =
+        (fits(&clauses), place_of(&clauses, "attention "), place_of(&clauses, "density "))
+    {
+        if density == kind + 1 {
+            break;
+        }
+        // How many layers are of another kind says more than the form.
+        let of_form = (kind + 1..density).rev().find(|&place| !clauses[place].contains(" layers "));
+        clauses.remove(of_form.unwrap_or(density - 1));
+    }
+    if let (false, Some(weights)) = (fits(&clauses), place_of(&clauses, "weights ")) {
+        let surplus = clauses.join(", ").chars().count() + " ……".chars().count() - width;
+        let path = clauses[weights].trim_start_matches("weights ").to_owned();
+        // At least the folder's own name stays.
+        let name = path.rsplit('/').next().map_or(0, |name| name.chars().count());
+        let cut = surplus.min(path.chars().count() - name);
+        clauses[weights] = format!("weights …{}", path.chars().skip(cut).collect::<String>());
+    }
+    clauses.join(", ") + " …"
+}
+
+/// The parts of a line between the commas that stand in no brackets.
+fn clauses(line: &str) -> Vec<String> {
+    let (mut all, mut depth) = (vec![String::new()], 0_i32);
+    for (at, letter) in line.char_indices() {
+        depth += i32::from(letter == '(') - i32::from(letter == ')');
+        match (letter, depth) {
+            (',', 0) if line[at..].starts_with(", ") => all.push(String::new()),
+            (' ', 0) if line[..at].ends_with(',') => {}
+            _ => all.last_mut().expect("one at least").push(letter),
+        }
+    }
+    all
+}
+
 /// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage. The
 /// density is the share of dense causal attention's (query, key) pairs that the kind's layers read in a row of one
 /// document ([`Attention::densities`](crate::Attention::densities)).
@@ -229,4 +282,34 @@ pub fn thousands(count: u64) -> String {
         text.push(digit);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_line_keeps_what_every_line_says() {
+        let line = "model: 134,515,008 parameters (106,203,456 without embedding), 30 layers x 576, attention dma, keeps \
+            1024, the last 16 always, slope 64 to 4096, bias linear, 7 of 28 layers dense (layers dma, dma, dma, mha), \
+            density 0.438 on rows of 4096 (0.57 with the dense layers), bf16 over f32 masters, weights /home/u/in/smollm2";
+        assert_eq!(
+            fitted_model_line(line, 200),
+            "model: 134,515,008 parameters, 30 layers x 576, attention dma, keeps 1024, the last 16 always, 7 of 28 \
+             layers dense, density 0.438 on rows of 4096, bf16 over f32 masters, weights /home/u/in/smollm2 …"
+        );
+        assert_eq!(fitted_model_line(line, 400), line);
+        let deep = line.replace("/home/u/in/smollm2", &format!("{}/run, at step 4", "/folder".repeat(30)));
+        for (line, width) in [(line, 200), (line, 170), (deep.as_str(), 200), (deep.as_str(), 170)] {
+            let fitted = fitted_model_line(line, width);
+            assert!(fitted.chars().count() <= width, "{width}: {fitted}");
+            for words in ["134,515,008 parameters, 30 layers x 576, attention dma", "density 0.438", "bf16", "weights "]
+            {
+                assert!(fitted.contains(words), "{words}: {fitted}");
+            }
+        }
+        assert!(fitted_model_line(&deep, 200).ends_with("/run, at step 4 …"));
+        // What cannot be left out stays, though it is too long.
+        assert!(fitted_model_line(line, 20).contains("weights …smollm2"));
+    }
 }

@@ -169,7 +169,8 @@ impl NeedleConfig {
     }
 }
 
-/// Asks for every needle of the grid; `observe` is called with the number of needles asked so far.
+/// Asks for every needle of the grid; `observe` is called with the number of needles asked so far, and the results of
+/// the lengths and depths that are done.
 ///
 /// A prefill selector acts on haystack, needle and question, and later tokens read every key; a decode selector acts on
 /// the tokens after the question.
@@ -182,7 +183,7 @@ pub fn needle<B: DeviceBackend>(
     haystack: &Haystack,
     config: &NeedleConfig,
     selection: Option<&Selection>,
-    observe: &mut dyn FnMut(usize),
+    observe: &mut dyn FnMut(usize, &[NeedleCell]),
 ) -> Result<NeedleReport, EvalError> {
     let (shape, tokenizer) = (model.model.shape(), model.tokenizer);
     config.check(shape.max_seq_len)?;
@@ -204,7 +205,7 @@ pub fn needle<B: DeviceBackend>(
             mean_rank: 0.0,
         };
         let asked = cells.len() * config.num_needles;
-        for (rank, is_found) in reader.ask(of_cell, haystack, config.buffer, &mut |n| observe(asked + n))? {
+        for (rank, is_found) in reader.ask(of_cell, haystack, config.buffer, &mut |n| observe(asked + n, &cells))? {
             cell.num_found += usize::from(is_found);
             cell.mean_rank += rank / of_cell.len() as f64;
             num_first += usize::from(rank == 1.0);

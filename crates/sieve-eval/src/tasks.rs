@@ -152,6 +152,19 @@ impl<'a> TaskTexts<'a> {
         Ok(Self { task, fewshot: run.fewshot, num_truncated: encoder.num_truncated, questions, texts })
     }
 
+    /// Name of the task.
+    pub fn name(&self) -> &str {
+        self.task.name()
+    }
+
+    /// Number of texts that are scored or continued.
+    pub fn num_texts(&self) -> usize {
+        match &self.texts {
+            Texts::Pairs(pairs) => pairs.iter().map(Vec::len).sum(),
+            Texts::Prompts(prompts) => prompts.len(),
+        }
+    }
+
     /// Sizes of asking this task. A selector reads each prompt on its own instead of several in a forward pass.
     pub fn size(&self, with_selector: bool) -> TaskSize {
         match &self.texts {

@@ -82,9 +82,6 @@ pub struct ImportReport {
     pub ignored: Vec<String>,
     /// Whether every A of a DMA model is 0, so that all keys have the same score.
     pub all_scores_tie: bool,
-    /// Whether the model became DMA in another form than before 0.1.0, which chose the published one. To be removed in
-    /// the release after 0.1.0.
-    pub is_new_form: bool,
 }
 
 /// Writes the model in `from` as a checkpoint of step 0 into `out`.
@@ -120,10 +117,6 @@ pub fn import<B: Backend>(
     let conversion = Conversion::of(&found.shape, &shape).map_err(|gap| unfit(from, &gap))?;
     found.drop_lost(from, &conversion, drops)?;
     let ties = attention.is_none() && found.all_scores_tie()?;
-    let is_new_form = match attention {
-        Some(kind) => is_former_form(from, kind, &recipe, &settings)?,
-        None => false,
-    };
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
     let (mut headers, mut added) = (Vec::new(), Vec::new());
     let mut new = HashMap::new();
@@ -158,7 +151,6 @@ pub fn import<B: Backend>(
         converted: conversion.words(),
         ignored: found.ignored,
         all_scores_tie: ties,
-        is_new_form,
     })
 }
 
@@ -179,26 +171,6 @@ fn check_out(out: &Path) -> Result<(), CheckpointError> {
         }
     }
     Ok(())
-}
-
-/// Whether an import with `settings`, which make `kind` of a model of another kind, gave another attention than
-/// `recipe`'s before 0.1.0, when DMA's published form was the default.
-fn is_former_form(
-    from: &Path,
-    kind: AttentionKind,
-    recipe: &Recipe,
-    settings: &[String],
-) -> Result<bool, CheckpointError> {
-    let (config, _) = read_config(from)?;
-    if config.is_of(kind) {
-        return Ok(false);
-    }
-    // Keys of DMA alone: with another kind they are left out, so that nothing differs.
-    let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
-    let former = published.map(str::to_owned).into_iter().chain(settings.iter().cloned()).collect::<Vec<_>>();
-    // If these settings are refused, the import gave no model before 0.1.0.
-    let former = recipe_and_shape(from, &config, recipe.model.residual_scale, &former);
-    Ok(former.is_ok_and(|(former, _)| former.attention != recipe.attention))
 }
 
 /// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads a checkpoint's model.

@@ -116,7 +116,7 @@ pub struct RollingPerplexity {
 }
 
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
-/// predicted so far.
+/// predicted so far, and their mean loss.
 ///
 /// Where documents have answers, only their tokens are predicted, and [`RollingPerplexity`], which is defined over whole
 /// texts, is not measured.
@@ -133,7 +133,7 @@ pub fn perplexity<B: DeviceBackend>(
     config: &PerplexityConfig,
     device: &B::Device,
     selection: Option<&mut Selection>,
-    observe: &mut dyn FnMut(u64),
+    observe: &mut dyn FnMut(u64, f64),
 ) -> Result<PerplexityReport, InferError> {
     let vocab_size = model.shape().vocab_size;
     let PerplexityConfig { context, stride, .. } = *config;
@@ -160,7 +160,8 @@ pub fn perplexity<B: DeviceBackend>(
         let text = document.scored();
         for window in windows(document.tokens.len(), context, stride).filter(|window| text.counts_in(window)) {
             if pass.predict(text, &window)? {
-                observe(pass.sums.num_tokens());
+                let num_tokens = pass.sums.num_tokens();
+                observe(num_tokens, pass.sums.nats() / num_tokens.max(1) as f64);
             }
         }
         if let Some(rolling) = &mut rolling {
@@ -168,7 +169,8 @@ pub fn perplexity<B: DeviceBackend>(
         }
     }
     pass.run()?;
-    observe(pass.sums.num_tokens());
+    let num_tokens = pass.sums.num_tokens();
+    observe(num_tokens, pass.sums.nats() / num_tokens.max(1) as f64);
     let lm_eval_rolling = rolling.map(Rolling::finish).transpose()?;
     read.report(config, &pass.sums, pass.speed.tokens_per_second(), lm_eval_rolling)
 }

@@ -17,7 +17,7 @@
   const AXES = { step: "steps", tokens: "tokens", seconds: "training time", flops: "FLOPs of one device" };
   const isLoss = (name) => /loss|perplexity|bits/.test(name);
   const byId = (id) => document.getElementById(id);
-  const state = { axis: "step", range: null, log: false, join: false, band: true, smooth: 1, hidden: new Set(), charts: [] };
+  const state = { axis: "step", range: null, log: false, join: true, band: true, smooth: 1, hidden: new Set(), charts: [] };
 
   const numbers = (text) => {
     const binary = atob(text), bytes = new Uint8Array(binary.length);
@@ -50,11 +50,11 @@
 
   const isDark = () => getComputedStyle(document.documentElement).colorScheme.includes("dark");
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  // A line has the colour of its run, or of its group of seeds.
-  const groups = [...new Set(runs.map((run) => run.group))];
-  const lineOf = (run) => state.join ? groups.indexOf(run.group) : runs.indexOf(run);
-  const colour = (idx) => (isDark() ? DARK : LIGHT)[idx % LIGHT.length];
-  const dash = (idx) => DASHES[Math.floor(idx / LIGHT.length) % DASHES.length];
+  // A line is a run, or a group of seeds. Its colour is that of its kind of attention, its dashes tell recipes of a kind apart.
+  const lineOf = (run) => state.join ? run.group : runs.indexOf(run);
+  const nameOf = (members) => members.length > 1 ? members[0].family : members[0].name;
+  const colour = (run) => (isDark() ? DARK : LIGHT)[run.colour % LIGHT.length];
+  const dash = (run) => DASHES[(run.dash + Math.floor(run.colour / LIGHT.length)) % DASHES.length];
 
   // A series' steps on the chosen axis; between two knots, tokens, seconds and FLOPs are interpolated linearly.
   const positions = (run, series) => {
@@ -180,9 +180,9 @@
       if (this.plot) this.plot.destroy();
       const few = (values) => values.reduce((sum, value) => sum + (value !== null), 0) <= 60;
       const series = [{}], bands = [];
-      shownLines.forEach(([idx], i) => {
-        const stroke = colour(idx), points = { show: few(data[1 + 3 * i]), size: 5, fill: stroke };
-        series.push({ stroke, width: 1.5, dash: dash(idx), spanGaps: true, points });
+      shownLines.forEach(([, [first]], i) => {
+        const stroke = colour(first), points = { show: few(data[1 + 3 * i]), size: 5, fill: stroke };
+        series.push({ stroke, width: 1.5, dash: dash(first), spanGaps: true, points });
         for (let edge = 0; edge < 2; edge++) series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
         if (state.band) bands.push({ series: [3 + 3 * i, 2 + 3 * i], fill: stroke + "30" });
       });
@@ -216,18 +216,18 @@
       const at = plot.cursor.idx;
       this.values.replaceChildren();
       if (at === null || at === undefined) return;
-      const add = (text, idx) => {
+      const add = (text, run) => {
         const part = document.createElement("span");
-        if (idx !== undefined) part.append(mark(idx));
+        if (run) part.append(mark(run));
         part.append(text);
         this.values.append(part);
       };
       add(`${AXES[state.axis]} ${short(data[0][at])}`);
-      shownLines.forEach(([idx], i) => {
+      shownLines.forEach(([, [first]], i) => {
         const column = data[1 + 3 * i];
         for (let away = 0; away < 40; away++) {
           const found = [column[at - away], column[at + away]].find((value) => value !== null && value !== undefined);
-          if (found !== undefined) return add(short(found), idx);
+          if (found !== undefined) return add(short(found), first);
         }
       });
     }
@@ -253,8 +253,8 @@
       const data = [x, ...tables.map((table) => x.map((at) => table.get(at) ?? null))];
       const axis = axisStyle();
       const series = shown.map((run) => {
-        const stroke = colour(lineOf(run));
-        return { stroke, width: 1.5, dash: dash(lineOf(run)), spanGaps: true, points: { show: true, size: 5, fill: stroke } };
+        const stroke = colour(run);
+        return { stroke, width: 1.5, dash: dash(run), spanGaps: true, points: { show: true, size: 5, fill: stroke } };
       });
       this.plot = new uPlot({
         width: Math.max(240, this.box.clientWidth), height: 280, series: [{}, ...series], legend: { show: false },
@@ -264,18 +264,19 @@
     }
   }
 
-  const mark = (idx) => {
+  const mark = (run) => {
     const span = document.createElement("span");
     span.className = "swatch";
-    paint(span, idx);
+    span.dataset.run = runs.indexOf(run);
+    paint(span, run);
     return span;
   };
-  const paint = (span, idx) => {
-    span.style.borderTopColor = colour(idx);
-    span.style.borderTopStyle = dash(idx).length ? (dash(idx)[0] > 4 ? "dashed" : "dotted") : "solid";
+  const paint = (span, run) => {
+    span.style.borderTopColor = colour(run);
+    span.style.borderTopStyle = dash(run).length ? (dash(run)[0] > 4 ? "dashed" : "dotted") : "solid";
   };
   const drawAll = () => {
-    document.querySelectorAll(".swatch[data-run]").forEach((span) => paint(span, lineOf(runs[+span.dataset.run])));
+    document.querySelectorAll(".swatch[data-run]").forEach((span) => paint(span, runs[+span.dataset.run]));
     state.charts.forEach((chart) => chart.draw());
   };
   const zoom = (range) => { state.range = range; drawAll(); };
@@ -297,22 +298,27 @@
     chart.box.focus();
   });
 
-  runs.forEach((run, idx) => {
-    const label = document.createElement("label"), box = document.createElement("input");
-    box.type = "checkbox";
-    box.checked = true;
-    box.addEventListener("change", () => {
-      box.checked ? state.hidden.delete(run) : state.hidden.add(run);
-      drawAll();
-    });
-    const span = mark(idx);
-    span.dataset.run = idx;
-    label.append(box, span, run.diverged ? `${run.name} (diverged)` : run.name);
-    byId("shown").append(label);
-  });
+  // A box for each line that can be drawn.
+  const listLines = () => {
+    const all = new Map();
+    for (const run of runs) all.set(lineOf(run), [...(all.get(lineOf(run)) || []), run]);
+    byId("shown").replaceChildren(...[...all.values()].map((members) => {
+      const label = document.createElement("label"), box = document.createElement("input");
+      box.type = "checkbox";
+      box.checked = members.some((run) => !state.hidden.has(run));
+      box.addEventListener("change", () => {
+        for (const run of members) box.checked ? state.hidden.delete(run) : state.hidden.add(run);
+        drawAll();
+      });
+      const diverged = members.some((run) => run.diverged);
+      label.append(box, mark(members[0]), diverged ? `${nameOf(members)} (diverged)` : nameOf(members));
+      return label;
+    }));
+  };
+  listLines();
   byId("joinBox").hidden = new Set(runs.map((run) => run.group)).size === runs.length;
   byId("axis").addEventListener("change", (event) => { state.axis = event.target.value; zoom(null); });
-  for (const id of ["log", "join", "band"]) byId(id).addEventListener("change", (event) => { state[id] = event.target.checked; drawAll(); });
+  for (const id of ["log", "join", "band"]) byId(id).addEventListener("change", (event) => { state[id] = event.target.checked; listLines(); drawAll(); });
   byId("smooth").addEventListener("change", (event) => { state.smooth = +event.target.value; drawAll(); });
   byId("reset").addEventListener("click", () => zoom(null));
   byId("theme").addEventListener("change", (event) => {

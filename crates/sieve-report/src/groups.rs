@@ -1,5 +1,6 @@
 //! Groups runs that differ only in their seed, and finds the keys in which recipes differ.
 use crate::Run;
+use serde::Serialize;
 use std::collections::BTreeSet;
 
 /// Whether runs of one group may differ in this key.
@@ -44,6 +45,67 @@ pub(crate) fn are_other_models(runs: &[Run]) -> bool {
     differences(runs).iter().any(|(key, _)| key.starts_with("attention.") || key.starts_with("model."))
 }
 
+/// The runs' kind of attention, which gives a run its colour; `None` for a recipe without one.
+fn kind(run: &Run) -> Option<&String> {
+    run.config.get("attention.kind")
+}
+
+/// Whether every layer of a run is dense.
+pub(crate) fn is_dense(run: &Run) -> bool {
+    kind(run).is_some_and(|kind| kind == "mha")
+}
+
+/// The name of a group: that of its run; of several runs, their name without the seed.
+pub(crate) fn name_of(runs: &[Run], members: &[usize]) -> String {
+    let first = &runs[members[0]].name;
+    if members.len() == 1 {
+        return first.clone();
+    }
+    let parts = first.split(',').filter(|part| !part.starts_with("seed="));
+    match parts.collect::<Vec<_>>().join(",") {
+        name if name.is_empty() => "all seeds".to_owned(),
+        name if name == *first => format!("{name} and other seeds"),
+        name => name,
+    }
+}
+
+/// Whether the runs of a group differ in their seed.
+pub(crate) fn swept_seeds(runs: &[Run], members: &[usize]) -> bool {
+    let seed = |idx: usize| runs[idx].config.get("training.seed");
+    members.iter().any(|&idx| seed(idx) != seed(members[0]))
+}
+
+/// How a run's line is drawn: which of the colours, and which of the dashes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Look {
+    colour: usize,
+    dash: usize,
+}
+
+/// The look of each run. Each kind of attention has a colour, and recipes of one kind differ by their dashes; runs that
+/// are all of one kind have a colour for each recipe. Seeds of one recipe look the same.
+pub(crate) fn looks(runs: &[Run], groups: &[usize]) -> Vec<Look> {
+    let mut kinds: Vec<Option<&String>> = Vec::new();
+    runs.iter().map(kind).for_each(|kind| {
+        if !kinds.contains(&kind) {
+            kinds.push(kind)
+        }
+    });
+    if kinds.len() == 1 {
+        return groups.iter().map(|&colour| Look { colour, dash: 0 }).collect();
+    }
+    let mut of_kind: Vec<Vec<usize>> = vec![Vec::new(); kinds.len()];
+    let look = |(run, &group): (&Run, &usize)| {
+        let colour = kinds.iter().position(|known| *known == kind(run)).expect("all kinds are known");
+        let dash = of_kind[colour].iter().position(|known| *known == group).unwrap_or_else(|| {
+            of_kind[colour].push(group);
+            of_kind[colour].len() - 1
+        });
+        Look { colour, dash }
+    };
+    runs.iter().zip(groups).map(look).collect()
+}
+
 /// The group of each run. Runs of one group differ only in their seed, and have done all of their steps: a run that
 /// stopped early is a group of its own, since no mean holds it. Groups are numbered by their first run.
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
@@ -69,6 +131,30 @@ mod tests {
     fn run(recipe: &str) -> Run {
         // It has done all of its steps.
         Run::open(folder(recipe, &STEP.replace("\"num_steps\":20", "\"num_steps\":10")).path(), None).unwrap()
+    }
+
+    #[test]
+    fn a_kind_has_one_colour_and_its_recipes_their_dashes() {
+        let recipe = |kind: &str, width: u32, seed: u32| {
+            run(&format!("[attention]\nkind = \"{kind}\"\nwidth = {width}\n[training]\nseed = {seed}\n"))
+        };
+        let look = |colour, dash| Look { colour, dash };
+        let runs = [recipe("dma", 1, 0), recipe("mha", 1, 0), recipe("dma", 2, 0), recipe("dma", 1, 1)];
+        assert_eq!(looks(&runs, &groups(&runs)), [look(0, 0), look(1, 0), look(0, 1), look(0, 0)]);
+        let runs = [recipe("dma", 1, 0), recipe("dma", 2, 0), recipe("dma", 1, 1)];
+        assert_eq!(looks(&runs, &groups(&runs)), [look(0, 0), look(1, 0), look(0, 0)]);
+    }
+
+    #[test]
+    fn a_group_is_called_by_what_its_seeds_share() {
+        let named = |name: &str| {
+            let last = STEP.replace("\"num_steps\":20", "\"num_steps\":10");
+            Run::open(folder("", &last).path(), Some(name)).unwrap()
+        };
+        for (first, name) in [("kind=dma,seed=0", "kind=dma"), ("seed=0", "all seeds"), ("a", "a and other seeds")] {
+            let runs = [named(first), named("b")];
+            assert_eq!((name_of(&runs, &[0, 1]), name_of(&runs, &[0])), (name.to_owned(), first.to_owned()));
+        }
     }
 
     #[test]

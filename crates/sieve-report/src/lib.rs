@@ -6,8 +6,8 @@
 //! ```no_run
 //! use sieve_report::{Run, page};
 //!
-//! let runs = [Run::open("out/mha".as_ref(), None)?, Run::open("out/dma".as_ref(), Some("DMA, w 64"))?];
-//! std::fs::write("compare.html", page(&runs, Some("mha"))?)?;
+//! let runs = vec![Run::open("out/mha".as_ref(), None)?, Run::open("out/dma".as_ref(), Some("DMA, w 64"))?];
+//! std::fs::write("compare.html", page(runs, Some("mha"))?)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -15,6 +15,7 @@ mod error;
 mod evaluations;
 mod groups;
 mod page;
+mod paired;
 mod run;
 mod series;
 mod tables;

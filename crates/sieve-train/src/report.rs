@@ -104,6 +104,8 @@ pub enum TrainEvent<'a> {
     Checkpoint(&'a Path),
     /// A text that the model wrote after this step.
     Sample(u64, &'a str),
+    /// A micro-batch was computed; of a GPU, given to it. The number of steps so far, with the part of the next one.
+    Computed(f64),
     /// The device has done the first step of this process.
     FirstStep,
     /// A message for the user.

@@ -496,9 +496,14 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Computes the gradients of all micro-batches, clips them, and updates the model if the guard's gate lets the step
     /// pass. Labels and tokens are counted over all processes.
-    fn train_step(&mut self, batches: &[Batch], labels_and_tokens: [usize; 2]) -> Result<(), TrainError> {
+    fn train_step(
+        &mut self,
+        batches: &[Batch],
+        labels_and_tokens: [usize; 2],
+        reporter: &mut Reporter<'_>,
+    ) -> Result<(), TrainError> {
         let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
-        let Forward { loss, last } = self.add_micro_batches(batches, labels_and_tokens, &mut gradients)?;
+        let Forward { loss, last } = self.add_micro_batches(batches, labels_and_tokens, &mut gradients, reporter)?;
         let model = self.learner.model.take().expect(AWAY);
         let (loss, grad_norm) = match self.ranks.group_mut() {
             None => (loss, gradients.norm(&model, &self.machine.device)),
@@ -537,6 +542,7 @@ impl<B: TrainBackend> Trainer<B> {
         batches: &[Batch],
         [num_labels, num_tokens]: [usize; 2],
         gradients: &mut GradientBuffer<B>,
+        reporter: &mut Reporter<'_>,
     ) -> Result<Forward<B>, TrainError> {
         let loss_scale = self.machine.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
@@ -577,6 +583,8 @@ impl<B: TrainBackend> Trainer<B> {
             )?;
             loss = loss + result.loss.clone();
             last = Some(result);
+            let part = (place + 1) as f64 / batches.len() as f64;
+            reporter.emit(TrainEvent::Computed(self.progress.step as f64 + part));
         }
         Ok(Forward { loss, last })
     }

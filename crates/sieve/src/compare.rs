@@ -32,9 +32,10 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         // Every argument is a sweep's own file or folder: opening the first one gives the error to print.
         None => args.runs.first().map_or(Ok(Vec::new()), |text| open(text))?,
     };
-    let html = page(&runs, args.against.as_deref())?;
+    let runs_in_words = terminal::counted(runs.len() as u64, "run");
+    let html = page(runs, args.against.as_deref())?;
     args.out.write_text(&html)?;
-    let (runs, size) = (terminal::counted(runs.len() as u64, "run"), terminal::bytes(html.len() as u64));
+    let (runs, size) = (runs_in_words, terminal::bytes(html.len() as u64));
     terminal::line(&format!("{}: {runs}, {size}", args.out.shown()));
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::error::Error;
 use std::path::Path;
 
 /// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
-const COMMANDS: [(&str, &str); 15] = [
+const COMMANDS: [(&str, &str); 21] = [
     ("init", "recipe new"),
     ("new", "recipe new"),
     ("config", "recipe show --all RECIPE"),
@@ -17,7 +17,13 @@ const COMMANDS: [(&str, &str); 15] = [
     ("version", "--version"),
     ("bench", "kernels bench"),
     ("resume", "train --recipe R --resume"),
-    ("finetune", "import, then train --branch-from"),
+    ("finetune", "import --from MODEL --data FILE writes a recipe that begins with its weights; then train --recipe"),
+    ("sft", "import --from MODEL --data FILE writes a recipe that begins with its weights; then train --recipe"),
+    ("convert", "import --from DIR reads a model in the Hugging Face layout; export --checkpoint RUN writes one"),
+    ("download", "import --from hf://OWNER/NAME fetches a model of the hub"),
+    ("pull", "import --from hf://OWNER/NAME fetches a model of the hub"),
+    ("web", "serve --checkpoint MODEL answers over HTTP, as OpenAI's API does"),
+    ("api", "serve --checkpoint MODEL answers over HTTP, as OpenAI's API does"),
     ("chat", "generate --chat --prompt TEXT answers one message of an instruct model"),
     ("sample", "generate"),
     ("prepare", "data prepare"),
@@ -45,7 +51,7 @@ const fn flag(commands: &'static [&'static str], names: &'static [&'static str],
 }
 
 /// Flags of other programs, mostly trainers, and the hint for each.
-const FLAGS: [Flag; 63] = [
+const FLAGS: [Flag; 64] = [
     flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
     flag(
         OF_RECIPES,
@@ -144,6 +150,7 @@ const FLAGS: [Flag; 63] = [
         &["model", "model-name", "model-name-or-path", "model-path", "ckpt", "load", "run"],
         "--checkpoint {:MODEL}",
     ),
+    flag(&["eval tasks"], &["tasks", "task"], "--data {:TASK}=FILE, once for each task"),
     flag(
         &["generate"],
         &["max-tokens", "num-tokens", "max-length", "length", "n-predict", "tokens"],
@@ -309,7 +316,11 @@ fn value_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
 /// The hint for a flag of other programs.
 fn flag_meant(typed: &str, command: &str, words: &[String]) -> Option<String> {
     let name = typed.trim_start_matches('-').split('=').next()?.replace('_', "-").to_lowercase();
-    let known = |flag: &&Flag| flag.commands.contains(&command) && flag.names.contains(&name.as_str());
+    // The command, and with a command below it: eval, eval tasks.
+    let below = words.iter().skip_while(|word| *word != command).nth(1);
+    let both = below.map_or(String::new(), |below| format!("{command} {below}"));
+    let is_of = |flag: &Flag| flag.commands.iter().any(|one| *one == command || *one == both);
+    let known = |flag: &&Flag| is_of(flag) && flag.names.contains(&name.as_str());
     let flag = FLAGS.iter().find(known)?;
     // clap names the flag alone; its value is part of the same word, or the next one.
     let at = words.iter().position(|word| word.split('=').next() == typed.split('=').next())?;
@@ -363,7 +374,7 @@ fn file_meant(typed: &str, command: &str) -> Option<String> {
         "eval" if is_text() => format!("--data {word}"),
         _ => return None,
     };
-    Some(format!("sieve {command} takes {word} behind a flag alone\n  hint: {hint}"))
+    Some(format!("sieve {command} takes no {word} without a flag\n  hint: {hint}"))
 }
 
 /// Endings of files that are texts or tables, not recipes.
@@ -405,9 +416,10 @@ mod tests {
                 assert!(known.contains(&name) || ["help", "logdir"].contains(&name), "{name} in {}", flag.hint);
             }
             for command in flag.commands {
-                assert!(cli.find_subcommand(command).is_some(), "{command}");
                 // Where it has subcommands, one of them may have the flag.
-                let own = cli.find_subcommand(command).expect("checked above");
+                let find = |found: &'_ Command, word: &str| found.find_subcommand(word).cloned();
+                let own = command.split(' ').try_fold(cli.clone(), |found, word| find(&found, word));
+                let own = own.unwrap_or_else(|| panic!("there is no {command}"));
                 for name in flag.names {
                     let has = own.get_arguments().any(|argument| argument.get_long() == Some(name));
                     assert!(!has, "{command} has --{name}");
@@ -449,6 +461,10 @@ mod tests {
             let (section, name) = key.split_once('.').expect("section.key");
             assert!(page.contains(&format!("`{name}`")) && page.contains(&format!("[{section}]")), "{key}");
         }
+        let text = words("sieve eval tasks --checkpoint c --tasks hellaswag");
+        let error = Cli::try_parse_from(&text).err().expect("an unknown flag");
+        let found = meant(&Cli::command(), &error, &text).expect("lm_eval's flag");
+        assert!(found.ends_with("hint: --data hellaswag=FILE, once for each task"), "{found}");
         let text = words("sieve train --recipe r --lr=1e-3");
         let error = Cli::try_parse_from(&text).err().expect("an unknown flag");
         let found = meant(&Cli::command(), &error, &text).expect("a known one of other programs");

@@ -9,6 +9,7 @@ mod patterns;
 mod ppl;
 mod ruler;
 mod selectors;
+mod so_far;
 mod tasks;
 mod text;
 
@@ -56,6 +57,7 @@ pub(crate) enum EvalCommand {
 }
 
 pub(crate) fn run(command: EvalCommand) -> Result<Exit> {
+    so_far::watch();
     let done = match command {
         EvalCommand::Ppl(args) => return ppl::run(args),
         EvalCommand::Mqar(args) => mqar::run(args),

@@ -3,7 +3,7 @@ use crate::ask::Ask;
 use crate::device::DtypeArg;
 use crate::loaded;
 use crate::out_file::on_this_machine;
-use crate::terminal;
+use crate::terminal::{self, FolderBar};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use sieve_core::recipe::TokenizerSource;
@@ -54,7 +54,14 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
         eos_token_id: tokenizer.eos_id()?,
         pad_token_id: tokenizer.pad_id(),
     };
-    let report = export(&checkpoint, &args.out, &options)?;
+    let bytes_of_one = match args.dtype {
+        DtypeArg::F32 => 4,
+        DtypeArg::Bf16 => 2,
+    };
+    let bar = FolderBar::new(&args.out, shape.parameters().total() * bytes_of_one);
+    let report = export(&checkpoint, &args.out, &options);
+    drop(bar);
+    let report = report?;
     terminal::line(&format!(
         "exported step {} as {}: {} parameters, {} of weights, {} in {}",
         checkpoint.state.step,

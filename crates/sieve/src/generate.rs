@@ -10,7 +10,7 @@ use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
 use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel};
 use sieve_infer::{
-    BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, StoppedText, prompt_part,
+    BatchGenerator, GenerateConfig, Generator, Sampler, Sampling, Selection, StopTexts, StoppedText, prompt_part,
 };
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
@@ -79,6 +79,13 @@ pub(crate) struct GenerateArgs {
     place: PlaceArgs,
 }
 
+impl GenerateArgs {
+    /// How tokens are drawn.
+    fn sampling(&self) -> Sampling {
+        Sampling { temperature: self.temperature, top_p: self.top_p, top_k: self.top_k, seed: self.seed }
+    }
+}
+
 /// Runs `sieve generate`: continues a prompt with a checkpoint's model, by one process or several.
 pub(crate) fn run(args: GenerateArgs) -> Result<Exit> {
     with_ranks(|ranks| run_as(args, ranks))
@@ -86,6 +93,8 @@ pub(crate) fn run(args: GenerateArgs) -> Result<Exit> {
 
 /// Runs the command as one process, or as one of `ranks`.
 fn run_as(mut args: GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+    // A temperature that no text can be drawn at is refused before a model is loaded.
+    Sampler::new(args.sampling())?;
     if variable(LAUNCHED).is_some()
         && (args.prompt == ["-"] || args.prompt_file.as_ref().is_some_and(|path| path.as_os_str() == "-"))
     {
@@ -173,7 +182,7 @@ fn run_on<B: ModelBackend>(
     let loaded = &placed.loaded;
     let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     // The text on standard output may be another program's input.
-    terminal::remark(&format!("model: {}", loaded.line()));
+    terminal::remark(&terminal::model_line(&loaded.line()));
     let tokens = chats.unwrap_or(prompts).iter().map(|prompt| tokenizer.encode_marked(prompt));
     let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
@@ -187,7 +196,7 @@ fn run_on<B: ModelBackend>(
         tokens,
         config: GenerateConfig {
             max_new_tokens: args.max_new_tokens.unwrap_or(num_left.clamp(1, DEFAULT_NEW_TOKENS)),
-            sampling: Sampling { temperature: args.temperature, top_p: args.top_p, top_k: args.top_k, seed: args.seed },
+            sampling: args.sampling(),
             eos_id,
             num_tokens: tokenizer.vocab_size(),
         },

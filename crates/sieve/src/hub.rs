@@ -1,9 +1,10 @@
 //! Models of the Hugging Face hub, where a command takes the folder of a model, or a checkpoint to begin with.
 use crate::environment::variable;
-use crate::terminal;
+use crate::terminal::{self, FolderBar};
 use anyhow::{Context, Result};
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::World;
+use sieve_core::recipe::AttentionKind;
 use sieve_core::{Refusal, ShownPath};
 use sieve_data::{HubConfig, HubModel, HubModelEvent, hub_model, is_hub_model};
 use sieve_files::lock_or_wait;
@@ -34,6 +35,7 @@ pub(crate) fn model(path: &Path) -> Result<Option<HubModel>> {
     let accepts = |config: &Path| {
         sieve_hf::check_config(config).map_err(|error| Refusal::of_text(&error.to_string(), "name another model"))
     };
+    let mut bar: Option<FolderBar> = None;
     let model = hub_model(path, HubConfig::of_cache(&variable)?, &accepts, &mut |event| match event {
         HubModelEvent::Waiting => remark("waiting for another process that fetches this model"),
         HubModelEvent::Fetching { num_files, num_bytes, dir } => {
@@ -44,14 +46,27 @@ pub(crate) fn model(path: &Path) -> Result<Option<HubModel>> {
                 terminal::counted(num_files as u64, "file"),
                 dir.shown()
             ));
+            bar = prints.then(|| FolderBar::new(dir, num_bytes));
         }
         HubModelEvent::Fetched { name, num_bytes } => {
             let size = terminal::bytes(num_bytes);
-            remark(&format!("fetched {}, {size}", Path::new(name).shown()));
+            let say = || remark(&format!("fetched {}, {size}", Path::new(name).shown()));
+            match &bar {
+                Some(bar) => bar.suspend(say),
+                None => say(),
+            }
         }
-    })?;
+    });
+    drop(bar);
+    let model = model?;
     remark(&format!("{} is at commit {}, in {}", path.shown(), model.commit, model.path.shown()));
     Ok(Some(model))
+}
+
+/// Bytes of the checkpoint that an import writes: its parameters in f32; 0 if the folder cannot be imported.
+pub(crate) fn imported_bytes(from: &Path, kind: Option<AttentionKind>, sets: &[String]) -> u64 {
+    let model = sieve_hf::imported_model(from, kind, sets);
+    model.map_or(0, |(_, shape)| shape.parameters().total() * size_of::<f32>() as u64)
 }
 
 /// The checkpoint that a run begins with: a path is itself, `hf://OWNER/NAME` is fetched and imported into the cache,
@@ -73,6 +88,7 @@ pub(crate) fn checkpoint(path: &Path) -> Result<PathBuf> {
     let _lock = lock_or_wait(&lock, waiting).with_context(|| format!("locking {}", lock.shown()))?;
     let checkpoint = out.join("step-0");
     if !checkpoint.join("state.json").is_file() {
+        let _bar = FolderBar::new(&out, imported_bytes(&model.path, None, &[]));
         sieve_hf::import::<Flex>(&model.path, &out, None, &[], false, &FlexDevice)
             .with_context(|| format!("{} cannot be imported", path.shown()))?;
     }

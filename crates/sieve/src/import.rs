@@ -4,6 +4,7 @@ use crate::out_file::on_this_machine;
 use crate::out_file::write_text;
 use crate::out_of_memory::MemoryArgs;
 use crate::own_text::{OwnText, gives_steps};
+use crate::terminal::FolderBar;
 use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
@@ -66,7 +67,10 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     let tokenizer =
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.shown()))?;
     let (sets, own_text) = keys_of_recipe(&args, kind, &tokenizer)?;
-    let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, args.drop, &FlexDevice)?;
+    let bar = FolderBar::new(&args.out, hub::imported_bytes(&args.from, kind, &sets));
+    let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, args.drop, &FlexDevice);
+    drop(bar);
+    let report = report?;
     let recipe_path = args.out.join("recipe.toml");
     let recipe = format!(
         "# Trains what `sieve import --from {}` made: a run begins with the weights that initial_weights names. Lines \
@@ -75,7 +79,8 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
         recipe_text(&report)?
     );
     write_text(&recipe_path, &recipe)?;
-    terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&named, &report)?));
+    let model = terminal::model_line(&imported_line(&named, &report)?);
+    terminal::line(&format!("imported as {}\n{model}", report.path.shown()));
     print_notes(&report, &tokenizer);
     print_commands(&args, &report, own_text.as_ref(), &recipe_path)?;
     if let Some(words) = own_text.and_then(|own| own.epochs(&report.recipe)) {
@@ -222,12 +227,6 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
             terminal::thousands(tokens as u64),
             terminal::thousands(rows as u64)
         ));
-    }
-    if report.is_new_form {
-        terminal::warning(
-            "attention: before 0.1.0 --attention dma was the published form where --set left its keys out; \
-             --set attention.preset=paper is that form",
-        );
     }
     if report.all_scores_tie {
         terminal::line(

@@ -125,8 +125,8 @@ impl Info {
         let mut lines = vec![
             format!("sieve       {} (commit {}, {})", self.version, self.commit, self.target),
             format!(
-                "CPU         {} threads, {} of memory, {} free",
-                self.threads,
+                "CPU         {}, {} of memory, {} free",
+                terminal::counted(self.threads as u64, "thread"),
                 terminal::gib(self.memory_bytes),
                 terminal::gib(self.free_memory_bytes)
             ),

@@ -3,11 +3,16 @@ use crate::device::{DeviceChoice, DtypeArg, Place};
 use crate::out_of_memory::MemoryArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
+use burn::module::{ModuleMapper, Param};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use clap::Args;
+use indicatif::ProgressBar;
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::Tokenizer;
-use sieve_hf::{ChatTemplate, Kept, LoadedModel, importable_families, load_model, peek_model};
+use sieve_hf::{
+    ChatTemplate, CheckpointError, Kept, LoadedModel, importable_families, load_model, load_model_then, peek_model,
+};
 use sieve_plan::InferenceSize;
 use std::path::Path;
 
@@ -100,13 +105,44 @@ pub(crate) fn check_tokenizer(tokenizer: &Tokenizer, path: &Path, shape: &ModelS
     Ok(())
 }
 
+/// From so many bytes of weights on, in f32, opening a model has a bar.
+const BAR_BYTES: u64 = 2 << 30;
+
+/// Loads a checkpoint's model, a large one with a bar of its bytes.
+pub(crate) fn load_with_bar<B: Backend>(
+    checkpoint: &Path,
+    device: &B::Device,
+    kept: Kept,
+) -> Result<LoadedModel<B>, CheckpointError> {
+    let num_bytes = peek_model(checkpoint).map_or(0, |(_, shape)| shape.parameters().total() * F32_BYTES);
+    match num_bytes < BAR_BYTES {
+        true => load_model(checkpoint, device, kept),
+        false => {
+            terminal::with_bytes_bar(num_bytes, |bar| load_model_then(checkpoint, device, kept, &mut Counted(bar)))
+        }
+    }
+}
+
+/// Bytes of a number in f32, in which the bar counts: the file may hold another format.
+const F32_BYTES: u64 = 4;
+
+/// Moves a bar with each parameter that was read.
+struct Counted<'a>(&'a ProgressBar);
+
+impl<B: Backend> ModuleMapper<B> for Counted<'_> {
+    fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        self.0.inc(parameter.val().shape().num_elements() as u64 * F32_BYTES);
+        parameter
+    }
+}
+
 /// Loads a checkpoint's model and its tokenizer.
 pub(crate) fn load<B: Backend>(
     checkpoint: &Path,
     device: &B::Device,
     kept: Kept,
 ) -> Result<(LoadedModel<B>, Tokenizer)> {
-    let loaded = load_model::<B>(checkpoint, device, kept)?;
+    let loaded = load_with_bar::<B>(checkpoint, device, kept)?;
     let tokenizer = tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     Ok((loaded, tokenizer))
 }

@@ -3,6 +3,7 @@
 mod allocator;
 mod ask;
 mod compare;
+mod completion;
 mod data;
 mod device;
 mod draw;
@@ -130,6 +131,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    completion::answer();
     startup::mark();
     terminal::install_panic_message(out_of_memory::message);
     interrupt::have_large_files_refused();
@@ -183,7 +185,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Tokenizer(command) => done(data::run_tokenizer(command)),
         Command::Kernels(command) => done(kernels::run(command)),
         Command::Info(args) => done(info::run(args)),
-        Command::Completions(args) => done(manual::completions(args, Cli::command())),
+        Command::Completions(args) => done(manual::completions(args)),
         Command::Man(args) => done(manual::man(&args, Cli::command())),
     }
 }

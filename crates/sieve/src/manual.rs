@@ -6,6 +6,7 @@ use clap_complete::Shell;
 use sieve_core::ShownPath;
 use std::path::PathBuf;
 
+use crate::completion::script;
 use crate::terminal;
 
 /// Arguments of `sieve completions`.
@@ -23,11 +24,10 @@ pub(crate) struct ManArgs {
     out: PathBuf,
 }
 
-/// Prints a shell's completion script.
-pub(crate) fn completions(args: CompletionsArgs, mut command: Command) -> Result<()> {
-    let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut command, "sieve", &mut script);
-    terminal::text(&String::from_utf8(script)?);
+/// Prints a shell's completion script, which asks this program for what it completes.
+pub(crate) fn completions(args: CompletionsArgs) -> Result<()> {
+    let program = std::env::current_exe().context("finding this program")?;
+    terminal::text(&String::from_utf8(script(args.shell, &program.to_string_lossy())?)?);
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use crate::environment::{LAUNCHED, variable};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
-use crate::loaded::PlaceArgs;
+use crate::loaded::{PlaceArgs, load_with_bar};
 use crate::terminal;
 use crate::train::{OnEvent, gpus, ranks};
 use anyhow::Result;
@@ -103,7 +103,7 @@ impl<B: ModelBackend> PlacedModel<B> {
     /// Loads a checkpoint's model. Of several ranks each reads all tensors, one at a time, and keeps its pieces.
     pub(crate) fn load(checkpoint: &Path, device: &B::Device, kept: Kept, ranks: Option<&ModelRanks>) -> Result<Self> {
         let Some(ranks) = ranks else {
-            return Ok(Self { loaded: sieve_hf::load_model(checkpoint, device, kept)?, weights: None });
+            return Ok(Self { loaded: load_with_bar(checkpoint, device, kept)?, weights: None });
         };
         let mut weights = ShardedWeights::new(B::group(ranks.mesh.clone(), device)?);
         let mut loaded = load_model_then(checkpoint, device, kept, &mut weights.keeper())?;

@@ -92,6 +92,43 @@ impl Deref for OutFile {
     }
 }
 
+/// The path of a picture to write, as every flag that draws one gives it. Pictures are SVG, so a file's name ends with
+/// `.svg`; a pipe or a device has any name.
+#[derive(Clone, Debug)]
+pub(crate) struct PictureFile(OutFile);
+
+impl PictureFile {
+    fn new(path: PathBuf) -> Result<Self, CannotWrite> {
+        let file = OutFile::new(path)?;
+        let is_svg = file.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg"));
+        if !is_svg && !is_pipe_or_device(&file) {
+            let named = file.with_extension("svg");
+            let name = named.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            return Err(CannotWrite(format!(
+                "a picture is written as SVG\n  hint: name it {}, and make another format of that",
+                Path::new(&name).shown()
+            )));
+        }
+        Ok(Self(file))
+    }
+}
+
+impl Deref for PictureFile {
+    type Target = OutFile;
+
+    fn deref(&self) -> &OutFile {
+        &self.0
+    }
+}
+
+impl ValueParserFactory for PictureFile {
+    type Parser = TryMapValueParser<PathBufValueParser, fn(PathBuf) -> Result<Self, CannotWrite>>;
+
+    fn value_parser() -> Self::Parser {
+        PathBufValueParser::new().try_map(Self::new)
+    }
+}
+
 /// Why a file cannot be written, without its path.
 #[derive(Debug)]
 pub(crate) struct CannotWrite(String);
@@ -145,6 +182,45 @@ mod tests {
         for path in ["run", "C:/x", "a b://c", "./s3:/x", "://x", "/a/s3:x"] {
             check_is_here(Path::new(path)).expect(path);
         }
+    }
+
+    #[test]
+    fn a_picture_has_the_ending_of_its_format() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let new = |name: &str| PictureFile::new(folder.path().join(name)).map(|_| ());
+        for name in ["a.svg", "a.b.SVG"] {
+            new(name).unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+        for name in ["a.png", "a.pdf", "a.svg.gz", "a.svgz", "a", "a.html", "svg"] {
+            let error = new(name).expect_err(name).to_string();
+            assert!(error.starts_with("a picture is written as SVG\n  hint: name it "), "{error}");
+        }
+        if cfg!(target_os = "linux") {
+            PictureFile::new("/dev/null".into()).expect("a device has no ending");
+        }
+    }
+
+    #[test]
+    fn every_flag_that_draws_takes_the_name_of_a_picture() {
+        use clap::CommandFactory;
+        let cli = crate::Cli::command();
+        let (mut open, mut drawing) = (vec![(&cli, String::from("sieve"))], Vec::new());
+        while let Some((command, name)) = open.pop() {
+            for argument in command.get_arguments() {
+                let is_picture = argument.get_value_parser().type_id() == std::any::TypeId::of::<PictureFile>();
+                let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+                let draws = help.starts_with("Draw ") || help.starts_with("Also draw") || help.contains("an SVG");
+                let flag = format!("{name} --{}", argument.get_long().unwrap_or_default());
+                assert_eq!(is_picture, draws, "{flag}: {help}");
+                drawing.extend(is_picture.then_some(flag));
+            }
+            open.extend(command.get_subcommands().map(|inner| (inner, format!("{name} {}", inner.get_name()))));
+        }
+        drawing.sort();
+        let evals = ["attention", "mqar", "needle", "ppl", "ruler", "selectors"];
+        let mut known = evals.map(|name| format!("sieve eval {name} --plot")).to_vec();
+        known.push("sieve eval selectors --scores".to_owned());
+        assert_eq!(drawing, known);
     }
 
     #[test]

@@ -55,9 +55,6 @@ pub(crate) struct RecipeArgs {
     /// The text that was read, shared by all clones: a pipe can be read only once.
     #[arg(skip)]
     found: Arc<OnceLock<Found>>,
-    /// Set once the text's former attention was printed; shared by all clones.
-    #[arg(skip)]
-    said_former: Arc<OnceLock<()>>,
 }
 
 /// The text of a recipe, and its name in messages.
@@ -72,29 +69,29 @@ pub(crate) struct Found {
 impl RecipeArgs {
     /// Arguments for a recipe by path or name.
     pub(crate) fn new(recipe: String, overrides: Vec<String>) -> Self {
-        Self { recipe, overrides, found: Arc::default(), said_former: Arc::default() }
+        Self { recipe, overrides, found: Arc::default() }
     }
 
     /// Finds, reads and checks the recipe. If `--set` changes the kind of attention, warns of keys that only the old
-    /// kind uses. Warns once of a text that earlier versions read as another attention.
+    /// kind uses.
     pub(crate) fn load(&self) -> Result<Recipe> {
-        let (recipe, RecipeNotes { left_out, former_form }) = self.load_with_notes()?;
+        let (recipe, left_out) = self.load_unsaid()?;
         // Of several ranks only rank 0 prints.
         let world = World::from_env(&variable).ok().flatten();
-        let prints = world.is_none_or(|world| world.rank == 0);
-        if prints && !left_out.is_empty() {
+        if world.is_none_or(|world| world.rank == 0) && !left_out.is_empty() {
             terminal::warning(&format!(
                 "not used with attention.kind = {:?}: {}",
                 recipe.attention.kind().name(),
                 left_out.join(", ")
             ));
         }
-        if let Some(former) = former_form.filter(|_| prints)
-            && self.said_former.set(()).is_ok()
-        {
-            terminal::warning(&former.words);
-        }
         Ok(recipe)
+    }
+
+    /// As [`load`](Self::load), but returns the keys that `--set` made useless instead of naming them in a warning.
+    pub(crate) fn load_unsaid(&self) -> Result<(Recipe, Vec<String>)> {
+        let (recipe, RecipeNotes { left_out, .. }) = self.load_with_notes()?;
+        Ok((recipe, left_out))
     }
 
     /// Finds, reads and checks the recipe, and prints nothing.
@@ -113,6 +110,13 @@ impl RecipeArgs {
                 anyhow!(
                     "--recipe {word} is a text, not a recipe\n  \
                      hint: sieve recipe new --data {word} --out NAME.toml makes a recipe for it"
+                )
+            }
+            RecipeError::Syntax { .. } if self.is_of_other_language() => {
+                let word = terminal::quoted(Path::new(&self.recipe));
+                anyhow!(
+                    "--recipe {word} is no recipe: a recipe is TOML\n  \
+                     hint: sieve recipe show quickstart prints one, and sieve recipe keys every key"
                 )
             }
             error => error.into(),
@@ -159,20 +163,35 @@ impl RecipeArgs {
 
     /// Whether the file that stands for a recipe is a text or a table by its ending.
     fn is_text(&self) -> bool {
+        self.has_ending(&elsewhere::TEXTS)
+    }
+
+    /// Whether it is a configuration of another language by its ending.
+    fn is_of_other_language(&self) -> bool {
+        self.has_ending(&["yaml", "yml", "ini", "cfg", "conf"])
+    }
+
+    fn has_ending(&self, endings: &[&str]) -> bool {
         let ending = Path::new(&self.recipe).extension().map(|ending| ending.to_string_lossy().to_lowercase());
-        ending.is_some_and(|ending| elsewhere::TEXTS.contains(&ending.as_str()))
+        ending.is_some_and(|ending| endings.contains(&ending.as_str()))
     }
 
     /// Finds, reads and checks the recipe for a command that reads the training text. Replaces paths without files as
     /// `data.fallback` says, and returns a line about that. Paths given by `--set` are not replaced.
     pub(crate) fn load_with_text(&self) -> Result<(Recipe, Option<String>)> {
         let mut recipe = self.load()?;
-        let is_path = |set: &String| set.trim_start().starts_with("data.paths");
-        let line = match self.overrides.iter().any(is_path) {
-            true => None,
-            false => shipped::choose_text(&mut recipe)?,
-        };
+        let line = self.choose_text(&mut recipe)?;
         Ok((recipe, line))
+    }
+
+    /// Replaces paths without files in `recipe`, which these arguments gave, as `data.fallback` says. Returns a line
+    /// about that; paths given by `--set` stay.
+    pub(crate) fn choose_text(&self, recipe: &mut Recipe) -> Result<Option<String>> {
+        let is_path = |set: &String| set.trim_start().starts_with("data.paths");
+        if self.overrides.iter().any(is_path) {
+            return Ok(None);
+        }
+        shipped::choose_text(recipe)
     }
 
     /// Output folder of the recipe's runs without `--out`.

@@ -155,7 +155,7 @@ fn run_on<B: DeviceBackend>(
         Some(path) => loaded::tokenizer(path, &loaded.recipe, &loaded.shape)?,
         None => own,
     };
-    terminal::line(&format!("model: {}", loaded.line()));
+    terminal::line(&terminal::model_line(&loaded.line()));
     let eos_id = tokenizer.eos_id()?;
     let sampling = sampling(&loaded.sampling_defaults()?);
     let engine = Engine {

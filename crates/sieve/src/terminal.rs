@@ -1,8 +1,12 @@
 //! Everything the program prints: lines, progress bars, errors.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "the one place that prints")]
+mod bar;
+mod colour;
+
 use crate::exit::{Exit, is_of_the_disk};
 use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressStyle};
+pub(crate) use bar::{FolderBar, is_interactive, progress_bar, style, styled_bar, with_bar, with_bytes_bar};
+use colour::coloured;
 use sieve_core::{ReferenceTooLarge, ShownPath, shown_text};
 pub(crate) use sieve_core::{quoted, shell_word, thousands};
 use std::borrow::Cow;
@@ -11,7 +15,6 @@ use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 /// How much the program prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -125,7 +128,7 @@ fn keep(text: &str) {
 
 /// Prints one line of a result. A failed write is reported at the program's end ([`after_lost_output`]).
 pub(crate) fn line(line: &str) {
-    text(&format!("{line}\n"));
+    results(&format!("{line}\n"), coloured);
 }
 
 /// Prints lines of a result.
@@ -168,14 +171,20 @@ pub(crate) fn remark(text: &str) {
     }
 }
 
-/// Prints text without a line end, and flushes. A terminal gets no control characters: the text may be a model's.
+/// Prints text without a line end, and flushes. A terminal gets no control characters and no colours: the text may be a
+/// model's.
 pub(crate) fn text(text: &str) {
+    results(text, |text| text);
+}
+
+/// Prints to standard output, on a terminal in `colours`.
+fn results(text: &str, colours: impl FnOnce(Cow<'_, str>) -> Cow<'_, str>) {
     if is_muted() {
         return;
     }
     keep(text);
     let mut out = std::io::stdout().lock();
-    let printed = for_stream(out.is_terminal(), text);
+    let printed = for_stream(out.is_terminal(), text, colours);
     if let Err(error) = out.write_all(printed.as_bytes()).and_then(|()| out.flush()) {
         lose("standard output", &error);
     }
@@ -185,13 +194,13 @@ pub(crate) fn text(text: &str) {
 fn errors(text: &str) {
     keep(text);
     let mut out = std::io::stderr();
-    let _ = out.write_all(for_stream(out.is_terminal(), text).as_bytes());
+    let _ = out.write_all(for_stream(out.is_terminal(), text, coloured).as_bytes());
 }
 
-/// The text as a terminal may show it, or as it is for a file or a pipe.
-fn for_stream(is_terminal: bool, text: &str) -> Cow<'_, str> {
+/// The text as a terminal may show it, in `colours`; or as it is for a file or a pipe.
+fn for_stream(is_terminal: bool, text: &str, colours: impl FnOnce(Cow<'_, str>) -> Cow<'_, str>) -> Cow<'_, str> {
     match is_terminal {
-        true => shown_text(text),
+        true => colours(shown_text(text)),
         false => Cow::Borrowed(text),
     }
 }
@@ -264,30 +273,17 @@ pub(crate) fn warning(text: &str) {
     note(&format!("warning: {text}"));
 }
 
-/// Whether standard error, where progress bars go, is a terminal.
-pub(crate) fn is_interactive() -> bool {
-    std::io::stderr().is_terminal()
-}
+/// Columns of the [`model_line`] on a terminal: two rows of 100.
+const MODEL_COLUMNS: usize = 200;
 
-/// A progress bar on standard error; hidden if that is no terminal or with `--quiet`.
-pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
-    if !is_interactive() || loudness() == Loudness::Quiet {
-        return ProgressBar::hidden();
+/// The line about a model, from its words. A terminal gets what fits two rows, unless `--verbose` asks for the rest;
+/// a file or a pipe gets all.
+pub(crate) fn model_line(words: &str) -> String {
+    let line = format!("model: {words}");
+    match is_verbose() || !std::io::stdout().is_terminal() {
+        true => line,
+        false => sieve_core::fitted_model_line(&line, MODEL_COLUMNS),
     }
-    let bar = ProgressBar::new(len);
-    let style =
-        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
-    bar.set_style(style);
-    bar.enable_steady_tick(Duration::from_millis(250));
-    bar
-}
-
-/// Runs `work` with a [`progress_bar`], and removes the bar when it returns.
-pub(crate) fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressBar) -> T) -> T {
-    let bar = progress_bar(len, template);
-    let result = work(&bar);
-    bar.finish_and_clear();
-    result
 }
 
 /// Formats a number of bytes in a fitting unit, such as `1.23 GiB`.
@@ -387,7 +383,7 @@ mod tests {
     #[test]
     fn a_terminal_gets_no_control_characters_and_a_pipe_gets_all() {
         let text = "a\u{1b}]0;title\u{7}\tb\n";
-        assert_eq!(for_stream(true, text), "a\\x1b]0;title\\x07\tb\n");
-        assert_eq!(for_stream(false, text), text);
+        assert_eq!(for_stream(true, text, |text| text), "a\\x1b]0;title\\x07\tb\n");
+        assert_eq!(for_stream(false, text, |_| panic!("a pipe has no colours")), text);
     }
 }

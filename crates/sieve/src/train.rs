@@ -13,6 +13,7 @@ mod place;
 mod profile;
 pub(crate) mod ranks;
 mod samples;
+mod step_bar;
 mod stopped;
 mod sweep;
 

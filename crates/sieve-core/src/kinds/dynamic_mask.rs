@@ -205,11 +205,10 @@ impl Settings for DmaShape {
         };
         // A missing window is reported elsewhere; any value serves here.
         let form = DmaShape::with_form(window.unwrap_or(1), given);
-        let starts_at_0 = attention.get("a_init").is_none_or(|a_init| a_init.as_float() == Some(0.0));
         choice(attention, "recency", form.recency);
         choice(attention, "bias", form.bias);
         derived(attention, "local_window_size", || whole(window.map(|_| form.local_window_size)?));
-        former_form(form, given, starts_at_0)
+        former_form(form, given)
     }
 
     /// The local window fits into the window; slopes need the linear bias and periods in ascending order.
@@ -256,7 +255,7 @@ impl Settings for DmaShape {
 
 /// How a text that gives DMA's window was read before 0.1.0, if it is read differently now: what it left out of
 /// `recency` and `local_window_size` was as published. To be removed in the release after 0.1.0.
-fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<FormerForm> {
+fn former_form(now: DmaShape, given: DmaForm) -> Option<FormerForm> {
     let recency = given.recency.or(Some(DmaRecency::None));
     let local_window_size = given.local_window_size.or(Some(0));
     let window = now.keep_window_size;
@@ -266,15 +265,7 @@ fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<Forme
     if differing.is_empty() {
         return None;
     }
-    let words = match starts_at_0 && before == DmaShape::published(window) {
-        true => "this text was the published form; write preset = \"paper\" for it".to_owned(),
-        false => {
-            let keys = differing.iter().map(|(key, value)| format!("{key} = {value}")).collect::<Vec<_>>();
-            format!("this text stood for {} too; write that for the same attention", keys.join(", "))
-        }
-    };
-    let overrides = differing.iter().map(|(key, value)| format!("attention.{key}={value}")).collect();
-    Some(FormerForm { words: format!("attention: before 0.1.0 {words}"), overrides })
+    Some(FormerForm { overrides: differing.iter().map(|(key, value)| format!("attention.{key}={value}")).collect() })
 }
 
 /// Share of the GPU's peak FLOP/s that attention over gathered keys reaches.

@@ -64,8 +64,9 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
     }
     let known = keys.iter().map(|key| key.name).collect::<Vec<_>>();
     let nearest = did_you_mean(name, &known);
-    let hint = match schema::homes_of(name).join("] and [") {
-        homes if !homes.is_empty() => format!("{name} belongs to [{homes}]"),
+    let hint = match (of_other_programs(name), schema::homes_of(name).join("] and [")) {
+        (Some(meant), _) => meant.to_owned(),
+        (None, homes) if !homes.is_empty() => format!("{name} belongs to [{homes}]"),
         _ if known.is_empty() => format!("{owner} is a value, not a table"),
         _ if EPOCHS.contains(&name) => {
             "a run is counted in steps: training.steps=N; sieve plan says how often the text is then read".to_owned()
@@ -73,6 +74,19 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
         _ => format!("the keys of [{owner}] are {}", known.join(", ")),
     };
     Mistake::new(path, format!("[{owner}] has no key {name}{nearest}"), hint)
+}
+
+/// What to write for a key of other trainers.
+fn of_other_programs(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "epochs" | "num_epochs" | "num_train_epochs" | "max_epochs" => {
+            "write training.steps; sieve plan says how often the text is then read"
+        }
+        "max_steps" | "num_steps" | "max_iters" | "iters" => "write training.steps",
+        "batch_size" | "train_batch_size" => "write training.global_batch_size; local_batch_size is a micro-batch",
+        "learning_rate" => "write optimizer.lr",
+        _ => return None,
+    })
 }
 
 /// The mistake of a section or key that is reserved for a feature that is not built yet.

@@ -72,7 +72,7 @@ fn asked_in(
         selector.map(|text| Selection::new(Selector::parse(text).expect("a selector"), model.shape())).transpose()?;
     let mut heard = Vec::new();
     let model = task_model(&model, tokenizer);
-    let report = needle(&model, &haystack, config, selection.as_ref(), &mut |n| heard.push(n))?;
+    let report = needle(&model, &haystack, config, selection.as_ref(), &mut |n, _| heard.push(n))?;
     assert_eq!(heard, (1..=report.num_needles).collect::<Vec<_>>());
     Ok(report)
 }

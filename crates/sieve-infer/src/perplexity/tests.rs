@@ -46,7 +46,7 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
 
 fn run(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> PerplexityReport {
     let documents = documents(lengths).into_iter().map(Ok);
-    perplexity(model, documents, config, &Default::default(), None, &mut |_| {}).expect("valid")
+    perplexity(model, documents, config, &Default::default(), None, &mut |_, _| {}).expect("valid")
 }
 
 /// Logits `[input, VOCAB_SIZE]` of one full forward pass.
@@ -200,7 +200,8 @@ fn tokens_without_text_have_a_loss_and_nothing_per_byte_or_word() {
         ..documents(&[2]).remove(0)
     };
     let model = model(Attention::Mha);
-    let report = perplexity(&model, std::iter::once(Ok(document)), &ONE_BY_ONE, &Default::default(), None, &mut |_| {});
+    let report =
+        perplexity(&model, std::iter::once(Ok(document)), &ONE_BY_ONE, &Default::default(), None, &mut |_, _| {});
     let report = report.expect("one prediction");
     assert!(report.num_tokens == 1 && report.loss > 0.0 && report.token_perplexity > 1.0);
     assert_eq!([report.word_perplexity, report.byte_perplexity, report.bits_per_byte], [None; 3]);
@@ -250,7 +251,7 @@ fn settings_out_of_range_and_documents_without_a_prediction_are_refused() {
         (ONE_BY_ONE, &[1, 1], "2 in all"),
     ] {
         let documents = documents(lengths).into_iter().map(Ok);
-        let found = perplexity(&model, documents, &config, &Default::default(), None, &mut |_| {});
+        let found = perplexity(&model, documents, &config, &Default::default(), None, &mut |_, _| {});
         refusal(found, words);
     }
 }
@@ -281,7 +282,7 @@ fn longer_contexts_predict_the_same_tokens() {
             ..document.clone()
         };
         let parts = std::iter::once(Ok(part));
-        let report = perplexity(&model, parts, &config, &Default::default(), None, &mut |_| {});
+        let report = perplexity(&model, parts, &config, &Default::default(), None, &mut |_, _| {});
         report.expect("tokens").nats
     };
     // Tokens 8..17 give eight predictions; the six of tokens 8..15 are subtracted.

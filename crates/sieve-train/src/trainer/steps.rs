@@ -119,7 +119,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         // Every `training.guard_replay` steps, checks the devices for silent data corruption.
         self.replay(reporter)?;
-        self.train_step(batches, [agreed.num_labels, agreed.num_tokens])?;
+        self.train_step(batches, [agreed.num_labels, agreed.num_tokens], reporter)?;
         self.progress.unlabelled.num_rows_in_a_row = 0;
         Ok(())
     }

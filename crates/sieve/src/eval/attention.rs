@@ -1,8 +1,8 @@
 //! `sieve eval attention`: where the attention of a trained model goes, in numbers and as a picture.
-use super::{output, text};
+use super::{output, so_far, text};
 use crate::draw::heads::{Heads, Legend, Square};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::out_file::OutFile;
+use crate::out_file::PictureFile;
 use crate::{hub, loaded, terminal};
 use anyhow::Result;
 use clap::Args;
@@ -42,7 +42,7 @@ pub(crate) struct AttentionArgs {
     layers: Vec<usize>,
     /// Also draw the weights of every head: an SVG file
     #[arg(long, value_name = "FILE")]
-    plot: Option<OutFile>,
+    plot: Option<PictureFile>,
     #[command(flatten)]
     result: output::ResultArgs,
     #[command(flatten)]
@@ -71,8 +71,7 @@ fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept
     let num_prompts = 1;
     let mut tokens = text::tokens(&args.data, &tokenizer, length, num_prompts)?;
     tokens.truncate(length);
-    let template = "{bar:30} {pos}/{len} layers, {eta} left";
-    let layers = terminal::with_bar(loaded.shape.num_layers as u64, template, |bar| {
+    let layers = so_far::with_bar(loaded.shape.num_layers as u64, "layers", |bar| {
         let mut observe = |done| bar.set_position(done);
         attention_weights(&loaded.model, &tokens, &args.layers, device, &mut observe)
     })?;

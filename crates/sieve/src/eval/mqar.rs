@@ -1,9 +1,9 @@
 //! `sieve eval mqar`: accuracy on multi-query associative recall.
 
-use super::output;
+use super::{output, so_far};
 use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::out_file::OutFile;
+use crate::out_file::PictureFile;
 use crate::{loaded, terminal};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
@@ -46,7 +46,7 @@ pub(crate) struct MqarArgs {
     result: output::ResultArgs,
     /// Draw accuracy by distance, one line a kind
     #[arg(long, value_name = "FILE")]
-    plot: Option<OutFile>,
+    plot: Option<PictureFile>,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -93,8 +93,7 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
     let of_recipe = trained.map(|mqar| mqar.num_test_samples as u64);
     let num_samples = args.samples.or(of_recipe).unwrap_or(NUM_SAMPLES);
     let total = num_samples * kinds.len() as u64;
-    let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
-    let report = terminal::with_bar(total, template, |bar| {
+    let report = so_far::with_bar(total, "samples", |bar| {
         let mut observe = |done| bar.set_position(done);
         let model = &loaded.model;
         recall(model, &kinds, num_samples, BATCH_TOKENS, device, &mut observe)

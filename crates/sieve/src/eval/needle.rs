@@ -1,14 +1,14 @@
 //! `sieve eval needle`: a number hidden in a long text, asked for at its end.
-use super::{output, text};
+use super::{output, so_far, text};
 use crate::draw::grid::{Map, MapCell, Picture};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::out_file::OutFile;
+use crate::out_file::PictureFile;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::{ShownPath, attention_label};
 use sieve_data::Tokenizer;
-use sieve_eval::{Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, linear_grid, needle};
+use sieve_eval::{Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleReport, linear_grid, needle};
 use sieve_hf::{Kept, LoadedModel};
 use sieve_infer::{Selection, TaskModel, text_documents};
 use sieve_ops::DeviceBackend;
@@ -57,7 +57,7 @@ pub(crate) struct NeedleArgs {
     result: output::ResultArgs,
     /// Also write an SVG: a heat map of each score, by length and depth
     #[arg(long, value_name = "FILE")]
-    plot: Option<OutFile>,
+    plot: Option<PictureFile>,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -90,10 +90,12 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
         TaskModel { model: &loaded.model, tokenizer: &tokenizer, ends: &loaded.end_ids(tokenizer.eos_id()?)?, device };
     let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
     let total = (per_method * selections.len()) as u64;
-    let template = "{bar:30} {human_pos}/{human_len} needles, {eta} left";
-    let reports = terminal::with_bar(total, template, |bar| {
+    let reports = so_far::with_bar(total, "needles", |bar| {
         let ask = |(n, selection): (usize, &Option<Selection>)| {
-            let mut observe = |asked: usize| bar.set_position((n * per_method + asked) as u64);
+            let mut observe = |asked: usize, cells: &[NeedleCell]| {
+                bar.set_position((n * per_method + asked) as u64);
+                found_so_far(selection.as_ref(), cells);
+            };
             needle(&model, &haystack, &config, selection.as_ref(), &mut observe)
         };
         selections.iter().enumerate().map(ask).collect::<Result<Vec<_>, _>>()
@@ -112,6 +114,16 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
         }
     }
     Ok(())
+}
+
+/// Keeps how many of the needles at the lengths and depths that are done were found.
+fn found_so_far(selection: Option<&Selection>, cells: &[NeedleCell]) {
+    let count = |of: fn(&NeedleCell) -> usize| cells.iter().map(of).sum::<usize>();
+    let (found, asked) = (count(|cell| cell.num_found), count(|cell| cell.num_needles));
+    if asked > 0 {
+        let method = selection.map_or(String::new(), |selection| format!("{}: ", selection.selectors()));
+        so_far::now(format!("{method}{found} of {asked} needles found"));
+    }
 }
 
 /// One method's report as a heat map by length and depth.

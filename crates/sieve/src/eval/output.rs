@@ -20,7 +20,7 @@ pub(super) fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
 
 /// Heading of a printed report: the model's line, then the checkpoint's path and its step.
 pub(super) fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
-    format!("model: {}\n{} (step {})", loaded.line(), loaded.path.shown(), loaded.state.step)
+    format!("{}\n{} (step {})", terminal::model_line(&loaded.line()), loaded.path.shown(), loaded.state.step)
 }
 
 /// What is known of the lengths that the model was trained for, for a heading.

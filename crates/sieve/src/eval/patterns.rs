@@ -1,5 +1,5 @@
 //! `sieve eval patterns`: searches, on a dense checkpoint, the patterns file of `minference` or the maps file of `dam`.
-use super::{output, text};
+use super::{output, so_far, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::out_file::OutFile;
 use crate::{hub, loaded, terminal};
@@ -115,8 +115,7 @@ fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device,
         Search::Minference => (loaded.shape.num_layers_of_dense_attention(), "layers"),
         Search::Dam(_) => (windows.len(), "prompts"),
     };
-    let template = format!("{{bar:30}} {{pos}}/{{len}} {what}, {{eta}} left");
-    let (file, report) = terminal::with_bar(total as u64, &template, |bar| -> Result<_> {
+    let (file, report) = so_far::with_bar(total as u64, what, |bar| -> Result<_> {
         let (model, mut observe) = (&loaded.model, |done| bar.set_position(done));
         Ok(match &args.method {
             Search::Minference => {

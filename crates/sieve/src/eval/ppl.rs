@@ -2,13 +2,13 @@
 mod answers;
 mod extrapolation;
 
-use super::{output, text};
+use super::{output, so_far, text};
 use crate::data::account;
 use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::exit::Exit;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
-use crate::out_file::OutFile;
+use crate::out_file::PictureFile;
 use crate::text_files::FormatArg;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
@@ -77,7 +77,7 @@ pub(crate) struct PplArgs {
     by_position: bool,
     /// Draw the loss by the number of tokens that a prediction sees
     #[arg(long, value_name = "FILE")]
-    plot: Option<OutFile>,
+    plot: Option<PictureFile>,
     /// Also print the loss on words last used more than N tokens back, and on all others; several N may follow
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
@@ -215,12 +215,11 @@ fn with_progress<B: DeviceBackend>(
     selection: Option<&mut Selection>,
     total: Option<u64>,
 ) -> Result<PerplexityReport> {
-    let template = match total {
-        Some(_) => "{bar:30} {human_pos}/{human_len} tokens, {eta} left",
-        None => "{human_pos} tokens, {elapsed}",
-    };
-    let report = terminal::with_bar(total.unwrap_or(0), template, |bar| {
-        let mut observe = |num_tokens| bar.set_position(num_tokens);
+    let report = so_far::with_bar(total.unwrap_or(0), "tokens", |bar| {
+        let mut observe = |num_tokens, loss: f64| {
+            bar.set_position(num_tokens);
+            so_far::now(format!("loss {loss:.4}, perplexity {}", terminal::perplexity(loss.exp(), 2)));
+        };
         perplexity(&loaded.model, documents, config, device, selection, &mut observe)
     })?;
     Ok(report)

@@ -1,8 +1,8 @@
 //! `sieve eval ruler`: RULER's tasks (arXiv:2404.06654) and others about long texts.
-use super::{output, text};
+use super::{output, so_far, text};
 use crate::draw::grid::{Map, MapCell, Picture};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::out_file::OutFile;
+use crate::out_file::{OutFile, PictureFile};
 use crate::{hub, loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -50,7 +50,7 @@ pub(crate) struct RulerArgs {
     samples_file: Option<OutFile>,
     /// Also write an SVG: heat maps of scores and ranks, by length and task, and by length and depth
     #[arg(long, value_name = "FILE")]
-    plot: Option<OutFile>,
+    plot: Option<PictureFile>,
     /// Name the tasks
     #[arg(long)]
     list: bool,
@@ -235,8 +235,7 @@ fn run_on<B: DeviceBackend>(
     let selections = args.sparse.own_and_each(&loaded.shape)?;
     let all = asked.texts.iter().flatten().map(|texts| texts.samples.len());
     let total = (all.sum::<usize>() * selections.len()) as u64;
-    let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
-    let (reports, lines) = terminal::with_bar(total, template, |bar| ask(&model, asked, selections, bar))?;
+    let (reports, lines) = so_far::with_bar(total, "samples", |bar| ask(&model, asked, selections, bar))?;
     if let Some(path) = &args.samples_file {
         path.write_text(&lines)?;
     }
@@ -269,7 +268,11 @@ fn ask<B: DeviceBackend>(
                 lines += &line(score, selector.as_deref())?;
             }
             let report = |texts| LongTaskReport::new(texts, &asked.source, &scores);
-            tasks.extend(of_task.first().map(report));
+            if let Some(report) = of_task.first().map(report) {
+                let method = selector.as_ref().map_or(String::new(), |name| format!(" under {name}"));
+                so_far::done(format!("{}{method}: score {:.1}", report.task, 100.0 * report.score));
+                tasks.push(report);
+            }
         }
         reports.push(LongReport { selector, paths: selection.map_or(Vec::new(), |counted| counted.paths()), tasks });
     }
@@ -333,7 +336,7 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
             terminal::line(&selector::paths(&report.paths));
         }
     }
-    for path in [&args.samples_file, &args.plot].into_iter().flatten() {
+    for path in args.samples_file.iter().chain(args.plot.as_deref()) {
         terminal::line(&format!("wrote {}", path.shown()));
     }
     Ok(())

@@ -7,10 +7,10 @@ mod run;
 mod scores;
 mod table;
 
-use super::{output, text};
+use super::{output, so_far, text};
 use crate::draw::line_chart::Curve;
 use crate::loaded::on_device;
-use crate::out_file::{OutFile, write_text};
+use crate::out_file::{PictureFile, write_text};
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 pub(crate) use run::SelectorsArgs;
@@ -65,16 +65,21 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
         let windows = text::windows(&tokens, length, args.windows);
         // The first prompt is read twice: the first time is a warm-up.
         let total = (selections.len() * (windows.len() + 1)) as u64;
-        let found = terminal::with_bar(total, "{bar:30} {pos}/{len} {msg}", |bar| {
+        let what = format!("prompts of {length} tokens under a method");
+        let found = so_far::with_bar(total, &what, |bar| {
             let mut observe = |name: &str| {
-                bar.set_message(format!("{name}, {length} tokens"));
+                so_far::now(format!("{name} is being measured"));
                 bar.inc(1);
             };
             measure_selectors(&loaded.model, &windows, &selections, device, &mut observe)
         })?;
         for (label, measure) in labels.iter().zip(found) {
             match measure {
-                Ok(measure) => rows.push(table::Row { label: label.clone(), measure }),
+                Ok(measure) => {
+                    let (density, loss) = (measure.density, measure.loss);
+                    so_far::done(format!("{label} at {length} tokens: density {density:.3}, loss {loss:.4}"));
+                    rows.push(table::Row { label: label.clone(), measure });
+                }
                 Err(error) => failed.add(label, &format!("{length} tokens"), &error.into()),
             }
         }
@@ -205,7 +210,7 @@ impl<B: DeviceBackend> Run<'_, B> {
 
     /// Draws one curve for each method and setting. Its points are the values of the method's knob: the parameter that
     /// trades density for recall.
-    fn draw(&self, path: &OutFile, failed: &mut Failures) -> Result<()> {
+    fn draw(&self, path: &PictureFile, failed: &mut Failures) -> Result<()> {
         let mut curves = Vec::new();
         for sweep in self.sweeps() {
             let of = |selector: &Selector| {

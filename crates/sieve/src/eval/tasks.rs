@@ -1,5 +1,5 @@
 //! `sieve eval tasks`: language-model benchmarks on local files.
-use super::output;
+use super::{output, so_far};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::out_file::OutFile;
 use crate::{hub, loaded, selector, terminal};
@@ -213,15 +213,17 @@ fn run_on<B: DeviceBackend>(
     let (mut reports, mut seconds) = (Vec::new(), Vec::new());
     for texts in texts {
         let started = Instant::now();
-        let template = "{bar:30} {human_pos}/{human_len} texts, {eta} left";
-        // The number of texts is known when the first is done.
-        reports.push(terminal::with_bar(0, template, |bar| {
+        let what = format!("texts of {}", texts.name());
+        let report = so_far::with_bar(texts.num_texts() as u64, &what, |bar| {
             let mut observe = |done: usize, all: usize| {
                 bar.set_length(all as u64);
                 bar.set_position(done as u64);
             };
             run_task(&model, texts, selection.as_mut(), &mut observe)
-        })?);
+        })?;
+        let scores = report.scores.iter().map(|score| format!("{} {:.4}", score.name, score.value));
+        so_far::done(format!("{}: {}", report.task, scores.collect::<Vec<_>>().join(", ")));
+        reports.push(report);
         seconds.push(started.elapsed().as_secs_f64());
     }
     if let Some(path) = &args.samples {

@@ -111,16 +111,20 @@ impl TrainArgs {
         self.out.clone().unwrap_or_else(|| self.recipe.default_out())
     }
 
-    /// The recipe of a run in `out`, and a line about its text. A run that is resumed keeps the attention that it began
-    /// with where an earlier version read the recipe so.
+    /// The recipe of a run in `out`, and a line about its text.
     pub(super) fn load_recipe(&self, source: &RecipeArgs, out: &Path) -> Result<(Recipe, Option<String>)> {
         let (mut recipe, text) = source.load_with_text()?;
+        self.keep_begun_attention(source, &mut recipe, out);
+        Ok((recipe, text))
+    }
+
+    /// A run that is resumed keeps the attention that it began with where an earlier version read the recipe so.
+    pub(super) fn keep_begun_attention(&self, source: &RecipeArgs, recipe: &mut Recipe, out: &Path) {
         if let Some(begun) = self.attention_of_resumed(out)
             && source.formerly_had(begun)
         {
             recipe.attention.own = begun;
         }
-        Ok((recipe, text))
     }
 
     /// The attention of the run that this command resumes; `None` if it resumes none, or the run cannot be read, which

@@ -173,7 +173,7 @@ impl Exporter {
                 numbers.count("skipped_steps_total", "Steps that were not taken: loss or gradient not finite");
             }
             TrainEvent::Warning(_) => numbers.count("warnings_total", "Warnings that were logged"),
-            TrainEvent::FirstStep | TrainEvent::Notice(_) | TrainEvent::Sample(..) => {}
+            TrainEvent::FirstStep | TrainEvent::Computed(_) | TrainEvent::Notice(_) | TrainEvent::Sample(..) => {}
         }
     }
 }

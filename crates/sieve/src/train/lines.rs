@@ -3,20 +3,19 @@ use crate::terminal::{self, gib};
 use sieve_core::{Recipe, ShownPath};
 use sieve_kernels::LaunchCounts;
 use sieve_ops::MemoryPeak;
-use sieve_ops::TrainBackend;
-use sieve_train::{MemoryProbe, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
+use sieve_train::{MemoryProbe, SkippedStep, StepReport, TrainSummary, ValidationReport};
 use std::path::Path;
 use std::time::Duration;
 
-/// Two lines: the model, and the run.
-pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &str) -> String {
+/// The line of the run's size.
+pub(super) fn describe(recipe: &Recipe, hardware: &str) -> String {
     let training = &recipe.training;
+    let counted = |count: usize, noun| terminal::counted(count as u64, noun);
     format!(
-        "model: {}\nrun: {} steps x {} rows x {} tokens on {hardware}",
-        trainer.model_line(),
-        training.steps,
-        training.global_batch_size,
-        training.seq_len,
+        "run: {} x {} x {} on {hardware}",
+        counted(training.steps, "step"),
+        counted(training.global_batch_size, "row"),
+        counted(training.seq_len, "token"),
     )
 }
 

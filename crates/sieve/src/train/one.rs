@@ -10,6 +10,7 @@ use super::on_event::{OnEvent, StallWatch};
 use super::place::{check_gpu, on_cpu, on_cuda, state_of};
 use super::profile::StepProfile;
 use super::samples::Prompts;
+use super::step_bar::StepBar;
 use super::{gpus, missing, samples};
 use crate::data::account;
 use crate::data::prepare::Watch;
@@ -23,7 +24,6 @@ use anyhow::{Context, Result, bail};
 use burn::backend::Autodiff;
 use burn_cuda::CudaDevice;
 use burn_flex::Flex;
-use indicatif::ProgressBar;
 use sieve_comm::Mesh;
 use sieve_core::{Keeping, Recipe, ShownPath};
 use sieve_ops::{Cuda, TrainBackend};
@@ -220,7 +220,9 @@ fn tell_start<B: TrainBackend>(
     description: &str,
     begins_with: Option<&Path>,
 ) {
-    log.line(&describe(recipe, trainer, description));
+    let model = trainer.model_line();
+    log.short(&terminal::model_line(model), &format!("model: {model}"));
+    log.line(&describe(recipe, description));
     let (line, warning) = room::lines(recipe, &trainer.shape().parameters(), out);
     log.line(&line);
     warning.iter().for_each(|line| log.always(line));
@@ -309,14 +311,17 @@ fn run_steps<B: TrainBackend>(
     let mut profile = profile(process, place, recipe, trainer)?;
     let (bar, stalls) = match process.prints() {
         true => (
-            terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
+            StepBar::new(recipe.training.steps as u64, trainer.step()),
             Some(process.events.watch(long_patience(process.args.patience))?),
         ),
-        false => (ProgressBar::hidden(), None),
+        false => (StepBar::hidden(), None),
     };
-    bar.set_position(trainer.step());
     let result = trainer.run(process.interrupt.keep_state(), &mut |event| {
-        show(log, &bar, &event);
+        bar.see(&event);
+        if matches!(event, TrainEvent::Computed(_)) {
+            return;
+        }
+        bar.suspend(|| show(log, &event));
         exporter.see(&event);
         stalls.iter().for_each(StallWatch::restart);
         if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
@@ -326,7 +331,7 @@ fn run_steps<B: TrainBackend>(
         }
     });
     drop(stalls);
-    bar.finish_and_clear();
+    bar.clear();
     result.map_err(anyhow::Error::from).inspect_err(|error| log.keep(&terminal::error_text(error)))
 }
 
@@ -394,9 +399,9 @@ fn prepare(session: &mut Session, known: Vec<PathBuf>, log: &Log) -> Result<Trai
     Ok(data)
 }
 
-/// Prints and logs an event of the run, and moves the progress bar.
-fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
-    bar.suspend(|| match event {
+/// Prints and logs an event of the run.
+fn show(log: &Log, event: &TrainEvent<'_>) {
+    match event {
         TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
         TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
@@ -405,9 +410,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::FirstStep => startup::elapsed_once().iter().for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
         TrainEvent::Warning(text) => log.always(text),
-    });
-    if let TrainEvent::Step(report) = event {
-        bar.set_position(report.step);
-        bar.set_message(format!("{} left", terminal::duration(report.eta_seconds)));
+        // The bar shows it.
+        TrainEvent::Computed(_) => {}
     }
 }

@@ -1,5 +1,6 @@
 //! The device that a run trains on, as the trainer takes it.
 use crate::device::Device;
+use crate::terminal;
 use anyhow::{Result, anyhow};
 use burn::backend::Autodiff;
 use burn_cuda::CudaDevice;
@@ -46,7 +47,7 @@ pub(super) fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
         memory: MemoryProbe::Process,
         keeping: Keeping::default(),
     };
-    let description = format!("the CPU, {} threads", crate::device::num_threads());
+    let description = format!("the CPU, {}", terminal::counted(crate::device::num_threads() as u64, "thread"));
     (hardware, description)
 }
 

@@ -1,4 +1,5 @@
 //! `sieve train --sweep`: one run for each value, and a table.
+mod combinations;
 mod starts;
 
 use super::arguments::TrainArgs;
@@ -9,15 +10,13 @@ use crate::out_file::write_text;
 use crate::recipe::useless::useless_settings;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
+use combinations::{Planned, planned};
 use serde::{Deserialize, Serialize};
 use sieve_core::{Recipe, ShownPath, covered_words};
 use sieve_train::{RunRequest, TrainError, last_validation};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-
-/// Runs of a sweep, at most. More are likely a mistake in the values.
-const MAX_RUNS: usize = 1000;
 
 /// Beginning of an override of the seed. Seeds are averaged over: no seed is called best.
 const SEED: &str = "training.seed=";
@@ -71,8 +70,13 @@ impl Row {
 pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
-    let runs = runs(&args, &base)?;
+    let Planned { runs, unused, num_combinations } = planned(&args, &base)?;
     check_hidden_keys(&args, &runs)?;
+    unused.iter().for_each(|words| terminal::warning(words));
+    if num_combinations > runs.len() {
+        let (runs, all) = (terminal::counted(runs.len() as u64, "run"), num_combinations);
+        terminal::status(&format!("sweep: {runs} of {all} combinations; the others would train the same again"));
+    }
     for (words, of) in warnings(&runs) {
         let place = if of.len() == runs.len() { String::new() } else { format!("\n  in {}", of.join(", ")) };
         terminal::warning(&format!("{words}{place}"));
@@ -179,109 +183,6 @@ fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
     })?;
     rows.retain(|row| runs.iter().all(|run| run.request.out.file_name() != row.folder.file_name()));
     Ok(rows)
-}
-
-/// The runs of a sweep, one for each combination of values.
-fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
-    let swept = swept_keys(args)?;
-    let shares_data = !swept.iter().any(|(key, _)| changes_shards(key));
-    let runs = combinations(&swept)?.into_iter().map(|overrides| {
-        let mut source = args.recipe.clone();
-        source.overrides.extend(overrides.iter().cloned());
-        let out = base.join(folder_name(&overrides));
-        let (mut recipe, text) = args.load_recipe(&source, &out)?;
-        if shares_data && recipe.data.cache_dir.is_none() {
-            let shared = base.join("data").to_string_lossy().into_owned();
-            recipe.data.cache_dir = Some(shared.replace('$', "$$"));
-        }
-        Ok(Run { overrides, recipe, text, request: args.request_of_sweep(&out) })
-    });
-    let runs = runs.collect::<Result<Vec<_>>>()?;
-    for (index, run) in runs.iter().enumerate() {
-        if runs[..index].iter().any(|other| other.request.out == run.request.out) {
-            bail!("--sweep names {} twice\n  hint: give each value once", run.overrides.join(" "));
-        }
-    }
-    Ok(runs)
-}
-
-/// The keys of `--sweep` with their values. A key is given once, by `--sweep` or `--set`.
-fn swept_keys(args: &TrainArgs) -> Result<Vec<(&str, Vec<String>)>> {
-    let mut swept = Vec::new();
-    for (index, sweep) in args.sweep.iter().enumerate() {
-        let Some((key, values)) = sweep.split_once('=') else {
-            bail!(
-                "--sweep {sweep} is not written section.key=V1,V2,…\n  \
-                 hint: for example --sweep optimizer.lr=1e-3,3e-3"
-            );
-        };
-        let values = split(values);
-        if values.is_empty() || values.iter().any(String::is_empty) {
-            bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
-        }
-        let mut others = args.recipe.overrides.iter().chain(&args.sweep[..index]);
-        let key_of = |item: &str| item.split('=').next().unwrap_or_default().trim().to_owned();
-        if let Some(other) = others.find(|other| key_of(other) == key_of(sweep)) {
-            bail!("--sweep {sweep}: {key} is also given as {other}\n  hint: give each key once, with all its values");
-        }
-        swept.push((key, values));
-    }
-    Ok(swept)
-}
-
-/// Whether a key changes what shards hold, so that runs cannot share one folder of them.
-fn changes_shards(key: &str) -> bool {
-    let of_text = ["data.", "tokenizer.", "validation.paths"];
-    let of_stage = [".paths", ".weights"];
-    of_text.iter().any(|begin| key.starts_with(begin)) || of_stage.iter().any(|end| key.ends_with(end))
-}
-
-/// `KEY=VALUE` of each key, for every combination of their values; the last key's values change fastest.
-fn combinations(swept: &[(&str, Vec<String>)]) -> Result<Vec<Vec<String>>> {
-    let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
-    for (key, values) in swept {
-        let longer = |shorter: &Vec<String>, value: &String| [&shorter[..], &[format!("{key}={value}")]].concat();
-        combinations =
-            combinations.iter().flat_map(|shorter| values.iter().map(move |value| longer(shorter, value))).collect();
-        if combinations.len() > MAX_RUNS {
-            bail!("--sweep asks for more than {MAX_RUNS} runs\n  hint: give fewer values");
-        }
-    }
-    Ok(combinations)
-}
-
-/// Splits at commas that are not inside brackets or quotes.
-fn split(values: &str) -> Vec<String> {
-    let mut split = vec![String::new()];
-    let (mut depth, mut quoted) = (0usize, false);
-    for letter in values.chars() {
-        match letter {
-            '"' => quoted = !quoted,
-            '[' | '{' if !quoted => depth += 1,
-            ']' | '}' if !quoted => depth = depth.saturating_sub(1),
-            ',' if !quoted && depth == 0 => {
-                split.push(String::new());
-                continue;
-            }
-            _ => {}
-        }
-        if let Some(last) = split.last_mut() {
-            last.push(letter);
-        }
-    }
-    split
-}
-
-/// A folder name such as `lr=1e-3,beta2=0.9`. Characters that are unsafe in file names become `_`.
-fn folder_name(overrides: &[String]) -> String {
-    let short = overrides.iter().map(|item| {
-        let (key, value) = item.split_once('=').unwrap_or((item, ""));
-        let key = key.rsplit_once('.').map_or(key, |(_, last)| last);
-        format!("{key}={value}")
-    });
-    let name = short.collect::<Vec<_>>().join(",");
-    let plain = |letter: char| letter.is_alphanumeric() || "=,.-+_".contains(letter);
-    name.chars().map(|letter| if plain(letter) { letter } else { '_' }).collect()
 }
 
 /// Runs that differ only in their seed.
@@ -398,20 +299,6 @@ fn best_lines((best, (mean, spread)): &Ranked<'_>, next: Option<&Ranked<'_>>, ha
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn values_split_at_commas_outside_brackets_and_quotes() {
-        assert_eq!(split("1e-3,3e-3"), ["1e-3", "3e-3"]);
-        assert_eq!(split("[1,2],[3]"), ["[1,2]", "[3]"]);
-        assert_eq!(split("\"a,b\",c"), ["\"a,b\"", "c"]);
-        assert_eq!(split(""), [""]);
-    }
-
-    #[test]
-    fn folders_are_named_after_what_differs() {
-        let overrides = ["optimizer.lr=1e-3", "data.paths=[\"a/b\"]"].map(str::to_owned);
-        assert_eq!(folder_name(&overrides), "lr=1e-3,paths=__a_b__");
-    }
 
     fn row(overrides: &str, loss: Option<f64>) -> Row {
         Row {

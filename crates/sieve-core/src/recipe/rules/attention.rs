@@ -231,14 +231,11 @@ fn unknown_layer(name: &str, attention: &AttentionSection) -> (String, String) {
     let own = [OWN_LAYER, SHARED_LAYER, attention.kind().name(), Attention::DENSE.kind().name()];
     let known = own.into_iter().chain(attention.others.keys().map(String::as_str)).collect::<Vec<_>>();
     let others = match attention.others.is_empty() {
-        true => String::new(),
-        false => format!(", or {}", quoted(&known[own.len()..])),
+        true => "\"sparse\", \"mha\" or \"shared\"".to_owned(),
+        false => format!("\"sparse\", \"mha\", \"shared\" or a table: {}", quoted(&known[own.len()..])),
     };
     (
-        format!(
-            "holds {name:?}, which is neither \"sparse\", attention.kind, \"shared\" nor \"mha\"{others}{}",
-            did_you_mean(name, &known)
-        ),
-        "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense".to_owned(),
+        format!("holds {name:?}, which names no layer{}", did_you_mean(name, &known)),
+        format!("use {others}; [\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense"),
     )
 }

@@ -49,9 +49,9 @@ fn an_entry_may_repeat_a_name() {
     assert_eq!(load("[\"swa\", \"swa\", \"sparse\"]"), Ok(recipe));
     refusal(load("[\"4 swa\", \"sparse\"]"), "has 5 entries, which do not divide num_hidden_layers");
     for text in ["0 swa", "-1 swa", "1001 swa", "swa 2", "2"] {
-        refusal(load(&format!("[{text:?}, \"sparse\"]")), &format!("holds {text:?}, which is neither"));
+        refusal(load(&format!("[{text:?}, \"sparse\"]")), &format!("holds {text:?}, which names no layer"));
     }
-    refusal(load("[\"2 sw\", \"sparse\"]"), "holds \"sw\", which is neither");
+    refusal(load("[\"2 sw\", \"sparse\"]"), "holds \"sw\", which names no layer");
 }
 
 #[test]

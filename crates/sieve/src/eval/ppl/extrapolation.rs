@@ -1,5 +1,6 @@
 //! `--extrapolate`: the loss on the same tokens after contexts longer than a row in training.
 use super::{BATCH_TOKENS, PplArgs, prepared_data};
+use crate::eval::so_far;
 use crate::terminal;
 use anyhow::{Result, bail};
 use sieve_data::Tokenizer;
@@ -43,8 +44,7 @@ pub(super) fn measure<B: DeviceBackend>(
         None => usize::MAX,
     };
     let run = |documents: &mut dyn Iterator<Item = Result<EvalDocument, InferError>>| {
-        let template = "{human_pos} tokens behind longer contexts, {elapsed}";
-        terminal::with_bar(0, template, |bar| {
+        so_far::with_bar(0, "tokens behind longer contexts", |bar| {
             let (model, sizes) = (&loaded.model, (BATCH_TOKENS, max_pieces));
             let mut observe = |num_tokens| bar.set_position(num_tokens);
             extrapolation(model, documents, &contexts, sizes, device, &mut observe)

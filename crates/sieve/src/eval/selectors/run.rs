@@ -1,7 +1,7 @@
 //! Arguments of `sieve eval selectors`, and what one run of the command has at hand.
 use crate::eval::output;
 use crate::loaded::PlaceArgs;
-use crate::out_file::OutFile;
+use crate::out_file::PictureFile;
 use crate::{selector, terminal};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -46,11 +46,11 @@ pub(crate) struct SelectorsArgs {
     pub(super) result: output::ResultArgs,
     /// Also write an SVG of density against recall, a line for each method and setting, at the longest length
     #[arg(long, value_name = "FILE")]
-    pub(super) plot: Option<OutFile>,
+    pub(super) plot: Option<PictureFile>,
     /// Also write an SVG of the measured rows at the longest length: the loss they add against density, and against
     /// the prompt's time
     #[arg(long, value_name = "FILE")]
-    pub(super) scores: Option<OutFile>,
+    pub(super) scores: Option<PictureFile>,
     /// Also write one SVG for each prefill method and setting into this folder: its kept blocks by layer and head, at
     /// the longest length
     #[arg(long, value_name = "DIR", value_parser = crate::out_file::on_this_machine())]

@@ -48,7 +48,7 @@ pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &
         None => String::new(),
     };
     terminal::line(&format!(
-        "{}, {} prompts of each length{chunks}, {} threads\n\
+        "{}, {} prompts of each length{chunks}, {}\n\
          density: computed pairs over causal pairs, probes included; error: of the layers' output; select and \
          attention ms:\n\
          all layers of one prompt; prefill ms: the whole model without its head, the fastest prompt; loss: nats\n\
@@ -56,7 +56,7 @@ pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &
          token; top-1: the likeliest token is the dense one; cosine: of the last block's output to the dense one",
         output::heading(run.loaded),
         args.windows,
-        crate::device::num_threads(),
+        terminal::counted(crate::device::num_threads() as u64, "thread"),
     ));
     let width = run.labels.iter().map(String::len).fold(15, usize::max);
     for &length in &args.lengths {
