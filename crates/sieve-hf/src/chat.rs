@@ -153,8 +153,8 @@ impl ChatTemplate {
         Ok(text)
     }
 
-    /// The text of some messages of a chat, with the beginning of an answer behind them if `begins_answer`, and what its
-    /// `{% generation %}` blocks wrote, which must be found if `needs_marks`.
+    /// The text of some messages of a chat, with the beginning of an answer behind them if `begins_answer`, and what
+    /// its `{% generation %}` blocks wrote, which must be found if `needs_marks`.
     fn rendered(
         &self,
         program: &Program,
@@ -172,7 +172,6 @@ impl ChatTemplate {
 
 /// A fault as a sentence.
 fn words(fault: &Fault) -> String {
-    let fault = fault.to_string();
     format!("the chat template cannot be applied: {fault}")
 }
 

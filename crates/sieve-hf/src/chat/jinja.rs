@@ -1,8 +1,8 @@
 //! Jinja as `transformers` renders it, with bounds: the language of chat templates.
 //!
-//! A template is a stranger's program. It is read and rendered on a thread whose stack is known, its size and depth
-//! are bounded before it is read, and each step, text and list that it makes is counted while it runs, so that it ends
-//! with a text or a sentence. Values are Python's: lists and tuples, whole numbers and floats, dictionaries in their order.
+//! A template is a stranger's program. It is read and rendered on a thread whose stack is known, its size and depth are
+//! bounded before it is read, and each step, text and list that it makes is counted while it runs, so that it ends with
+//! a text or a sentence. Values are Python's: lists and tuples, whole numbers and floats, dictionaries in their order.
 
 mod checks;
 mod expressions;

@@ -125,14 +125,13 @@ fn hostile() -> Vec<String> {
 /// A stranger's template ends with a text or a sentence, and with neither the process nor a reader of a server.
 #[test]
 fn a_hostile_template_ends_with_a_text_or_a_sentence() {
-    let (mut num_refused, mut slowest) = (0, std::time::Duration::ZERO);
+    let mut num_refused = 0;
     for template in hostile() {
         let start = std::time::Instant::now();
         let found = rendered(&template, &[("user", "hi")]);
         let shown: String = template.chars().take(90).collect();
         let took = start.elapsed();
         assert!(took.as_secs() < 25, "{shown}: {took:?}");
-        slowest = slowest.max(took);
         match found {
             // What has an end may come to it, but not with a text that no chat has.
             Ok(text) => assert!(text.len() < 1 << 20, "{shown}: {} bytes", text.len()),
@@ -143,7 +142,6 @@ fn a_hostile_template_ends_with_a_text_or_a_sentence() {
         }
     }
     assert!(num_refused > 90, "{num_refused} are refused");
-    println!("{num_refused} refused, the slowest after {slowest:?}");
     // What is deep or holds itself, and has an end.
     for (template, expected) in [
         ("{% set ns = namespace() %}{% set ns.s = ns %}{{ ns.s == ns }}", "True"),

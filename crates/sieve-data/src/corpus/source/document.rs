@@ -30,7 +30,8 @@ pub(super) enum Holds {
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
-/// The JSON of a chat, as [`ChatFormat::text`](crate::ChatFormat::text) takes it: its messages, and what is beside them.
+/// The JSON of a chat, as [`ChatFormat::text`](crate::ChatFormat::text) takes it: its messages, and what is beside
+/// them.
 pub(super) fn chat_of(messages: Value, beside: Map<String, Value>) -> String {
     let mut chat = beside;
     chat.insert(MESSAGES.to_owned(), messages);

@@ -3,7 +3,7 @@
 use super::fault::{Budget, Fallible, Fault};
 use super::python;
 use super::syntax::{Body, Expr, FilterCall, For, Macro, Node, NodeKind, Target};
-use super::value::{BoundMacro, Items, LoopState, Mark, ScopeId, Text, Value};
+use super::value::{BoundMacro, Items, LoopState, Mark, Namespace, ScopeId, Text, Value};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -39,7 +39,7 @@ pub(super) struct Renderer<'a> {
     /// The text so far, and behind it those of the blocks that are written into a value.
     outputs: Vec<Text>,
     /// All namespaces, to empty them at the end: one may hold itself.
-    namespaces: Vec<Rc<RefCell<Vec<(String, Value)>>>>,
+    namespaces: Vec<Namespace>,
     /// The item that each loop around this place is at.
     loop_items: Vec<Value>,
     levels: u32,
@@ -460,7 +460,7 @@ pub(super) fn append(out: &mut Text, text: &str, marks: &[Mark]) {
     }));
 }
 
-fn set_attribute(namespace: &RefCell<Vec<(String, Value)>>, name: &str, value: Value) -> Fallible<()> {
+fn set_attribute(namespace: &Namespace, name: &str, value: Value) -> Fallible<()> {
     if name.starts_with('_') {
         return Err(Fault::refused(format!("a namespace has no attribute {name}")));
     }

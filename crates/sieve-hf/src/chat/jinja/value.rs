@@ -31,7 +31,7 @@ pub(super) enum Value {
     Range(Rc<[i128; 3]>),
     /// A generator, which is read once.
     Stream(Rc<Stream>),
-    Namespace(Rc<RefCell<Vec<(String, Value)>>>),
+    Namespace(Namespace),
     Macro(Rc<BoundMacro>),
     /// A function of the environment.
     Function(&'static str),
@@ -42,6 +42,9 @@ pub(super) enum Value {
     /// A separator, and whether it was asked for before.
     Joiner(Rc<(Value, Cell<bool>)>),
 }
+
+/// Names and values that a template may change.
+pub(super) type Namespace = Rc<RefCell<Vec<(String, Value)>>>;
 
 /// A text, and what of it `{% generation %}` blocks wrote.
 #[derive(Debug, Default)]
