@@ -590,8 +590,8 @@ def decode(
     in place; length: int32 `[batch]`, keys of each row in the cache before the new tokens, for which it has places.
 
     Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the
-    last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in `chosen`,
-    int32 `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and
+    last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in
+    `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and
     KV heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
     of transformers, costs nothing. sinks: as `attention` has them, bf16 alone. No gradient.
 
