@@ -1,4 +1,4 @@
-"""Trains a GPT of about 1M parameters with any kind of attention by name: on a CPU in a minute, on a GPU by the kernels.
+"""Trains a GPT of about 1M parameters with any kind of attention by name: in a minute on a CPU, or on a GPU.
 
     python examples/small_gpt.py --layer dma
     python examples/small_gpt.py --layer nsa --device cuda --context 4096 --batch 8

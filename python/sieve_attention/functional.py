@@ -586,13 +586,13 @@ def decode(
 
     Keys are divided among thread blocks, whose results are joined by their log-sum-exps (arXiv:2307.08691, section 2).
 
-    q, k, v: `[batch, new tokens, heads, width]`; k_cache, v_cache: bf16 `[batch, KV heads, capacity, width]`, written in
-    place; length: int32 `[batch]`, keys of each row in the cache before these tokens, so many less than the capacity at least.
+    q, k, v: `[batch, new tokens, heads, width]`; k_cache, v_cache: bf16 `[batch, KV heads, capacity, width]`, written
+    in place; length: int32 `[batch]`, keys of each row in the cache before the new tokens, for which it has places.
 
-    Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the last
-    query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in `chosen`, int32
-    `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and KV
-    heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
+    Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the
+    last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in
+    `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and
+    KV heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
     of transformers, costs nothing. sinks: as `attention` has them, bf16 alone. No gradient.
 
     >>> k_cache, v_cache = torch.zeros(2, 1, 2, 16, 64)

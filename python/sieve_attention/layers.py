@@ -69,6 +69,12 @@ class Cache:
         return torch.full((len(like),), self.length + more, dtype=torch.int32, device=like.device)
 
 
+def _cast(x: Tensor) -> Tensor:
+    """x as kernels and caches take it: under autocast in its type, in which norms and rotations do not end."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class RMSNorm(nn.Module):
     """x by its root mean square and a weight, in f32."""
 
@@ -170,7 +176,7 @@ class DenseAttention(nn.Module):
         if _is_step(x, documents, cache) and x.shape[1] > 1:
             return torch.cat([self.forward(token, cache=cache) for token in x.split(1, 1)], 1)
         positions = _positions(x, documents, cache)
-        q = self.rotary(self.q_norm(self.heads(self.q_proj(x))), positions)
+        q = _cast(self.rotary(self.q_norm(self.heads(self.q_proj(x))), positions))
         if cache is not None and cache.length:
             o = self.step(x, q, positions, cache)
         else:
@@ -182,7 +188,7 @@ class DenseAttention(nn.Module):
     def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, `[batch, tokens, KV heads, head_dim]`."""
         k = self.rotary(self.k_norm(self.heads(self.k_proj(x))), positions)
-        return k, self.heads(self.v_proj(x))
+        return _cast(k), self.heads(self.v_proj(x))
 
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
@@ -197,7 +203,8 @@ class DenseAttention(nn.Module):
         """The same of one token a row behind a cache."""
         k, v = self.keys(x, positions)
         self.keep(cache, k=k, v=v)
-        return self.read(q, cache, window=self.window_size, sinks=self.sinks)
+        sinks = None if self.sinks is None else _cast(self.sinks)
+        return self.read(q, cache, window=self.window_size, sinks=sinks)
 
     @staticmethod
     def keep(cache: Cache | None, **new: Tensor) -> None:
@@ -383,7 +390,8 @@ class MSA(_BlocksAttention):
         """The indexer's queries and key, `[batch, tokens, KV heads or 1, head_dim]`; x gets no gradient."""
         x = x.detach()
         q, k = self.heads(self.index_q_proj(x)), self.heads(self.index_k_proj(x))
-        return self.rotary(self.index_q_norm(q), positions), self.rotary(self.index_k_norm(k), positions)
+        q, k = self.rotary(self.index_q_norm(q), positions), self.rotary(self.index_k_norm(k), positions)
+        return _cast(q), _cast(k)
 
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
@@ -488,14 +496,14 @@ class NativeSparseAttention(_BlocksAttention):
         k = self.k_norm(self.heads(getattr(self, f"{source}k_proj")(x)))
         is_plain = name == "compress" and self.compress == "mlp"
         k = k * self.rotary.amplitude if is_plain else self.rotary(k, positions)
-        return k, self.heads(getattr(self, f"{source}v_proj")(x))
+        return _cast(k), self.heads(getattr(self, f"{source}v_proj")(x))
 
     def coarse_query(self, x: Tensor, q: Tensor) -> Tensor:
         """The query of the compressed branch."""
         if self.compress == "mean":
             return q
         plain = self.q_norm(self.heads(self.q_proj(x)))
-        return plain * self.rotary.amplitude
+        return _cast(plain * self.rotary.amplitude)
 
     def compressed(self, k: Tensor, v: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
         """One key and value a block, `[batch, slots, KV heads, width]`, where the functions look for them."""
@@ -614,7 +622,7 @@ class LatentAttention(nn.Module):
         q = torch.cat([q[..., :width], self.rotary(q[..., width:], positions)], -1)
         k_rope = self.rotary(k_rope, positions)
         if cache is not None:
-            cache.append("latent", torch.cat([latent[:, :, None], k_rope], -1))
+            cache.append("latent", _cast(torch.cat([latent[:, :, None], k_rope], -1)))
             if inverse is not None:
                 cache.append("inverse", inverse)
         o = self.folded(q, cache) if is_step and cache is not None else self.unfolded(q, kv, k_rope, inverse, documents)

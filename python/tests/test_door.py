@@ -59,7 +59,7 @@ NARROW = {
     "infllm_v2 of 256": ("infllm_v2", qkv(width=256), {}, "heads of 64 and 128"),
     "msa of 32": ("msa", (*qkv(width=32), made(1, 128, 2, 32), made(1, 128, 1, 32)), {}, "heads of 64 and 128"),
     "a stride that does not divide": ("nsa", *nsa(blocks=sieve.NsaBlocks(33, 16, 64, 16)), "stride divide both"),
-    "blocks of 100": ("msa", (*qkv(), *INDEX), {"block": 100}, "block 100 is not supported (supported: up to 64, and multiples of"),
+    "blocks of 100": ("msa", (*qkv(), *INDEX), {"block": 100}, "block 100 is not supported (supported: up to 64, and"),
     "40 KV heads": (
         "dma_attention", (*qkv(40, 40), made(40, 40 * 64), made(40)), {"keep": 16}, "KV heads 40 is not supported"
     ),

@@ -192,6 +192,21 @@ def test_layers_compile_without_a_break(kind, monkeypatch):
     assert o.shape == (2, 40, SIZES["hidden_size"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_gives_kernels_and_caches_their_type(kind, monkeypatch):
+    """Weights in f32: whole rows with gradients, and steps, by plans of the kernels, whose outputs are zeros."""
+    _, ours, _ = both(kind)
+    zeros = lambda plan, _: [torch.zeros(shape, dtype=dtype) for _, shape, dtype in plan.outputs]  # noqa: E731
+    monkeypatch.setattr(_library.Op, "emulator", staticmethod(zeros))
+    with sieve.on_cpu(False), torch.autocast("cpu", torch.bfloat16):
+        ours(hidden().requires_grad_()).sum().backward()
+        with torch.no_grad():
+            cache = layers.Cache(64)
+            for part in hidden().split([38, 2], 1):
+                assert ours(part, cache=cache).shape == part.shape
+    assert {x.dtype for name, x in cache.tensors.items() if name in ("k", "v", "latent", "index_k")} == {torch.bfloat16}
+
+
 def test_what_a_layer_does_not_do_is_refused():
     _, ours, _ = both("mha")
     with pytest.raises(sieve.SieveError, match="a row of several documents has no cache"):
