@@ -61,8 +61,8 @@ pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, ValuesRea
 pub use sampler::{Sampler, Sampling};
 pub use selection::{LayerPath, Selection, SelectionTotals};
 pub use selectors::{
-    BlockAgreement, DensityAndRecall, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure, block_agreement,
-    measure_selectors, selector_grid, selector_masks, sweep_selectors,
+    BlockAgreement, DensityAndRecall, LayerMask, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure,
+    block_agreement, measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
 pub use stop::StopTexts;
 pub use task_model::TaskModel;
