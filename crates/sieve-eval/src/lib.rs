@@ -30,8 +30,8 @@ pub use needle::{
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, ValuesRead, recall};
 pub use selectors::{
-    BlockAgreement, DensityAndRecall, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure, block_agreement,
-    measure_selectors, selector_grid, selector_masks, sweep_selectors,
+    BlockAgreement, DensityAndRecall, LayerMask, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure,
+    block_agreement, measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
 pub use tasks::{
     Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskChat, TaskReport, TaskRows, TaskRun,

@@ -15,7 +15,9 @@ use sieve_infer::pass::{Agreement, Pass, attending_pass, layers_pass, own_pass};
 use sieve_infer::{LayerPath, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
-use sieve_select::{LayerSelectors, Selected, dense_attention};
+use sieve_select::{
+    Call, LayerSelectors, SelectError, Selected, Selector, block_sparse_attention, dense_attention, recall,
+};
 
 /// Measures of one selector at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -174,8 +176,30 @@ pub fn sweep_selectors<B: DeviceBackend>(
     Ok(selections.iter().map(point).collect())
 }
 
-/// What a selector keeps in each dense layer, with the layer's index.
-pub type LayerMasks = Vec<(usize, Selected)>;
+/// What a selector keeps in one dense layer.
+#[derive(Clone, Debug)]
+pub struct LayerMask {
+    /// The layer's index.
+    pub layer: usize,
+    /// The keys that each query sees.
+    pub selected: Selected,
+    /// For each query head, the mean share of dense attention's probability on the kept pairs.
+    pub mass: Vec<f64>,
+}
+
+/// What a selector keeps in each dense layer.
+pub type LayerMasks = Vec<LayerMask>;
+
+impl LayerMask {
+    /// A selector's choice for a call, beside the log-sum-exps of dense attention, `[num_heads, num_queries]`.
+    fn of(selector: &Selector, call: &Call<'_>, dense_lse: &[f32]) -> Result<Self, SelectError> {
+        let selected = selector.select(call)?;
+        let kept = block_sparse_attention(call, &selected)?;
+        let heads = kept.lse.chunks(call.shape.num_queries).zip(dense_lse.chunks(call.shape.num_queries));
+        let mass = heads.map(|(kept, dense)| recall(kept, dense)).collect();
+        Ok(Self { layer: call.layer, selected, mass })
+    }
+}
 
 /// The masks of each selector for one prompt, on the activations of the dense model. A selector that fails (as every
 /// decode method does) returns its error.
@@ -193,16 +217,17 @@ pub fn selector_masks<B: DeviceBackend>(
     let mut masks: Vec<Result<LayerMasks, EvalError>> = selectors.iter().map(start).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
+        let dense = dense_attention(&call)?;
         for (one, found) in selectors.iter().zip(&mut masks) {
             let Ok(layers) = found else {
                 continue;
             };
-            match one.of(call.layer).select(&call) {
-                Ok(mask) => layers.push((call.layer, mask)),
+            match LayerMask::of(one.of(call.layer), &call, &dense.lse) {
+                Ok(mask) => layers.push(mask),
                 Err(error) => *found = Err(error.into()),
             }
         }
-        Ok(dense_attention(&call)?.o)
+        Ok(dense.o)
     })?;
     Ok(masks)
 }

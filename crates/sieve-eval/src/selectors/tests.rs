@@ -53,8 +53,27 @@ fn a_selector_that_fails_leaves_the_others_their_measures() {
     let masks = selector_masks(&model(Attention::Mha), &window(301), &selectors, &Default::default());
     let masks = masks.expect("a dense model");
     assert!(masks[0].is_err());
-    let layers = masks[1].as_ref().expect("valid").iter().map(|(layer, _)| *layer);
+    let layers = masks[1].as_ref().expect("valid").iter().map(|mask| mask.layer);
     assert_eq!(layers.collect::<Vec<_>>(), [0, 1]);
+}
+
+#[test]
+fn the_mass_of_a_layers_heads_is_its_recall() {
+    let texts = ["meanpool:block=16,tau=0.5,min_prefill_tokens=0", "pbs:block=16,min_prefill_tokens=0", "dense"];
+    let selectors = texts.map(|text| LayerSelectors::parse(text).expect("valid"));
+    let model = model(Attention::Mha);
+    let masks = selector_masks(&model, &window(301), &selectors, &Default::default()).expect("a dense model");
+    let measured = measure_selectors(&model, &[window(301)], &texts.map(selection), &Default::default(), &mut |_| {});
+    for ((text, masks), measure) in texts.iter().zip(masks).zip(measured.expect("valid")) {
+        let (masks, measure) = (masks.expect("prefill"), measure.expect("prefill"));
+        assert_eq!(masks.len(), measure.layers.len());
+        for (mask, layer) in masks.iter().zip(&measure.layers) {
+            let mean = mask.mass.iter().sum::<f64>() / mask.mass.len() as f64;
+            assert_eq!(mask.mass.len(), mask.selected.mask.shape.num_heads, "{text}");
+            assert!((mean - layer.recall.expect("prefill")).abs() < 1e-6, "{text}: {mean}, {layer:?}");
+            assert!(*text == "dense" || mean < 0.999, "{text}: {mean}");
+        }
+    }
 }
 
 #[test]

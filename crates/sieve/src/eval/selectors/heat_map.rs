@@ -1,6 +1,7 @@
 //! An SVG of the key tiles that a prefill selector keeps, by layer and head.
 use crate::draw::heads::{Heads, Legend, Square};
-use sieve_select::{KeyMask, Selected};
+use sieve_eval::LayerMask;
+use sieve_select::KeyMask;
 
 /// Pixels of one head's side, at most.
 const SIDE: usize = 1024;
@@ -8,18 +9,20 @@ const SIDE: usize = 1024;
 const LATER: u8 = 200;
 
 /// The SVG's text: a row of heads for each layer. Black tiles are kept, white ones dropped. A method that permutes
-/// tokens is drawn in the permuted order. A pixel that covers several tiles shows their mean. `chosen` has each layer's
-/// index.
-pub(super) fn svg(label: &str, model: &str, chosen: &[(usize, Selected)]) -> String {
-    let num_tokens = chosen.first().map_or(0, |(_, one)| one.mask.shape.num_queries);
-    let square = |mask: &KeyMask, head| {
+/// tokens is drawn in the permuted order. A pixel that covers several tiles shows their mean. A head's notes are the
+/// share of the tiles that it keeps and the share of dense attention's probability on them, the coverage in PBS's maps
+/// (arXiv:2510.21270, figure 2).
+pub(super) fn svg(label: &str, model: &str, chosen: &[LayerMask]) -> String {
+    let num_tokens = chosen.first().map_or(0, |one| one.selected.mask.shape.num_queries);
+    let square = |mask: &KeyMask, head, mass: f64| {
         let side = mask.tiles.num_query_tiles().clamp(1, SIDE);
-        let notes = vec![format!("keeps {:.0} %", 100.0 * kept_share(mask, head))];
+        let notes =
+            vec![format!("keeps {:.0} %", 100.0 * kept_share(mask, head)), format!("mass {:.0} %", 100.0 * mass)];
         Square { side, pixels: cells(mask, head, side), notes }
     };
-    let layer = |(layer, one): &(usize, Selected)| {
-        let heads = (0..one.mask.shape.num_heads).map(|head| square(&one.mask, head));
-        (*layer, heads.collect())
+    let layer = |one: &LayerMask| {
+        let heads = one.mass.iter().enumerate().map(|(head, mass)| square(&one.selected.mask, head, *mass));
+        (one.layer, heads.collect())
     };
     let picture = Heads {
         title: format!("Kept blocks of {label}"),
@@ -67,7 +70,7 @@ fn cells(mask: &KeyMask, head: usize, size: usize) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_select::CallShape;
+    use sieve_select::{CallShape, Selected};
 
     #[test]
     fn a_dense_head_is_a_black_triangle() {
@@ -75,7 +78,8 @@ mod tests {
         let chosen = Selected::dense(shape);
         let o = LATER;
         assert_eq!(cells(&chosen.mask, 1, 4), [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]);
-        let svg = svg("a<b", "run, step 3", &[(2, chosen.clone()), (5, chosen)]);
+        let layer = |layer| LayerMask { layer, selected: chosen.clone(), mass: vec![1.0, 0.874] };
+        let svg = svg("a<b", "run, step 3", &[layer(2), layer(5)]);
         assert_eq!(svg.matches("<image").count(), 4);
         let words = [
             ">Kept blocks of a&lt;b<",
@@ -86,6 +90,8 @@ mod tests {
             ">512<",
             ">dropped<",
             ">keeps 100 %<",
+            ">mass 100 %<",
+            ">mass 87 %<",
         ];
         for words in words {
             assert!(svg.contains(words), "{words}");
