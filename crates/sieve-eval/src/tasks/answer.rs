@@ -26,7 +26,7 @@ pub(super) fn answers<B: DeviceBackend>(
         is_enough: &|_, _| false,
         after_prompt: &mut |_, _, _| Ok(()),
     };
-    greedy.answers(model, prompts, selection, observe)
+    Ok(greedy.answers(model, prompts, selection, observe)?)
 }
 
 impl Matching {

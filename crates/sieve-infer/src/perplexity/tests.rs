@@ -177,7 +177,7 @@ fn of_a_document_with_answers_their_tokens_are_predicted_and_all_are_read() {
             }
         }
         let read = documents.iter().cloned().map(Ok);
-        let report = perplexity(&model, read, &config, &Default::default(), None, &mut |_| {}).expect("valid");
+        let report = perplexity(&model, read, &config, &Default::default(), None, &mut |_, _| {}).expect("valid");
         assert_eq!((report.num_tokens, report.num_read_tokens), (2 + 4 + 3, Some(40)));
         assert!((report.nats - nats).abs() < 1e-4 * nats, "{} is not {nats}", report.nats);
         // The rolling likelihood is of whole texts.
