@@ -123,7 +123,8 @@ fn a_new_run_begins_where_its_recipe_or_flag_says() {
         let flags = if flags == "none" { "" } else { flags };
         let out = name.replace(' ', "-");
         // Several ranks, and sweeps, obey as one process does.
-        let sweep = "--sweep optimizer.lr=1e-4,2e-4 --set training.steps=2 --verbose";
+        // No sample: a random model writes any character.
+        let sweep = "--sweep optimizer.lr=1e-4,2e-4 --set training.steps=2 --set generation.prompts=[] --verbose";
         let commands = [
             (String::new(), "--stop-after 1", vec![out.clone()]),
             ("launch --nproc 2 -- ".to_owned(), "--stop-after 1", vec![format!("{out}-ranks")]),

@@ -49,7 +49,7 @@ impl ChatTemplate {
     /// # Errors
     /// No checkpoint in the folder; a file that cannot be read; several templates without a default one.
     pub fn of_model(path: &Path) -> Result<Option<Self>, CheckpointError> {
-        if crate::loaded_model::is_of_transformers(path) {
+        if crate::odd_folders::is_of_transformers(path) {
             return Self::read(path);
         }
         let checkpoint = Checkpoint::peek(path)?;

@@ -1,5 +1,6 @@
 //! Loads the model of a checkpoint.
 use crate::export::tokenizer_files;
+use crate::odd_folders::is_of_transformers;
 use crate::parameters::{AsTheyAre, load_parameters_then};
 use crate::{ChatTemplate, Checkpoint, CheckpointError, CheckpointState, Kept};
 use burn::module::ModuleMapper;
@@ -123,11 +124,6 @@ pub fn end_ids(path: &Path, recipe: &Recipe, eos_id: u32) -> Result<Vec<u32>, Ch
     let ids = theirs.into_iter().flatten().filter_map(Value::as_u64);
     let others = ids.map(|id| id as u32).filter(|&id| id != eos_id);
     Ok(std::iter::once(eos_id).chain(others).collect())
-}
-
-/// Whether a folder is one of `transformers`, not a checkpoint.
-pub(crate) fn is_of_transformers(path: &Path) -> bool {
-    path.join("config.json").is_file()
 }
 
 /// The recipe and the sizes of the model that [`load_model`] would load, without its tensors.

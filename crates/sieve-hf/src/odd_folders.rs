@@ -4,6 +4,11 @@ use sieve_core::ShownPath;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// Whether a folder is one of `transformers`, not a checkpoint.
+pub(crate) fn is_of_transformers(path: &Path) -> bool {
+    path.join("config.json").is_file()
+}
+
 /// The file of an adapter, which changes the weights of another model.
 const ADAPTER: &str = "adapter_config.json";
 

@@ -1,7 +1,7 @@
 //! What a shell completes behind a flag: kinds, devices, recipes, a recipe's keys, checkpoints. The script of
 //! `sieve completions` asks the program itself, so it offers what this program and this folder have.
 use crate::shipped;
-use clap::{Arg, Command, CommandFactory};
+use clap::{Arg, Command};
 use clap_complete::Shell;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter};
 use clap_complete::env::{CompleteEnv, Shells};
@@ -16,8 +16,8 @@ const VARIABLE: &str = "SIEVE_COMPLETE";
 const RUNS: &str = "out";
 
 /// Answers the script of a shell, and ends the program then. Does nothing in any other call.
-pub(crate) fn answer() {
-    CompleteEnv::with_factory(|| with_completers(crate::Cli::command())).var(VARIABLE).complete();
+pub(crate) fn answer(program: fn() -> Command) {
+    CompleteEnv::with_factory(|| with_completers(program())).var(VARIABLE).complete();
 }
 
 /// The script for a shell. It calls the program by this name.
@@ -114,6 +114,7 @@ fn add_keys(path: &str, value: &Value, all: &mut Vec<String>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::CommandFactory;
 
     fn values(found: Vec<CompletionCandidate>) -> Vec<String> {
         found.into_iter().map(|candidate| candidate.get_value().to_string_lossy().into_owned()).collect()
@@ -130,7 +131,7 @@ mod tests {
     #[test]
     fn flags_offer_what_the_program_knows() {
         for (words, expected) in [
-            (&["sieve", "import", "--attention", "m"][..], &["mha", "mla", "moba", "msa"][..]),
+            (&["sieve", "import", "--attention", "inf"][..], &["infllm_v2"][..]),
             (&["sieve", "eval", "ppl", "--device", "cu"], &["cuda", "cuda:0", "cuda:1"]),
             (&["sieve", "train", "--recipe", "quicks"], &["quickstart"]),
             (&["sieve", "train", "--set", "attention.ki"], &["attention.kind="]),

@@ -131,7 +131,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    completion::answer();
+    completion::answer(Cli::command);
     startup::mark();
     terminal::install_panic_message(out_of_memory::message);
     interrupt::have_large_files_refused();

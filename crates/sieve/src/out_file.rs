@@ -209,7 +209,9 @@ mod tests {
             for argument in command.get_arguments() {
                 let is_picture = argument.get_value_parser().type_id() == std::any::TypeId::of::<PictureFile>();
                 let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
-                let draws = help.starts_with("Draw ") || help.starts_with("Also draw") || help.contains("an SVG");
+                let draws = help.starts_with("Draw ") && !help.starts_with("Draw only")
+                    || help.starts_with("Also draw")
+                    || help.contains("an SVG");
                 let flag = format!("{name} --{}", argument.get_long().unwrap_or_default());
                 assert_eq!(is_picture, draws, "{flag}: {help}");
                 drawing.extend(is_picture.then_some(flag));

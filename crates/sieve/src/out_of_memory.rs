@@ -335,6 +335,12 @@ mod tests {
         let ignore = MemoryArgs { ignore_memory: true };
         for (share_free, refused, warned) in [(1.01, false, false), (0.9, false, true), (0.8, true, true)] {
             let memory = memory(share_free * needed, wide);
+            eprintln!(
+                "DEBUG {share_free} {needed} total {} available {} fits {:?}",
+                memory.total_bytes,
+                memory.available_bytes,
+                memory.verdict()
+            );
             let answer = REFUSE.decide("this run", &memory);
             assert_eq!(answer.is_err(), refused, "{share_free}");
             let answer = ignore.decide("this run", &memory).expect("let through");

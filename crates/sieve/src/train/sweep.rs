@@ -1,5 +1,6 @@
 //! `sieve train --sweep`: one run for each value, and a table.
 mod combinations;
+mod run;
 mod starts;
 
 use super::arguments::TrainArgs;
@@ -11,25 +12,16 @@ use crate::recipe::useless::useless_settings;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use combinations::{Planned, planned};
+use run::Run;
 use serde::{Deserialize, Serialize};
 use sieve_core::{Recipe, ShownPath, covered_words};
-use sieve_train::{RunRequest, TrainError, last_validation};
+use sieve_train::{TrainError, last_validation};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Beginning of an override of the seed. Seeds are averaged over: no seed is called best.
 const SEED: &str = "training.seed=";
-
-/// One training run of the sweep.
-struct Run {
-    /// `section.key=value` for every key that the sweep varies.
-    overrides: Vec<String>,
-    recipe: Recipe,
-    /// The line about the text that `data.fallback` chose, if any.
-    text: Option<String>,
-    request: RunRequest,
-}
 
 /// Result of one run of the sweep.
 #[derive(Deserialize, Serialize)]

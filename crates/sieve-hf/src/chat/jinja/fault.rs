@@ -4,6 +4,9 @@ use std::cell::Cell;
 use std::fmt;
 use std::time::{Duration, Instant};
 
+/// What a list takes for each of its values, at least.
+pub(super) const VALUE_BYTES: usize = 32;
+
 /// Steps of one text: a chat needs thousands, and an endless loop has no end. A step is an expression, an item of a
 /// list, or [`BYTES_OF_A_STEP`] bytes of a text.
 const MOST_STEPS: u64 = 30_000_000;
@@ -128,7 +131,7 @@ impl Budget {
 
     /// Takes the bytes of a list of `len` items before it is made, and a step for each.
     pub(super) fn list(&self, len: usize) -> Fallible<()> {
-        self.text(len.saturating_mul(size_of::<super::value::Value>()))?;
+        self.text(len.saturating_mul(VALUE_BYTES))?;
         self.steps(len)
     }
 }

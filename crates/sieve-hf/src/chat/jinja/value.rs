@@ -1,6 +1,6 @@
 //! Values of a template, as Python has them.
 
-use super::fault::{Budget, Fallible, Fault};
+use super::fault::{Budget, Fallible, Fault, VALUE_BYTES};
 use super::syntax::{For, Macro};
 use std::cell::{Cell, RefCell};
 use std::cmp::Ordering;
@@ -11,6 +11,8 @@ use std::sync::Arc;
 
 /// Lists and dictionaries within each other, so that no walk over a value is deeper.
 pub(super) const MOST_NESTED: u32 = 200;
+
+const _: () = assert!(size_of::<Value>() <= VALUE_BYTES);
 
 /// A value. A list or dictionary never changes: the sandbox of `transformers` has no method that would.
 #[derive(Clone, Debug)]

@@ -1,5 +1,5 @@
 //! The runs of a sweep: every combination of the values, and each run once.
-use super::Run;
+use super::run::Run;
 use crate::train::arguments::TrainArgs;
 use anyhow::{Result, bail};
 use sieve_core::Recipe;

@@ -1,5 +1,5 @@
 //! Checks all runs of a sweep before the first step of the first one.
-use super::Run;
+use super::run::Run;
 use crate::train::one::Process;
 use crate::train::place::check_gpu;
 use anyhow::{Context, Result};
