@@ -613,7 +613,10 @@ fn a_chat_is_answered_by_the_models_template() {
             "messages[1].reasoning_content: message 2 has",
         ),
         (json!({"role": "user", "content": "x", "name": "y"}), "messages[1].name: message 2 has"),
-        (json!({"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}), "which the chat template does not print"),
+        (
+            json!({"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}),
+            "which the chat template does not print",
+        ),
     ] {
         let answer = served.post(path, &json!({"messages": [answered, message]}));
         assert_eq!(answer.0, 400, "{words}: {}", answer.1);
