@@ -207,6 +207,7 @@ fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Res
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::single_range_in_vec_init, reason = "a document may have one answer")]
     use super::*;
     use crate::test_model::llama_tokenizer;
     use sieve_data::{Corpus, CorpusConfig};

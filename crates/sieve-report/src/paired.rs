@@ -5,8 +5,10 @@ use crate::groups::{is_dense, name_of, other_text, swept_seeds};
 use crate::tables::{best_first, bits_per_byte, digits, escaped, late_loss, mean_and_spread, swatch, validation_loss};
 use std::fmt::Write;
 
-/// A loss, and its title in the table.
-const LOSSES: [(&str, fn(&Run) -> f64); 3] =
+/// A loss's title in the table, and the loss of a run.
+type Loss = (&'static str, fn(&Run) -> f64);
+
+const LOSSES: [Loss; 3] =
     [("validation loss", validation_loss), ("training loss", late_loss), ("bits per byte", bits_per_byte)];
 
 /// The runs of two groups that have the same seed: `(run, run of the baseline)`.
@@ -37,7 +39,7 @@ pub(crate) fn differences(runs: &[Run], groups: &[Vec<usize>], against: Option<u
     let Some(base) = baseline(runs, groups, against).filter(|_| other_text(runs).is_none()) else {
         return String::new();
     };
-    let has_loss = |(_, of): &&(&str, fn(&Run) -> f64)| runs.iter().any(|run| of(run).is_finite());
+    let has_loss = |(_, of): &&Loss| runs.iter().any(|run| of(run).is_finite());
     let losses: Vec<_> = LOSSES.iter().filter(has_loss).collect();
     let mut rows = String::new();
     for members in groups.iter().enumerate().filter(|(group, _)| *group != base).map(|(_, members)| members) {

@@ -207,7 +207,7 @@ fn planned_line(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<S
 
 /// The printed lines: parameters, stages, memory, cache, path of each op, and time.
 fn text(plan: &Plan, recipe: &Recipe, [target, line]: [&str; 2], found: Option<&[TextEpochs]>) -> Vec<String> {
-    let mut lines = vec![format!("plan for {target}"), terminal::model_line(&line), String::new()];
+    let mut lines = vec![format!("plan for {target}"), terminal::model_line(line), String::new()];
     lines.push(format!(
         "parameters    {} ({} besides embedding and output)",
         short_count(plan.num_parameters as f64),

@@ -1,3 +1,4 @@
+#![allow(clippy::single_range_in_vec_init, reason = "a document may have one answer")]
 use super::*;
 use crate::document::TextSize;
 use crate::test_model::tiny_shape;
