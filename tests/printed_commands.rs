@@ -76,7 +76,8 @@ const KINDS: [Kind; 16] = [
         typed: "sieve recipe new --data questions.jsonl --set data.prompt_column=ask --set data.text_column=say \
             --out asked.toml",
         goes_on: true,
-        words: "plan --recipe asked.toml | generate --prompt 'who sees number 1?' | eval ppl --recipe-validation | !--chat",
+        words: "plan --recipe asked.toml | generate --prompt 'who sees number 1?' \
+            | eval ppl --recipe-validation | !--chat",
         printed: "loss over answer tokens only | best checkpoint | sample:\n  who sees number 1?",
     },
     Kind {

@@ -14,6 +14,8 @@ import time
 import traceback
 
 import torch
+from gpu_generate import generate
+from no_gpu import Nothing, traced_without_a_gpu
 from parity import random
 from speed_of_tiles import speed_of_block_sparse
 
@@ -624,88 +626,6 @@ def tiles():
     return found
 
 
-def generate():
-    """An export of an 80M DMA model behind 32,768 tokens: ms to read them, then tokens a second by generate().
-
-    By Sieve's kernels, a dense model of the same sizes by SDPA, and by the program at SIEVE_PROGRAM, which makes the
-    model. SIEVE_TOKENS is another length, SIEVE_SETS more settings of the recipe: small ones try this on a CPU.
-    """
-    import subprocess
-    import tempfile
-    from pathlib import Path
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import sieve_attention.transformers
-
-    global DEVICE
-    if not torch.cuda.is_available():
-        import conftest
-
-        DEVICE, _library.Op.emulator = "cpu", staticmethod(conftest.emulate)
-    root, found = Path(__file__).parents[2], {}
-    program, tokens = os.environ.get("SIEVE_PROGRAM", "sieve"), int(os.environ.get("SIEVE_TOKENS", 32768))
-    folder = Path(tempfile.mkdtemp())
-
-    def sieve_program(*arguments):
-        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
-        assert done.returncode == 0, f"sieve {arguments[0]}: {done.stdout[-800:]} {done.stderr[-800:]}"
-        return done.stdout
-
-    names = ("made.toml", "run", "export", "prompt.txt", "corpus.txt")
-    recipe, run, export, prompt, corpus = (folder / name for name in names)
-    text = "\n".join(path.read_text() for path in sorted([*root.glob("docs/*.md"), *root.glob("crates/**/*.rs")]))
-    corpus.write_text(text)
-    sieve_program("recipe", "new", "--size", "80m", "--kind", "dma", "--data", corpus, "--out", recipe)
-    sets = ['model.layer_types=["sparse"]', f"model.max_position_embeddings={max(tokens + 1024, 2048)}",
-            "tokenizer.train={ vocab_size = 2048, sample_bytes = 1_000_000 }", f'data.cache_dir="{folder}/cache"', "validation.tokens=16384",
-            *os.environ.get("SIEVE_SETS", "").split()]  # fmt: skip
-    sets = [x for text in sets for x in ("--set", text)]
-    sieve_program("train", "--recipe", recipe, "--out", run, "--device", DEVICE, *sets, "--stop-after", 1)
-    sieve_program("export", "--checkpoint", run, "--out", export, "--dtype", "bf16")
-
-    sieve_attention.transformers.register()
-    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens].to(DEVICE)
-    prompt.write_text(tokenizer.decode(ids[0]))
-    sync = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
-
-    def seconds(call, repeats=3):
-        times = []
-        for _ in range(repeats + 1):
-            sync()
-            start = time.perf_counter()
-            call()
-            sync()
-            times.append(time.perf_counter() - start)
-        return sorted(times[1:])[repeats // 2]
-
-    settings = {"dtype": torch.bfloat16, "trust_remote_code": True, "attn_implementation": "sieve"}
-    dma = AutoModelForCausalLM.from_pretrained(export, **settings).to(DEVICE)
-    config = type(dma.config)(**{**dma.config.to_dict(), "attention_kind": "mha", "dense_layers": []})
-    dense = type(dma)._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).to(DEVICE)
-    least, many = (2, 4) if DEVICE == "cpu" else (8, 136)
-    before = {name: len(op.plans) for name, op in sieve.functional.ops.IMPLEMENTATIONS.items()}
-    for name, model in (("DMA, sieve", dma), ("dense, SDPA", dense)):
-        model.generation_config.eos_token_id = None
-        given = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-        with torch.no_grad():
-            found[f"{name}: prefill, ms"] = 1e3 * seconds(lambda: model(ids, use_cache=True, logits_to_keep=1))
-            times = [seconds(lambda: model.generate(ids, max_new_tokens=n, **given), 1) for n in (least, many)]
-            found[f"{name}: tokens a second"] = (many - least) / max(times[1] - times[0], 1e-9)
-    # Other checks of this process have made plans of their own.
-    plans = {name: len(found_by.plans) - before[name] for name, found_by in sieve.functional.ops.IMPLEMENTATIONS.items()}
-    assert plans["dma_decode"] <= 1, f"a plan for each length: {plans}"
-    said = sieve_program("generate", "--checkpoint", export, "--device", DEVICE, "--prompt-file", prompt,
-                         "--temperature", 0, "--max-new-tokens", 2 * many, "--json", "--quiet")  # fmt: skip
-    said = json.loads(said[said.index("{") :].splitlines()[0])
-    found[f"sieve generate: prefill of {said['prompt_tokens']} tokens, kernels loaded in it, ms"] = (
-        1e3 * said["prompt_seconds"]
-    )
-    found["sieve generate: tokens a second"] = 1 / said["median_token_seconds"]
-    return found
-
-
 def without_a_gpu():
     """Plans for an H100 on CPU tensors whose launches are left out: what Python and the allocator cost the host."""
     global DEVICE
@@ -812,35 +732,6 @@ CHECKS = (
     side_stream, second_gpu, cuda_graph, capture_of_new_shapes, unaligned, deterministic, long_odd, opcheck, speed,
     host, tiles, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs,
 )  # fmt: skip
-
-
-
-@contextlib.contextmanager
-def traced_without_a_gpu():
-    """Fake tensors of a CPU have plans, too, and outputs are zeros."""
-    zeros = lambda plan, _: [torch.zeros(shape, dtype=dtype) for _, shape, dtype in plan.outputs]  # noqa: E731
-    _library.Op.emulator = staticmethod(zeros)
-    try:
-        yield
-    finally:
-        _library.Op.emulator = None
-
-
-class Nothing:
-    """A stream, an event or a graph that does nothing."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_, **__):
-        pass
-
-    def nothing(self, *_):
-        return None
-
-    wait_stream = synchronize = record = replay = nothing
-
-    def elapsed_time(self, _):
-        return 1.0
 
 
 def dry():

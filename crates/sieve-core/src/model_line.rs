@@ -290,9 +290,10 @@ mod tests {
 
     #[test]
     fn a_long_line_keeps_what_every_line_says() {
-        let line = "model: 134,515,008 parameters (106,203,456 without embedding), 30 layers x 576, attention dma, keeps \
-            1024, the last 16 always, slope 64 to 4096, bias linear, 7 of 28 layers dense (layers dma, dma, dma, mha), \
-            density 0.438 on rows of 4096 (0.57 with the dense layers), bf16 over f32 masters, weights /home/u/in/smollm2";
+        let line = "model: 134,515,008 parameters (106,203,456 without embedding), 30 layers x 576, attention dma, \
+            keeps 1024, the last 16 always, slope 64 to 4096, bias linear, 7 of 28 layers dense (layers dma, dma, dma, \
+            mha), density 0.438 on rows of 4096 (0.57 with the dense layers), bf16 over f32 masters, weights \
+            /home/u/in/smollm2";
         assert_eq!(
             fitted_model_line(line, 200),
             "model: 134,515,008 parameters, 30 layers x 576, attention dma, keeps 1024, the last 16 always, 7 of 28 \

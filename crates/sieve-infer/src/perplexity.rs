@@ -118,7 +118,8 @@ pub struct RollingPerplexity {
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
 /// predicted so far, and their mean loss.
 ///
-/// Where documents have answers, only their tokens are predicted, and [`RollingPerplexity`], which is defined over whole
+/// Where documents have answers, only their tokens are predicted, and [`RollingPerplexity`], which is defined over
+/// whole
 /// texts, is not measured.
 ///
 /// With a selector, each window is a prompt of its own. If the selector is not causal (a row's keys depend on later

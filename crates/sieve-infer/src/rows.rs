@@ -40,7 +40,8 @@ impl<P: Copy> Rows<P> {
         Self { row_len, max_rows, rows: Vec::new() }
     }
 
-    /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. `places` describes
+    /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. `places`
+    /// describes
     /// the prediction after each input from the position `first_scored` on; where it has none, nothing is predicted.
     /// Returns false if no row has room.
     pub fn push(

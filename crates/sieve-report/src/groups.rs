@@ -1,6 +1,7 @@
 //! Groups runs that differ only in their seed, and finds the keys in which recipes differ.
 use crate::Run;
 use serde::Serialize;
+use sieve_core::recipe::AttentionKind;
 use std::collections::BTreeSet;
 
 /// Whether runs of one group may differ in this key.
@@ -52,7 +53,8 @@ fn kind(run: &Run) -> Option<&String> {
 
 /// Whether every layer of a run is dense.
 pub(crate) fn is_dense(run: &Run) -> bool {
-    kind(run).is_some_and(|kind| kind == "mha")
+    let kind = kind(run).and_then(|kind| AttentionKind::named(kind));
+    kind.is_some_and(|kind| kind.example().as_kind().is_dense())
 }
 
 /// The name of a group: that of its run; of several runs, their name without the seed.

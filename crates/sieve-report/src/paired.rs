@@ -61,9 +61,9 @@ pub(crate) fn differences(runs: &[Run], groups: &[Vec<usize>], against: Option<u
     }
     let titles = losses.iter().map(|(title, _)| format!("<th>{title}</th><th>lower in</th>")).collect::<String>();
     format!(
-        "<h3>Beside {}, seed by seed</h3><table class=\"wide\"><thead><tr><th>run</th><th>seeds</th>{titles}</tr></thead>\
-         <tbody>{rows}</tbody></table><p class=\"hint\">The mean of the differences between runs of the same seed, which \
-         read their text in the same order, ± the spread of these differences.</p>",
+        "<h3>Beside {}, seed by seed</h3><table class=\"wide\"><thead><tr><th>run</th><th>seeds</th>{titles}</tr>\
+         </thead><tbody>{rows}</tbody></table><p class=\"hint\">The mean of the differences between runs of \
+         the same seed, which read their text in the same order, ± the spread of these differences.</p>",
         escaped(&name_of(runs, &groups[base]))
     )
 }

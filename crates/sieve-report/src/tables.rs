@@ -384,7 +384,8 @@ impl Base {
         Self { run, group: group.clone(), texts_differ: other_text(runs).is_some() }
     }
 
-    /// The runs with which a row of `members` is compared: a run with that of the same seed, else with the chosen one; a
+    /// The runs with which a row of `members` is compared: a run with that of the same seed, else with the chosen one;
+    /// a
     /// mean with the mean of the chosen run's group.
     fn of(&self, runs: &[Run], members: &[usize]) -> Vec<usize> {
         match members {

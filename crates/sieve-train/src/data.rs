@@ -253,7 +253,8 @@ impl TextSource {
         Ok(self)
     }
 
-    /// Writes the shards into a folder, reopens them, or takes them from one of the folders `known`. `base` is the run's
+    /// Writes the shards into a folder, reopens them, or takes them from one of the folders `known`. `base` is the
+    /// run's
     /// data if this is the text of a stage.
     fn prepare(
         &self,

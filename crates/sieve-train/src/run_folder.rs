@@ -111,7 +111,8 @@ impl RunFolder {
         Ok(Some(aside))
     }
 
-    /// Creates the folder if it is missing, and locks it for this process. A run that no user attends waits some seconds
+    /// Creates the folder if it is missing, and locks it for this process. A run that no user attends waits some
+    /// seconds
     /// for a process that trains there to end.
     ///
     /// # Errors

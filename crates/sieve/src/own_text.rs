@@ -29,7 +29,8 @@ pub(crate) struct OwnText {
     pub(crate) num_bytes: u64,
     /// Tokens of the text, estimated from its beginning.
     pub(crate) num_tokens: f64,
-    /// The text's first words, as a prompt for samples: the model is trained on such text. Of chats it is what the first
+    /// The text's first words, as a prompt for samples: the model is trained on such text. Of chats it is what the
+    /// first
     /// user says, of prompts the first one.
     pub(crate) prompt: Option<String>,
     /// Tokens that a tokenizer trained on the text has at most, where the text is short enough to try it.
@@ -120,7 +121,8 @@ impl OwnText {
         self.prompt.as_ref().map(|prompt| format!("generation.prompts={}", serde_json::json!([prompt])))
     }
 
-    /// `tokenizer.train` with no more tokens than the text gives, as keys `section.key=value`; none where the recipe has
+    /// `tokenizer.train` with no more tokens than the text gives, as keys `section.key=value`; none where the recipe
+    /// has
     /// no more.
     pub(crate) fn keys_of_tokenizer(&self, recipe: &Recipe) -> Vec<String> {
         let TokenizerSource::Train(training) = recipe.tokenizer.source() else {
@@ -130,7 +132,8 @@ impl OwnText {
         most.map(|most| format!("tokenizer.train.vocab_size={most}")).into_iter().collect()
     }
 
-    /// The keys of a recipe for a text of which the answers alone are predicted, as `section.key=value`: steps that read
+    /// The keys of a recipe for a text of which the answers alone are predicted, as `section.key=value`: steps that
+    /// read
     /// it two to three times, and a kept checkpoint that is the best one on held-out answers. Keys that `overrides`
     /// give are left out; without answers there is none.
     pub(crate) fn keys_for_answers(&self, recipe: &Recipe, overrides: &[String]) -> Vec<String> {

@@ -229,7 +229,8 @@ impl RecipeArgs {
         Some(format!("train {words} --out {}", terminal::quoted(&free)))
     }
 
-    /// The folders in which the data of a run in `out` may lie already: that of the recipe's own runs, where `sieve data
+    /// The folders in which the data of a run in `out` may lie already: that of the recipe's own runs, where `sieve
+    /// data
     /// prepare` puts them, and those of the runs beside `out`.
     pub(crate) fn known_data(&self, out: &Path) -> Vec<PathBuf> {
         let beside = match out.parent() {
@@ -244,7 +245,8 @@ impl RecipeArgs {
         known
     }
 
-    /// Name of the recipe without folders and ending. A file `recipe.toml`, as an import has it, is named by its folder.
+    /// Name of the recipe without folders and ending. A file `recipe.toml`, as an import has it, is named by its
+    /// folder.
     pub(crate) fn name(&self) -> String {
         if is_pipe(&self.recipe) {
             return PIPED.to_owned();

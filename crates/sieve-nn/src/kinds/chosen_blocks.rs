@@ -161,7 +161,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// Chooses blocks, or takes the last choosing layer's blocks of the rows from `first_row` on, and attends with the
-    /// heads in `packed`, all or some. Also returns the indexer's statistics where `context.settings.measures_indexers` is set,
+    /// heads in `packed`, all or some. Also returns the indexer's statistics where
+    /// `context.settings.measures_indexers` is set,
     /// else `None`.
     fn attend(
         &self,

@@ -5,7 +5,8 @@ use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 
 /// Up to three settings, the cheapest first, each the smallest change of its sort that fits: of the micro-batch, which
 /// costs a few percent of the speed; of the gradients' sharding and type; of recomputation, which costs up to a third.
-/// If neither the first nor the last fits, both are changed together. The tokens of a step stay the same. `ranks` is the number of ranks with different rows; `is_shared` says whether there are several ranks,
+/// If neither the first nor the last fits, both are changed together. The tokens of a step stay the same. `ranks` is
+/// the number of ranks with different rows; `is_shared` says whether there are several ranks,
 /// which may share rows.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
@@ -40,7 +41,8 @@ pub(super) fn settings_that_fit(
     found
 }
 
-/// The next smaller micro-batch, the next change of the gradients' sharding or type, and the next mode of recomputation,
+/// The next smaller micro-batch, the next change of the gradients' sharding or type, and the next mode of
+/// recomputation,
 /// the cheapest first: those that `recipe` does not have already and with which it takes less memory.
 pub(super) fn settings_that_save(
     recipe: &Recipe,

@@ -90,7 +90,8 @@ impl MemoryPlan {
         Self { page_bytes, total_bytes, verdict: MemoryVerdict::of(total_bytes, self.available_bytes), ..self }
     }
 
-    /// Whether the run fits also if the plan is off by as much as it has been: on a GPU, whose pages are counted, by 2 %.
+    /// Whether the run fits also if the plan is off by as much as it has been: on a GPU, whose pages are counted, by 2
+    /// %.
     pub(super) fn fits_surely(&self) -> bool {
         let percent = if self.card_bytes.is_some() { 3 } else { 10 };
         self.leaves_percent(percent, self.total_bytes)

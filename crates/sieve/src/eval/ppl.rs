@@ -168,7 +168,8 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
 }
 
 impl PplArgs {
-    /// The text of `--data`. Rows are read by `--text-column`, or else by the columns that hold the answers of the model's
+    /// The text of `--data`. Rows are read by `--text-column`, or else by the columns that hold the answers of the
+    /// model's
     /// run.
     fn corpus<B: DeviceBackend>(&self, loaded: &LoadedModel<B>) -> Result<Corpus> {
         let text_column = self.text_column.as_deref().unwrap_or("text");

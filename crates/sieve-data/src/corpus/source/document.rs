@@ -133,9 +133,9 @@ pub(super) const SET_MESSAGES_OF_CHATS: &str = "chats are for a model with a cha
 /// Names that columns of questions and of answers have in public data sets.
 const QUESTIONS: [&str; 5] = ["prompt", "question", "instruction", "query", "input"];
 const ANSWERS: [&str; 6] = ["completion", "answer", "output", "response", "chosen", "target"];
-pub(super) const SET_QUESTIONS: &str = "these rows look like questions and answers: --set data.prompt_column=NAME names \
-    the question's column and --set data.text_column=NAME the answer's, without messages_column (a third column, such \
-    as Alpaca's input, is to be joined to the question)";
+pub(super) const SET_QUESTIONS: &str = "these rows look like questions and answers: --set data.prompt_column=NAME \
+    names the question's column and --set data.text_column=NAME the answer's, without messages_column (a third column, \
+    such as Alpaca's input, is to be joined to the question)";
 pub(super) const SET_MESSAGES: &str = "name the column that holds lists of messages: data.messages_column";
 pub(super) const SET_MESSAGES_OR_SKIP: &str = "name the column that holds lists of messages: data.messages_column, or \
     leave such rows out: skip_invalid";
