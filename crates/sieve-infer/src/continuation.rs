@@ -97,7 +97,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Self { selection, ..self }
     }
 
-    /// As [`with_selection`](Self::with_selection), with a copy of the selector whose statistics are at 0.
+    /// As `with_selection`, with a copy of the selector whose statistics are at 0.
     #[must_use]
     pub fn with_copy_of(self, selection: Option<&Selection>) -> Self {
         self.with_selection(selection.map(Selection::uncounted))

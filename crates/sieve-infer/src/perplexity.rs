@@ -119,8 +119,7 @@ pub struct RollingPerplexity {
 /// predicted so far, and their mean loss.
 ///
 /// Where documents have answers, only their tokens are predicted, and [`RollingPerplexity`], which is defined over
-/// whole
-/// texts, is not measured.
+/// whole texts, is not measured.
 ///
 /// With a selector, each window is a prompt of its own. If the selector is not causal (a row's keys depend on later
 /// rows), the result is a "prefill perplexity", not a likelihood.

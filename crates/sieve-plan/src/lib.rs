@@ -1,8 +1,7 @@
 //! Plans a run from its recipe: parameters, FLOPs, memory, KV cache, disk space and time.
 //!
 //! Parameters and FLOPs are counted exactly. Memory is the sum of the tensors at a training step's peak, on a GPU with
-//! what
-//! its allocator holds beyond them. Time is an estimate.
+//! what its allocator holds beyond them. Time is an estimate.
 //!
 //! sieve-kernels and sieve-cpu say which shapes a kernel takes and what it allocates: these rules are beside the
 //! launches.

@@ -385,8 +385,7 @@ impl Base {
     }
 
     /// The runs with which a row of `members` is compared: a run with that of the same seed, else with the chosen one;
-    /// a
-    /// mean with the mean of the chosen run's group.
+    /// a mean with the mean of the chosen run's group.
     fn of(&self, runs: &[Run], members: &[usize]) -> Vec<usize> {
         match members {
             [_] => pairs(runs, members, &self.group).first().map_or(vec![self.run], |&(_, base)| vec![base]),

@@ -254,8 +254,7 @@ impl TextSource {
     }
 
     /// Writes the shards into a folder, reopens them, or takes them from one of the folders `known`. `base` is the
-    /// run's
-    /// data if this is the text of a stage.
+    /// run's data if this is the text of a stage.
     fn prepare(
         &self,
         recipe: &Recipe,

@@ -112,8 +112,7 @@ impl RunFolder {
     }
 
     /// Creates the folder if it is missing, and locks it for this process. A run that no user attends waits some
-    /// seconds
-    /// for a process that trains there to end.
+    /// seconds for a process that trains there to end.
     ///
     /// # Errors
     /// A folder that cannot be made or written to, or that another process trains in.

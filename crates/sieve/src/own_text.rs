@@ -30,8 +30,7 @@ pub(crate) struct OwnText {
     /// Tokens of the text, estimated from its beginning.
     pub(crate) num_tokens: f64,
     /// The text's first words, as a prompt for samples: the model is trained on such text. Of chats it is what the
-    /// first
-    /// user says, of prompts the first one.
+    /// first user says, of prompts the first one.
     pub(crate) prompt: Option<String>,
     /// Tokens that a tokenizer trained on the text has at most, where the text is short enough to try it.
     most_tokens: Option<usize>,
@@ -122,8 +121,7 @@ impl OwnText {
     }
 
     /// `tokenizer.train` with no more tokens than the text gives, as keys `section.key=value`; none where the recipe
-    /// has
-    /// no more.
+    /// has no more.
     pub(crate) fn keys_of_tokenizer(&self, recipe: &Recipe) -> Vec<String> {
         let TokenizerSource::Train(training) = recipe.tokenizer.source() else {
             return Vec::new();

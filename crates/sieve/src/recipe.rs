@@ -230,8 +230,7 @@ impl RecipeArgs {
     }
 
     /// The folders in which the data of a run in `out` may lie already: that of the recipe's own runs, where `sieve
-    /// data
-    /// prepare` puts them, and those of the runs beside `out`.
+    /// data prepare` puts them, and those of the runs beside `out`.
     pub(crate) fn known_data(&self, out: &Path) -> Vec<PathBuf> {
         let beside = match out.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,

@@ -42,8 +42,7 @@ pub(super) fn settings_that_fit(
 }
 
 /// The next smaller micro-batch, the next change of the gradients' sharding or type, and the next mode of
-/// recomputation,
-/// the cheapest first: those that `recipe` does not have already and with which it takes less memory.
+/// recomputation, the cheapest first: those that `recipe` does not have already and with which it takes less memory.
 pub(super) fn settings_that_save(
     recipe: &Recipe,
     ranks: usize,

@@ -169,8 +169,7 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
 
 impl PplArgs {
     /// The text of `--data`. Rows are read by `--text-column`, or else by the columns that hold the answers of the
-    /// model's
-    /// run.
+    /// model's run.
     fn corpus<B: DeviceBackend>(&self, loaded: &LoadedModel<B>) -> Result<Corpus> {
         let text_column = self.text_column.as_deref().unwrap_or("text");
         let corpus = text::open(&self.data, self.format, text_column, self.skip_invalid)?;
