@@ -56,7 +56,7 @@ pub(crate) struct CheckArgs {
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case, some of NSA's where it is over 200
     #[arg(long, default_value_t = 700)]
     pub(super) longest: usize,
-    /// Reach every family with few calls of short rows, for the first look at a GPU: two minutes where nothing else
+    /// Reach every family with few calls of short rows, for the first look at a GPU: some minutes where nothing else
     /// runs
     #[arg(long, conflicts_with_all = ["cases", "longest"])]
     pub(super) short: bool,
