@@ -33,38 +33,42 @@ def refusal(function, args, kwargs, device=None):
     return ""
 
 
-def _fake(mode, device, leaves, x):
-    """x without memory, as part of what a call is given."""
-    inner = partial(_fake, mode, device, leaves)
+def _of_tensors(of, x):
+    """x with of(tensor) in place of each of its tensors; what is no tensor stays."""
+    inner = partial(_of_tensors, of)
     if isinstance(x, BlockMask):
         places = None if x.places is None else inner(x.places)
         return dataclasses.replace(x, words=inner(x.words), places=places, _by_keys={})
     if isinstance(x, tuple):
         made = map(inner, x)
         return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
-    if not isinstance(x, torch.Tensor):
-        return x
-    if x.layout != torch.strided:
-        return mode.from_tensor(x)
-    on = {"dtype": x.dtype, "device": x.device if device is None else device}
-    made = torch.empty_strided(x.shape, x.stride(), **on, requires_grad=x.requires_grad)
-    leaves.append(made)
-    return made
+    return of(x) if isinstance(x, torch.Tensor) else x
+
+
+def _fake(mode, device, leaves, x):
+    """x without memory, as part of what a call is given."""
+
+    def fake(tensor):
+        if tensor.layout != torch.strided:
+            return mode.from_tensor(tensor)
+        on = {"dtype": tensor.dtype, "device": tensor.device if device is None else device}
+        made = torch.empty_strided(tensor.shape, tensor.stride(), **on, requires_grad=tensor.requires_grad)
+        leaves.append(made)
+        return made
+
+    return _of_tensors(fake, x)
 
 
 def without_values(x, dtype=None):
     """x of that type without memory, as `refusal` takes it; what is no tensor stays."""
-    if isinstance(x, BlockMask):
-        places = None if x.places is None else without_values(x.places)
-        return dataclasses.replace(x, words=without_values(x.words), places=places, _by_keys={})
-    if isinstance(x, tuple):
-        made = map(without_values, x)
-        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-        return x
-    return torch.empty_strided(
-        x.shape, x.stride(), dtype=dtype or x.dtype, device="meta", requires_grad=x.requires_grad
-    )
+
+    def empty(tensor):
+        if tensor.layout != torch.strided:
+            return tensor
+        on = {"dtype": dtype or tensor.dtype, "device": "meta"}
+        return torch.empty_strided(tensor.shape, tensor.stride(), **on, requires_grad=tensor.requires_grad)
+
+    return _of_tensors(empty, x)
 
 
 def key_of(x):

@@ -346,7 +346,7 @@ impl Tokenizer {
         (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.into_bytes())
     }
 
-    /// Whether an id is that of a special token, which has no text.
+    /// Whether an id belongs to a special token. Special tokens have no text.
     pub fn is_special(&self, id: u32) -> bool {
         self.id_token(id).is_some_and(|token| self.marked.get_added_vocabulary().is_special_token(&token))
     }

@@ -137,7 +137,7 @@ impl Parser {
         body
     }
 
-    /// Statements up to one of the tags `ends`, of which only the name was not passed; up to the end without any.
+    /// Reads statements up to one of the tags in `ends`, whose name is not read yet; without `ends`, up to the end.
     fn body(&mut self, ends: &[&str]) -> Fallible<Body> {
         let begin = self.line();
         let mut body = Vec::new();
