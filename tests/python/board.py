@@ -39,7 +39,7 @@ SIEVE = {
 }
 ENTRIES = SIEVE | {"PyTorch, dense": [f"optimizer.lr={best_rate('dense', 8192)}"]}
 DEFAULT = ["dense", "window + slope, 1 of 4 dense", "DMA, 1 of 4 dense", "PyTorch, dense"]
-SEEDS = {8192: [0, 1, 2], 32768: [0]}  # by tokens of a row; a step has 32,768 tokens
+SEEDS = {8192: [0, 1, 2], 32768: [0, 1, 2]}  # by tokens of a row; a step has 32,768 tokens
 TINY = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=4", "model.head_dim=32",
         "model.num_attention_heads=2", "model.num_key_value_heads=1", "tokenizer.train.vocab_size=512",
         "tokenizer.train.sample_bytes=1000000", "metrics.log_freq=2", "lr_scheduler.warmup_steps=10"]
