@@ -18,7 +18,8 @@ fn sources(folder: &Path) -> String {
 fn troubleshooting_names_messages_that_the_program_prints() {
     // Strings of the sources span several lines: a backslash, the line's end and the next line's indent are removed.
     let crates = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates");
-    let all = sources(crates.as_ref()) + include_str!("../recipes/dma_80m.toml");
+    let lab = concat!(env!("CARGO_MANIFEST_DIR"), "/../lab/crates");
+    let all = sources(crates.as_ref()) + &sources(lab.as_ref()) + include_str!("../recipes/dma_80m.toml");
     let lines = all.split("\\\n").map(str::trim_start);
     let sources = lines.collect::<String>().replace("\\\"", "\"");
     let page = include_str!("../docs/troubleshooting.md").replace("\\|", "|");
@@ -41,7 +42,7 @@ fn troubleshooting_names_messages_that_the_program_prints() {
     assert!(num_messages > 25, "{num_messages}");
 }
 
-/// The commands that measured the stored rows of a file of experiments/rows; none of a page.
+/// The commands that measured the stored rows of a file of lab/rows; none of a page.
 fn commands_of_rows(path: &Path, text: &str) -> Vec<String> {
     if path.extension().is_none_or(|ending| ending != "jsonl") {
         return Vec::new();
@@ -54,11 +55,12 @@ fn commands_of_rows(path: &Path, text: &str) -> Vec<String> {
 #[test]
 fn commands_on_the_pages_have_the_flags_they_name() {
     let tiny = TinyRun::dma();
-    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
-    let pages = fs::read_dir(docs).expect("readable").map(|it| it.expect("readable").path());
+    let folders = ["docs", "lab/docs"].map(|name| format!("{}/../{name}", env!("CARGO_MANIFEST_DIR")));
+    let entries = folders.iter().flat_map(|folder| fs::read_dir(folder).expect("readable"));
+    let pages = entries.map(|it| it.expect("readable").path());
     let mut pages = pages.filter(|path| path.extension().is_some_and(|ending| ending == "md")).collect::<Vec<_>>();
     pages.push(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md").into());
-    let rows = concat!(env!("CARGO_MANIFEST_DIR"), "/../experiments/rows");
+    let rows = concat!(env!("CARGO_MANIFEST_DIR"), "/../lab/rows");
     pages.extend(fs::read_dir(rows).expect("readable").map(|it| it.expect("readable").path()));
     let mut helps = std::collections::BTreeMap::new();
     let mut num_flags = 0;

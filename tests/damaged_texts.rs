@@ -87,7 +87,7 @@ fn damaged_recipes() {
     for text in [
         include_str!("../recipes/quickstart.toml"),
         include_str!("../recipes/dma_1p7b.toml"),
-        include_str!("../recipes/mqar_nsa.toml"),
+        include_str!("../lab/recipes/mqar_nsa.toml"),
     ] {
         each(text, |bytes| std::str::from_utf8(bytes).is_ok_and(|text| loads(text, &[])));
     }

@@ -18,7 +18,10 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let root = PathBuf::from(manifest).join("../..");
     let mut recipes = Vec::new();
-    collect(&root.join("recipes"), &root.join("recipes"), &["toml"], &mut recipes);
+    for folder in [root.join("recipes"), root.join("lab/recipes")] {
+        collect(&folder, &folder, &["toml"], &mut recipes);
+    }
+    recipes.sort();
     let mut text = Vec::new();
     for name in OWN_TEXT {
         collect(&root, &root.join(name), &["rs", "md"], &mut text);

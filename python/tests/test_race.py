@@ -1,4 +1,4 @@
-"""What the race (experiments/race) compares kernels with, beside the definitions of sieve_attention."""
+"""What the race (lab/experiments/race) compares kernels with, beside the definitions of sieve_attention."""
 
 import sys
 from random import Random
@@ -9,7 +9,7 @@ from conftest import ROOT
 
 import sieve_attention as sieve
 
-sys.path.insert(0, str(ROOT / "experiments/race"))
+sys.path.insert(0, str(ROOT / "lab/experiments/race"))
 import problems  # noqa: E402
 import race  # noqa: E402
 import rivals  # noqa: E402

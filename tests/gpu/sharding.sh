@@ -229,7 +229,7 @@ for part in "${parts[@]}"; do
       done
       size=1p7b left_out='stage' steps="$all"
       ;;
-    scale) # 16,384 tokens a micro-batch and the vocabulary of tests/gpu/rivals/ranks.py
+    scale) # 16,384 tokens a micro-batch and the vocabulary of lab/rivals/ranks.py
       prepare
       cells=(${CELLS:-mha:2048:1 dma:2048:1 nsa:2048:1})
       for count in ${COUNTS:-1 $gpus}; do

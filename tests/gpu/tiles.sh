@@ -4,7 +4,7 @@
 #   tests/gpu/tiles.sh SIEVE PYTHON OUT [rows|wheel|race|host]…
 #
 # rows: `kernels check` of masks, with the rows of sparse_attention_backward. wheel: the package's tests of block_sparse and
-# selected_attention on the GPU's kernels. race: the task "tiles" of experiments/race. host: microseconds of a forward and
+# selected_attention on the GPU's kernels. race: the task "tiles" of lab/experiments/race. host: microseconds of a forward and
 # a backward pass, and milliseconds of long rows. PYTHON has torch and pytest, for the race also the rivals; the package
 # is taken from this folder, its library from SIEVE_ATTENTION_LIBRARY or target/release. DEVICE=cpu tries the script.
 # CASES, DRAWS, RACE_SECONDS and RACE_CHECKS (seconds of the race's checks) make the parts longer.

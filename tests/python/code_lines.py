@@ -26,7 +26,7 @@ TESTS = "Rust tests"
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
 
 
-LAB = re.compile(r"crates/(sieve-(eval|bench|report)|sieve/src/(eval|kernels))(/|\.rs$)|(experiments|tests)/")
+LAB = re.compile(r"crates/sieve/src/(eval|kernels)(/|\.rs$)|(lab|tests)/")
 CHORES = re.compile(r"crates/(xtask|sieve-testing)/")
 PARTS = "engine", "lab"
 
@@ -79,7 +79,7 @@ def count(revision):
         ending = path.rsplit(".", 1)[-1]
         if ending not in COUNTERS:
             continue
-        place = path.split("/")[1] if path.startswith("crates/") else path.split("/")[0]
+        place = match[1] if (match := re.match(r"(?:lab/)?crates/([^/]+)/", path)) else path.split("/")[0]
         if ending == "py":
             place = "Python"
         text = git("show", f"{revision}:{path}")

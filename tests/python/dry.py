@@ -2,7 +2,7 @@
 
     python3 tests/python/dry.py target/release/sieve
 
-Of tests/gpu and experiments each shell script is parsed by `bash -n`, and each Python file is compiled, and what it
+Of tests/gpu, lab/experiments and lab/rivals each shell script is parsed by `bash -n`, and each Python file is compiled, and what it
 imports from beside it has the names that it takes. Each call of the program in a shell script is looked up in the
 program's own help: the command is there, and every flag that it is given. Flags that a script collects in an array, as
 `train=(train --recipe ..)`, are flags of the command that the array begins with. Rivals (torch, FlashAttention and
@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = ("tests/gpu", "experiments")
+FOLDERS = ("tests/gpu", "lab/experiments", "lab/rivals")
 GROUPS = ("eval", "data", "recipe", "tokenizer", "kernels")
 # `"$sieve" train ..` and `"$program" ..`, and arrays of a command's words: `train=(train --recipe ..`.
 CALL = re.compile(r'"?\$\{?(?:sieve|SIEVE|program)\}?"? +([a-z].*)')
@@ -102,7 +102,7 @@ def python_problems(path):
     except SyntaxError as error:
         return [f"{path.relative_to(ROOT)}:{error.lineno}: {error.msg}"]
     problems = []
-    places = [path.parent, *path.parents[1].glob("*/"), ROOT / "tests/python", ROOT / "python/tests", ROOT / "experiments"]
+    places = [path.parent, *path.parents[1].glob("*/"), ROOT / "tests/python", ROOT / "python/tests", ROOT / "lab/experiments"]
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or node.level:
             continue

@@ -208,7 +208,7 @@ def measured(files):
     others = {path: text for path, text in rust.items() if not TEST_FILE.search(path) and not path.startswith(rooms)}
     circles, crates = [], collections.defaultdict(dict)
     for path, text in rust.items():
-        if (place := re.match(r"crates/([^/]+)/src/(.*)", path)) and not TEST_FILE.search(path):
+        if (place := re.match(r"(?:lab/)?crates/([^/]+)/src/(.*)", path)) and not TEST_FILE.search(path):
             crates[place[1]][place[2]] = text
     for crate, sources in sorted(crates.items()):
         circles += [(crate, "/".join(file) or "lib") for group in Crate(sources).circles() for file in group]

@@ -1,4 +1,4 @@
-"""Sixty one-line faults of notes/mutants.toml, and which test finds each.
+"""Sixty one-line faults of lab/notes/mutants.toml, and which test finds each.
 
     mutants.py draw                      lines of the seeded draw, in their order
     mutants.py check TREE                which faults no longer apply to a tree
@@ -25,11 +25,11 @@ import time
 import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIST = ROOT / "notes/mutants.toml"
+LIST = ROOT / "lab/notes/mutants.toml"
 
 # The draw: lines of each pool's files, sorted by file and number, without tests and without lines that hold no code;
 # shuffled by `random.Random(f"{SEED} {pool}")`. They are read in that order; a line where no sensible fault is possible,
-# or whose fault changes nothing observable, is drawn again. notes/mutants.toml has the place of each line in the order.
+# or whose fault changes nothing observable, is drawn again. lab/notes/mutants.toml has the place of each line in the order.
 SEED = 20261122
 POOLS = {
     "kernels": ["kernels"],
@@ -180,7 +180,7 @@ def run(tree, out, wanted):
 
     def tests(package):
         rows = [row for row in binaries if row["package"] == package]
-        folder = tree / ("tests" if package == "tests" else f"crates/{package}")
+        folder = tree / ("tests" if package == "tests" else f"{'lab/' * (tree / 'lab/crates' / package).is_dir()}crates/{package}")
         words = ["--test-threads=2", "--skip", SEES_THE_COPY]
         return [(row["package"], [row["path"], *words], folder, TEST) for row in rows]
 

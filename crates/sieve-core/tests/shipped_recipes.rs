@@ -40,11 +40,13 @@ const TABLE_4: [Row; 4] = [
     },
 ];
 
-/// The text and the recipe of each file in `recipes/`, by its name without `.toml`.
+/// The text and the recipe of each file in `recipes/` and `lab/recipes/`, by its name without `.toml`.
 fn shipped() -> BTreeMap<String, (String, Recipe)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
-    let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let files = entries.map(|entry| entry.expect("a readable entry").path());
+    let files = ["../../recipes", "../../lab/recipes"].into_iter().flat_map(|name| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+        let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+        entries.map(|entry| entry.expect("a readable entry").path())
+    });
     files
         .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
         .map(|path| {

@@ -9,7 +9,7 @@ use sieve_core::recipe::ParallelismSection;
 /// Bytes per second of all-reduces and all-gathers between GPUs of one host (NCCL's bus bandwidth), measured on two
 /// H200s.
 const HOST_RATE: f64 = 240e9;
-/// Bytes per second of an exchange without overlap between four H200s (tests/gpu/rivals/bus.py).
+/// Bytes per second of an exchange without overlap between four H200s (lab/rivals/bus.py).
 const EXCHANGE_RATE: f64 = 316e9;
 /// Bytes per second between hosts with one 400 Gb/s network card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;
@@ -121,7 +121,8 @@ impl RanksPlan {
 mod tests {
     use super::*;
 
-    /// docs/scale.md, notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and of four.
+    /// docs/scale.md, lab/notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and of
+    /// four.
     #[test]
     fn measured_runs_on_several_gpus_are_met_within_three_percent() {
         for (parameters, size, micro_batches, alone, together) in [

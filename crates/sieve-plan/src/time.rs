@@ -1,8 +1,8 @@
 //! Estimates the time of a step on a GPU: the sum of GEMMs, attention, memory traffic and launch gaps.
 //!
-//! Rates are shares of the data sheet's peak, measured on an H200 (docs/benchmarks.md). GEMMs reach 0.71 of the peak
-//! FLOP/s during a step, where the card's power is the limit; memory-bound kernels reach 0.84 of the bandwidth. A test
-//! compares the estimate with 21 measured runs. Other GPUs are assumed to reach the same shares.
+//! Rates are shares of the data sheet's peak, measured on an H200 (lab/docs/benchmarks.md). GEMMs reach 0.71 of the
+//! peak FLOP/s during a step, where the card's power is the limit; memory-bound kernels reach 0.84 of the bandwidth. A
+//! test compares the estimate with 21 measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
 use crate::memory::fp8_gemms;
@@ -148,7 +148,7 @@ mod tests {
     use sieve_core::model::gpu;
     use sieve_core::recipe::Recipe;
 
-    const CODE_80M: &str = include_str!("../../../recipes/code_80m.toml");
+    const CODE_80M: &str = include_str!("../../../lab/recipes/code_80m.toml");
 
     /// Tokens/s of `code_80m.toml` on an H200 with these settings.
     fn estimate(settings: &str) -> f64 {
@@ -191,7 +191,7 @@ mod tests {
         2048 8 53150 LARGE model.num_key_value_heads=16 kind=mla kv_lora_rank=512 qk_rope_head_dim=64
         2048 8 76420 LARGE kind=mha training.precision=fp8";
 
-    /// notes/experiments.md (A training step on one GPU) and docs/results.md, one H200.
+    /// lab/notes/experiments.md (A training step on one GPU) and lab/docs/results.md, one H200.
     #[test]
     fn measured_runs_are_met_within_a_fifth() {
         assert_eq!(MEASURED.lines().count(), 21);

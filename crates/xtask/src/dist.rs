@@ -30,7 +30,9 @@ pub(crate) fn run() -> Result<()> {
         copy(&root().join(file), &folder.join(file))?;
     }
     copy_all(&root().join("recipes"), &folder.join("recipes"))?;
-    copy_all(&root().join("docs"), &folder.join("docs"))?;
+    for docs in ["docs", "lab/docs"] {
+        copy_all(&root().join(docs), &folder.join(docs))?;
+    }
     let archive = dist.join(format!("{name}.tar.gz"));
     let [archive_path, dist_path] = [&archive, &dist].map(|path| path.display().to_string());
     workspace::run("tar", &["-czf", &archive_path, "-C", &dist_path, &name])?;

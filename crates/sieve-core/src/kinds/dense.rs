@@ -95,7 +95,7 @@ impl Kind for Dense {
     }
 }
 
-/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md), as a share of its peak
+/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (lab/docs/benchmarks.md), as a share of its peak
 /// FLOP/s.
 const DENSE_PAIRS: f64 = 0.6;
 /// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and

@@ -119,7 +119,7 @@ impl DmaShape {
     /// The form that the given keys say, with a recipe's defaults for the others. A starts at 0, and periods are the
     /// default ones.
     pub fn with_form(keep_window_size: usize, form: DmaForm) -> Self {
-        // Without a recency slope DMA loses much quality on long rows (docs/results.md).
+        // Without a recency slope DMA loses much quality on long rows (lab/docs/results.md).
         let recency = form.recency.unwrap_or(match form.bias {
             Some(DmaBias::Exp) => DmaRecency::None,
             _ => DmaRecency::Slope,

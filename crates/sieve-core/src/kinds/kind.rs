@@ -208,7 +208,7 @@ pub trait Kind: std::fmt::Debug {
     }
 
     /// Share of the peak FLOP/s that attention's kernels reach over the pairs that they compute, in rows of `seq_len`
-    /// tokens, measured on an H200 (docs/benchmarks.md). Traffic around attention is counted apart.
+    /// tokens, measured on an H200 (lab/docs/benchmarks.md). Traffic around attention is counted apart.
     fn pairs_rate(&self, seq_len: usize) -> f64;
 
     /// Values per token that a layer reads and writes, forward and backward, beyond a dense layer's.

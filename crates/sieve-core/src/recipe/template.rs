@@ -481,7 +481,7 @@ mod tests {
     fn templates_of_shipped_recipes_load_as_these_recipes() {
         for text in [
             include_str!("../../../../recipes/quickstart.toml"),
-            include_str!("../../../../recipes/mqar_dma.toml"),
+            include_str!("../../../../lab/recipes/mqar_dma.toml"),
             include_str!("../../../../recipes/dma_1p7b.toml"),
         ] {
             let recipe = Recipe::load(text, "shipped", &[]).expect("valid");

@@ -6,7 +6,7 @@
 //! is found by simulating the launch: blocks start in the kernels' order (`block_order.cuh`) on whichever
 //! multiprocessor is free. Long rows of dense attention have blocks enough, and share tiles for the L2 cache: a block
 //! that walks many heads falls behind others, until all heads are read from memory at the same time.
-//! notes/experiments.md has measured times of the choices (Head shapes).
+//! lab/notes/experiments.md has measured times of the choices (Head shapes).
 use crate::attention::{AttentionShape, BLOCK_KV, padded_len};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{DType, SourceKernel};

@@ -94,8 +94,8 @@ impl Problem {
     /// Tiles that were faster than the heuristic's first choice, the best first; empty where none was.
     ///
     /// Measured on an H200 at its power limit, a quarter of a second each, on the GEMMs of a step of a 1.7B and an 80M
-    /// model (notes/experiments.md). With a small k, storing a tile takes much of its time: algorithms with these tiles
-    /// overlap the store with the next tile's GEMM, the heuristic's first choice does not.
+    /// model (lab/notes/experiments.md). With a small k, storing a tile takes much of its time: algorithms with these
+    /// tiles overlap the store with the next tile's GEMM, the heuristic's first choice does not.
     pub(super) fn preferred_tiles(&self) -> &'static [Tile] {
         let [m, n, k] = self.sizes;
         let is_forward = matches!(self.operands, OperandTypes::Bf16) || self.operands.sum_fast();

@@ -538,7 +538,7 @@ fn no_speed_is_estimated_where_nothing_was_measured() {
 
 #[test]
 fn tokens_without_a_label_have_no_output_projection() {
-    let recipe = recipe(include_str!("../../../../recipes/mqar_mha.toml"), &[]);
+    let recipe = recipe(include_str!("../../../../lab/recipes/mqar_mha.toml"), &[]);
     // Two queries among 16 tokens, in a seventh of the tokens; four among 64 in the others.
     assert_eq!(recipe.label_share(), 1.0 / 14.0);
     let plan = plan(&recipe, 8192, &h200()).expect("plans");

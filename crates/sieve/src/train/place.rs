@@ -103,7 +103,7 @@ mod tests {
         let nsa = path(include_str!("../../../../recipes/nsa_80m.toml"));
         assert_eq!([mla, nsa], ["attention by kernels"; 2]);
         // Its heads are 32 wide, which NSA's kernels do not take.
-        let narrow = path(include_str!("../../../../recipes/mqar_nsa.toml"));
+        let narrow = path(include_str!("../../../../lab/recipes/mqar_nsa.toml"));
         assert!(narrow.contains("reference"), "{narrow}");
     }
 }

@@ -2,8 +2,9 @@
 //! of diffs on pages exist.
 use crate::workspace;
 use anyhow::Result;
+use std::borrow::Cow;
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Component, Path};
 
 /// The table of contents of the book.
 const SUMMARY: &str = "docs/SUMMARY.md";
@@ -89,7 +90,7 @@ fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) ->
     let folder = Path::new(page).parent().unwrap_or(Path::new(""));
     let target = match path {
         "" => page.to_owned(),
-        path => folder.join(path).to_string_lossy().into_owned(),
+        path => without_parents(&folder.join(path)),
     };
     let is_folder = known.iter().any(|file| file.starts_with(&format!("{}/", target.trim_end_matches('/'))));
     if !known.contains(target.as_str()) && !is_folder {
@@ -101,6 +102,19 @@ fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) ->
     (!anchor.is_empty() && !slugs.any(|found| found == anchor)).then(|| format!("{target} has no heading #{anchor}"))
 }
 
+/// A path in which each `..` has taken the folder before it, as files of the repository are named.
+fn without_parents(path: &Path) -> String {
+    let mut parts: Vec<Cow<str>> = Vec::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(parts.pop()),
+            Component::CurDir => {}
+            part => parts.push(part.as_os_str().to_string_lossy()),
+        }
+    }
+    parts.join("/")
+}
+
 /// The anchor of a heading, as links name it.
 fn slug(heading: &str) -> String {
     let text = heading.trim_start_matches('#').trim().to_lowercase();
@@ -108,10 +122,15 @@ fn slug(heading: &str) -> String {
     kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 
-/// The pages of docs/ and notes/ that a text names by their paths.
+/// The pages of docs/, lab/docs/ and lab/notes/ that a text names by their paths.
 fn named_pages(text: &str) -> Vec<String> {
-    let names = ["docs/", "notes/"].into_iter().flat_map(|folder| {
-        text.split(folder).skip(1).filter_map(move |rest| {
+    let names = ["lab/docs/", "lab/notes/", "docs/"].into_iter().flat_map(|folder| {
+        text.match_indices(folder).filter_map(move |(at, _)| {
+            // The folder docs/ of the lab is a name of its own.
+            if folder == "docs/" && text[..at].ends_with("lab/") {
+                return None;
+            }
+            let rest = &text[at + folder.len()..];
             let end = rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
             let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
             name.ends_with(".md").then(|| format!("{folder}{name}"))

@@ -192,8 +192,8 @@ fn kinds_that_exchange_heads_divide_activations_among_ranks() {
     }
 }
 
-/// notes/experiments.md, "Moved from docs/scale.md": peak of the tensors on one and two H200s, 8.2B parameters, rows of
-/// 2048, full recomputation.
+/// lab/notes/experiments.md, "Moved from docs/scale.md": peak of the tensors on one and two H200s, 8.2B parameters,
+/// rows of 2048, full recomputation.
 #[test]
 fn memory_of_an_8b_model_is_within_a_hundredth_of_the_measured() {
     let eight = "model.hidden_size=4096 model.intermediate_size=12288 model.num_hidden_layers=36 \
