@@ -7,7 +7,7 @@
 //! | in the folder | read as |
 //! |---|---|
 //! | a key is absent | the class's default |
-//! | `rope_theta` inside and outside of `rope_scaling` or `rope_parameters` | the one inside; a warning if they differ |
+//! | `rope_theta` inside and outside of `rope_scaling` or `rope_parameters` | the one inside; a warning if not equal |
 //! | `rope_scaling` and `rope_parameters` | `rope_scaling`, unless it is empty; a warning if they differ |
 //! | `rope_type` and `type` differ | refused: versions 4 and 5 read different ones |
 //! | `original_max_position_embeddings` differs inside and outside | refused, for the same reason |
