@@ -1,12 +1,12 @@
 """Counts lines of code by crate: no blank lines, comments or tests. Then engine and lab, and the share of verification.
 
-    python3 tests/python/code_lines.py [REVISION ...]      one column for each revision; HEAD when none is named
+    python3 tests/python/code_lines.py [REVISION ...]      one column for each revision; the last tag and HEAD
+                                                           when none is named
 
 Rust: `//` comments and `#[cfg(test)]` items go, and files that hold nothing but tests (tests.rs, tests/, testing.rs,
 test_*.rs, the crates sieve-tests and sieve-testing). CUDA: `//` comments go. Python: comments and doc strings go.
 
-The lab is what compares and measures: sieve-eval, -bench and -report, the commands eval and kernels,
-experiments, tests/. The engine is all other code, with the PyTorch package; chores (xtask, sieve-testing) are neither.
+The lab is what compares and measures: lab/ and tests/. The engine is all other code, with the PyTorch package; chores (xtask, sieve-testing) are neither.
 The engine grows by features alone, and CHANGELOG says which; the lab is free.
 
 Verification is Rust tests and sieve-bench. Its share is of all Rust with the tests, then of Rust and CUDA, then of
@@ -26,13 +26,20 @@ TESTS = "Rust tests"
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
 
 
-LAB = re.compile(r"crates/sieve/src/(eval|kernels)(/|\.rs$)|(lab|tests)/")
+# The first pattern is of commits before the lab had a folder.
+LAB = re.compile(r"crates/(sieve-(eval|bench|report)|sieve/src/(eval|kernels))(/|\.rs$)|(lab|experiments|tests)/")
 CHORES = re.compile(r"crates/(xtask|sieve-testing)/")
 PARTS = "engine", "lab"
 
 
 def git(*words):
     return subprocess.run(["git", *words], check=True, capture_output=True).stdout.decode()
+
+
+def last_tag():
+    """The last tag before HEAD, where there is one."""
+    found = subprocess.run(["git", "describe", "--tags", "--abbrev=0"], check=False, capture_output=True)
+    return found.stdout.decode().split()
 
 
 def coded(lines):
@@ -102,7 +109,7 @@ def shares(totals):
 def main():
     if any(word.startswith("-") for word in sys.argv[1:]):
         sys.exit(__doc__)
-    revisions = sys.argv[1:] or ["HEAD"]
+    revisions = sys.argv[1:] or [*last_tag(), "HEAD"]
     counted = [count(revision) for revision in revisions]
     columns = [totals for totals, _ in counted]
     places = sorted(set().union(*columns) - {TESTS})

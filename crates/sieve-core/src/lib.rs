@@ -31,6 +31,7 @@ pub mod block_choice;
 mod block_selection;
 mod call_shape;
 mod did_you_mean;
+mod draw;
 mod fp8_format;
 mod gemm_kind;
 mod keeping;
@@ -55,6 +56,7 @@ pub use block_selection::{
 };
 pub use call_shape::{CallShape, Tiles};
 pub use did_you_mean::did_you_mean;
+pub use draw::Draw;
 pub use fp8_format::Fp8Format;
 pub use gemm_kind::GemmKind;
 pub use keeping::{KeepOLow, Keeping};

@@ -4,6 +4,7 @@
 pub(crate) mod adamw;
 pub(crate) mod column_sums;
 pub(crate) mod cross_entropy;
+pub(crate) mod draw;
 pub(crate) mod embedding_backward;
 pub(crate) mod embedding_forward;
 pub(crate) mod fill_zero;
@@ -24,6 +25,7 @@ pub(crate) mod swiglu_forward;
 
 pub use adamw::AdamwTensors;
 pub use cross_entropy::{LogitRows, cross_entropy, padded_width};
+pub use draw::draw;
 pub use embedding_backward::embedding_backward;
 pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
@@ -49,7 +51,7 @@ pub(crate) use rows::{WORD_ELEMENTS, require_alignment, require_words, vector_wi
 
 use crate::runtime::DType;
 use crate::specialisations::{Calls, EPSILON, ROW};
-use sieve_core::AdamWStep;
+use sieve_core::{AdamWStep, Draw};
 
 /// Tokens of a vocabulary.
 const VOCAB: usize = 1024;
@@ -60,7 +62,9 @@ pub(crate) fn call_with_any_width(calls: &mut Calls) {
     let (ids, weight, dy) = (calls.i32(&[1, ROW]), calls.bf16(&[VOCAB, width]), calls.bf16(&[1, ROW, width]));
     calls.note(embedding_forward(&weight, &ids));
     calls.note(embedding_backward(&dy, &ids, VOCAB));
-    calls.note(likeliest(&calls.bf16(&[1, VOCAB]), VOCAB));
+    let logits = calls.bf16(&[1, VOCAB]);
+    calls.note(likeliest(&logits, VOCAB));
+    calls.note(draw(&logits, &calls.i32(&[1, Draw::WORDS]), VOCAB));
     let (labels, losses) = (calls.i32(&[ROW]), calls.f32(&[ROW]));
     for dtype in [DType::BF16, DType::F32] {
         calls.note(cross_entropy(&LogitRows::new(&labels, ROW, VOCAB, dtype), &labels, &losses));

@@ -5,7 +5,7 @@ use crate::input::{check_vocabulary, ids};
 use crate::logits::max_and_log_sum;
 use crate::{InferError, Selection};
 use burn::tensor::{DType, Tensor};
-use sieve_core::ModelShape;
+use sieve_core::{Draw, ModelShape};
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding};
 
@@ -118,11 +118,6 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.selection.as_ref()
     }
 
-    /// Number of logits that the model gives for a token.
-    pub(crate) fn vocab_size(&self) -> usize {
-        self.model.shape().vocab_size
-    }
-
     /// The model's KV cache after the tokens so far.
     pub(crate) fn cache(&self) -> &KvCache<B> {
         &self.cache
@@ -136,14 +131,19 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.logits(tokens).map(on_host)
     }
 
-    /// As [`read`](Self::read), but returns only the likeliest of the first `num_tokens` tokens, chosen on the device.
-    /// `None` if a logit is NaN, as from [`likeliest`](sieve_ops::likeliest).
+    /// As [`read`](Self::read), but returns the token drawn among the first `num_tokens`, on the device; `None` after a
+    /// NaN logit.
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub(crate) fn read_likeliest(&mut self, tokens: &[u32], num_tokens: usize) -> Result<Option<u32>, InferError> {
-        let likeliest = sieve_ops::likeliest(self.logits(tokens)?, num_tokens);
-        Ok(likeliest.first().copied().flatten())
+    pub(crate) fn read_drawn(
+        &mut self,
+        tokens: &[u32],
+        draw: Draw,
+        num_tokens: usize,
+    ) -> Result<Option<u32>, InferError> {
+        let drawn = sieve_ops::draw(self.logits(tokens)?, &[draw], num_tokens);
+        Ok(drawn.first().copied().flatten())
     }
 
     /// The logits after `tokens`. A selector that acts in decoding computes the attention of every call, a prefill
@@ -198,8 +198,18 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
 
     /// Reads one more token of each copy. Returns the logits of each copy's next token, concatenated.
     pub(crate) fn read_rows(&mut self, tokens: &[u32]) -> Vec<f32> {
+        on_host(self.logits_of_rows(tokens))
+    }
+
+    /// As [`read_rows`](Self::read_rows), but returns the token drawn for each copy among the first `num_tokens`, as
+    /// [`read_drawn`](Self::read_drawn).
+    pub(crate) fn read_rows_drawn(&mut self, tokens: &[u32], draws: &[Draw], num_tokens: usize) -> Vec<Option<u32>> {
+        sieve_ops::draw(self.logits_of_rows(tokens), draws, num_tokens)
+    }
+
+    fn logits_of_rows(&mut self, tokens: &[u32]) -> Tensor<B, 2> {
         let ids = ids(tokens, [tokens.len(), 1], &self.device);
-        on_host(self.model.next_logits(ids, &mut self.cache, &self.rope))
+        self.model.next_logits(ids, &mut self.cache, &self.rope)
     }
 
     /// Moves a text that has read its prompt into a row of `rows`, if there are rows.
@@ -235,20 +245,24 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(())
     }
 
-    /// As [`read_each`](Self::read_each), but returns only the likeliest tokens, as
-    /// [`read_likeliest`](Self::read_likeliest).
+    /// As [`read_each`](Self::read_each), but returns only the token that each text's draw gives, as
+    /// [`read_drawn`](Self::read_drawn).
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub(crate) fn read_each_likeliest(
+    pub(crate) fn read_each_drawn(
         texts: &mut [&mut Self],
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
+        draws: &[Draw],
         num_tokens: usize,
     ) -> Result<Vec<Option<u32>>, InferError> {
         let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
-        let likeliest = sieve_ops::likeliest(logits, num_tokens);
-        Ok(row_of.into_iter().map(|row| likeliest[row]).collect())
+        // Rows without a text draw a token that nobody reads.
+        let mut of_rows = vec![Draw::LIKELIEST; logits.dims()[0]];
+        row_of.iter().zip(draws).for_each(|(&row, &draw)| of_rows[row] = draw);
+        let drawn = sieve_ops::draw(logits, &of_rows, num_tokens);
+        Ok(row_of.into_iter().map(|row| drawn[row]).collect())
     }
 
     /// The logits after one more token of each text, and for each text the index of its row of logits. It is one

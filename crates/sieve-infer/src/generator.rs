@@ -120,10 +120,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
     /// Reads the tokens that the cache lacks and draws the next one.
     fn step(&mut self) -> Result<u32, InferError> {
         let Start { text, prompt, config, .. } = &mut self.start;
-        let token = match self.sampler.is_greedy() {
-            true => text.read_likeliest(prompt, config.num_tokens)?,
-            false => self.sampler.sample(&text.read(prompt)?[..config.num_tokens]),
-        };
+        let token = text.read_drawn(prompt, self.sampler.next_draw(), config.num_tokens)?;
         let token = token.ok_or(InferError::NotFinite(text.cache().num_tokens))?;
         *prompt = vec![token];
         Ok(token)

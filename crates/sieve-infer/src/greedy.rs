@@ -2,6 +2,7 @@
 use crate::continuation::Continuation;
 use crate::stop::{StopTexts, StoppedText};
 use crate::{InferError, OpenTexts, Selection, TaskModel};
+use sieve_core::Draw;
 use sieve_ops::{DeviceBackend, first_of_largest};
 
 /// Called with a prompt's index, its text once the prompt is read, and the logits of its next token.
@@ -77,7 +78,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                     answers[answer.prompt_idx] = std::mem::take(&mut answer.answer) + &stream.finish()?.0;
                 }
             }
-            open.step_likeliest(
+            open.step_until_left(
                 num_tokens,
                 |answer| answer.last,
                 |text, _| {
@@ -85,6 +86,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                     num_done += 1;
                     observe(num_done);
                 },
+                |_| Draw::LIKELIEST,
                 |answer, next| answer.next = next,
             )?;
         }

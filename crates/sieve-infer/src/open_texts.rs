@@ -2,6 +2,7 @@
 use crate::continuation::{Continuation, rows_of_texts};
 use crate::input::check_row;
 use crate::{InferError, Selection};
+use sieve_core::Draw;
 use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
@@ -49,6 +50,11 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
             false => rows_of_texts(self.model.shape(), max_texts, room),
         };
         self.texts.drain(..).map(|(_, owned)| owned).collect()
+    }
+
+    /// The owner's data of each open text.
+    pub fn owned(&self) -> impl Iterator<Item = &T> {
+        self.texts.iter().map(|(_, owned)| owned)
     }
 
     /// The owner's data of each open text.
@@ -123,26 +129,42 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         Continuation::read_each(&mut texts, &tokens, &mut self.rows, |at, logits| next(owned[at], logits))
     }
 
-    /// As [`step`](Self::step), but `next` takes the likeliest of the first `num_tokens` tokens alone, chosen on the
-    /// device; `None` after a NaN logit. `left` takes each text that leaves, with its last state.
+    /// As [`step`](Self::step), but tokens are drawn on the device, among the first `num_tokens`: `draw_of` says how for
+    /// each text, and `next` takes the token; `None` after a NaN logit.
     ///
     /// # Errors
     /// As [`step`](Self::step).
-    pub(crate) fn step_likeliest(
+    pub fn step_drawing(
+        &mut self,
+        num_tokens: usize,
+        token_of: impl FnMut(&T) -> Option<u32>,
+        draw_of: impl FnMut(&mut T) -> Draw,
+        next: impl FnMut(&mut T, Option<u32>),
+    ) -> Result<(), InferError> {
+        self.step_until_left(num_tokens, token_of, |_, _| {}, draw_of, next)
+    }
+
+    /// As [`step_drawing`](Self::step_drawing); `left` takes each text that leaves, with its last state.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub(crate) fn step_until_left(
         &mut self,
         num_tokens: usize,
         token_of: impl FnMut(&T) -> Option<u32>,
         left: impl FnMut(&Continuation<'a, B>, &mut T),
+        draw_of: impl FnMut(&mut T) -> Draw,
         mut next: impl FnMut(&mut T, Option<u32>),
     ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, left);
         if tokens.is_empty() {
             return Ok(());
         }
+        let draws: Vec<Draw> = self.owned_mut().map(draw_of).collect();
         let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
-        let likeliest = Continuation::read_each_likeliest(&mut texts, &tokens, &mut self.rows, num_tokens)?;
-        for ((_, owned), likeliest) in self.texts.iter_mut().zip(likeliest) {
-            next(owned, likeliest);
+        let drawn = Continuation::read_each_drawn(&mut texts, &tokens, &mut self.rows, &draws, num_tokens)?;
+        for ((_, owned), token) in self.texts.iter_mut().zip(drawn) {
+            next(owned, token);
         }
         Ok(())
     }

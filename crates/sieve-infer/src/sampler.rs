@@ -2,11 +2,7 @@
 use crate::InferError;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
-use sieve_ops::first_of_largest;
-use std::cmp::Ordering;
-
-/// Tokens that nucleus sampling sorts first. If they do not reach `top_p`, it sorts four times as many, and so on.
-const FIRST_SORTED: usize = 256;
+use sieve_core::Draw;
 
 /// How the next token is drawn from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,68 +58,27 @@ impl Sampler {
         self.sampling.temperature == 0.0
     }
 
-    /// Draws one token; `None` if a logit is NaN or infinite. Of equal logits the lower id counts as likelier.
+    /// The next draw, which takes the next random number. A greedy draw takes none.
+    pub fn next_draw(&mut self) -> Draw {
+        let Sampling { temperature, top_p, top_k, .. } = self.sampling;
+        match self.is_greedy() {
+            true => Draw::LIKELIEST,
+            false => Draw::new(temperature, top_k, top_p, self.random.next_u64()),
+        }
+    }
+
+    /// The next draw; for a text that has ended any draw, without taking a random number.
+    pub(crate) fn draw_unless(&mut self, has_ended: bool) -> Draw {
+        if has_ended { Draw::LIKELIEST } else { self.next_draw() }
+    }
+
+    /// Draws one token from logits on the host; `None` if a logit is NaN or infinite. Of equal logits the lower id counts
+    /// as likelier.
     ///
     /// Panics on an empty slice.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
-        let best = first_of_largest(logits)?;
-        if self.is_greedy() {
-            return Some(best);
-        }
-        let max = f64::from(logits[best as usize]);
-        let weight = |logit: f32| ((f64::from(logit) - max) / self.sampling.temperature).exp();
-        let mut weights: Vec<(f64, u32)> = (0..).zip(logits).map(|(token, &logit)| (weight(logit), token)).collect();
-        if let Some(top_k) = self.sampling.top_k.filter(|top_k| *top_k < weights.len()) {
-            weights.select_nth_unstable_by(top_k, likelier);
-            weights.truncate(top_k);
-        }
-        let total: f64 = weights.iter().map(|(weight, _)| weight).sum();
-        let nucleus = self.keep_nucleus(&mut weights, total);
-        let target = self.uniform() * nucleus;
-        let mut passed = 0.0;
-        for (weight, token) in &weights {
-            passed += weight;
-            if target < passed {
-                return Some(*token);
-            }
-        }
-        // Rounding can leave the target slightly above the sum.
-        weights.last().map(|(_, token)| *token)
+        sieve_ops::draw_on_host(logits, &self.next_draw())
     }
-
-    /// Keeps the largest weights that together reach `top_p`, sorted, and returns their sum. Sorts no more of the
-    /// vocabulary than needed.
-    fn keep_nucleus(&self, weights: &mut Vec<(f64, u32)>, total: f64) -> f64 {
-        let wanted = self.sampling.top_p * total;
-        let (mut sum, mut sorted) = (0.0, 0);
-        while sorted < weights.len() {
-            // Each round sorts the largest of the rest, so that four times as many are sorted as before.
-            let end = (4 * sorted).max(FIRST_SORTED).min(weights.len());
-            if end < weights.len() {
-                weights[sorted..].select_nth_unstable_by(end - sorted, likelier);
-            }
-            weights[sorted..end].sort_unstable_by(likelier);
-            for kept in sorted..end {
-                sum += weights[kept].0;
-                if sum >= wanted {
-                    weights.truncate(kept + 1);
-                    return sum;
-                }
-            }
-            sorted = end;
-        }
-        sum
-    }
-
-    /// A uniform random number in `[0, 1)` of 53 bits.
-    fn uniform(&mut self) -> f64 {
-        (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
-
-/// Orders by larger weight, then by lower id.
-fn likelier(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
-    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
 #[cfg(test)]
@@ -136,27 +91,6 @@ mod tests {
 
     fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {
         new(temperature, top_p, None, seed).expect("valid settings")
-    }
-
-    /// Sorting only the nucleus keeps the same tokens in the same order as sorting all weights.
-    #[test]
-    fn the_nucleus_is_that_of_the_sorted_weights() {
-        let mut random = ChaCha8Rng::seed_from_u64(5);
-        // Each case: the number of tokens, and the number of different weights.
-        for (len, flat) in [(1, 1), (255, 3), (257, 40), (5000, 4), (5000, 5000)] {
-            let mut weight = || (1 + random.next_u64() % flat) as f64;
-            let all: Vec<(f64, u32)> = (0..len).map(|token| (weight(), token)).collect();
-            let mut sorted = all.clone();
-            sorted.sort_by(likelier);
-            for top_p in [0.01, 0.5, 0.9, 0.999, 1.0] {
-                let total = all.iter().map(|(weight, _)| weight).sum::<f64>();
-                let mut kept = all.clone();
-                let sum = sampler(1.0, top_p, 0).keep_nucleus(&mut kept, total);
-                assert_eq!(kept[..], sorted[..kept.len()], "{len} {flat} {top_p}");
-                assert_eq!(sum, kept.iter().map(|(weight, _)| weight).sum::<f64>());
-                assert!(sum >= top_p * total && sum - kept[kept.len() - 1].0 < top_p * total);
-            }
-        }
     }
 
     fn frequencies(mut sampler: Sampler, logits: &[f32]) -> Vec<f64> {

@@ -42,8 +42,11 @@ pub(crate) const NSA: NsaShape = NsaShape {
 
 /// A tokenizer of Llama's form: byte fallback, a space before each text, and a template that puts token 1 first.
 pub(crate) fn llama_tokenizer() -> Tokenizer {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/llama_tokenizer.json");
-    Tokenizer::from_file(path.as_ref()).expect("a tokenizer")
+    // Crates of the engine and of the lab, which share this file, lie at different depths.
+    let folders = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+    let mut paths = folders.map(|folder| folder.join("tests/golden/llama_tokenizer.json"));
+    let path = paths.find(|path| path.is_file()).expect("the stored tokenizer");
+    Tokenizer::from_file(&path).expect("a tokenizer")
 }
 
 /// `len` token ids for the test model.

@@ -1,6 +1,7 @@
 //! Generates several texts in one batch.
 use crate::generator::Start;
 use crate::{GenerateConfig, InferError, OpenTexts, Sampler};
+use sieve_core::Draw;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
@@ -113,17 +114,20 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             }
         };
         match prompts {
-            Prompts::Shared(Start { text, prompt, .. }) => {
-                let logits = match is_prompt {
-                    true => text.read(prompt)?,
-                    false => text.read_rows(last),
-                };
-                if is_prompt && needs_more {
+            Prompts::Shared(Start { text, prompt, .. }) if is_prompt => {
+                // One row of logits serves all texts.
+                let logits = text.read(prompt)?;
+                if needs_more {
                     text.repeat(num_texts);
                 }
-                // After the prompt there is one row, which serves all texts.
-                let rows = logits.chunks(text.vocab_size()).cycle();
-                (0..num_texts).zip(rows).for_each(|(at, logits)| draw(at, logits));
+                (0..num_texts).for_each(|at| draw(at, &logits));
+            }
+            Prompts::Shared(Start { text, .. }) => {
+                let draws = samplers.iter_mut().zip(&*is_done).map(|(sampler, is_done)| sampler.draw_unless(*is_done));
+                let draws: Vec<Draw> = draws.collect();
+                let tokens = text.read_rows_drawn(last, &draws, config.num_tokens);
+                let of_open = tokens.into_iter().zip(&*is_done);
+                drawn = of_open.map(|(token, is_done)| token.filter(|_| !is_done)).collect();
             }
             Prompts::Own(prompts, open) if is_prompt => {
                 for (at, prompt) in prompts.iter().enumerate() {
@@ -134,7 +138,9 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
                 }
             }
             Prompts::Own(_, open) => {
-                open.step(|&at| (!is_done[at]).then(|| last[at]), |&mut at, logits| draw(at, logits))?;
+                let token = |&at: &usize| (!is_done[at]).then(|| last[at]);
+                let draw_of = |at: &mut usize| samplers[*at].next_draw();
+                open.step_drawing(config.num_tokens, token, draw_of, |&mut at, token| drawn[at] = token)?;
             }
         }
         Ok(drawn)

@@ -357,7 +357,10 @@ device_ops! {
         fn repeat_token_step(
             graph: &mut Self::StepGraph, ids: Ints<Self>, before: TokensBefore<'_>
         ) -> Option<Float<Self>>;
-        /// The op [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where a logit is NaN or infinite.
+        /// The op [`crate::draw`]; `draws` are i32 `[rows, 6]`, the words of each; token ids, `[rows, 1]`, -1 where a
+        /// logit is NaN or infinite.
+        fn draw(logits: Float<Self>, draws: Ints<Self>, num_tokens: usize) -> Ints<Self>;
+        /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
         /// The op [`crate::attention_decode`].
         fn attention_decode(

@@ -16,7 +16,7 @@ mod token_step;
 
 pub use cache::{DmaCache, KeyCache, SelectorCache};
 pub use call::{DmaToken, TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore};
-pub use sieve_cpu::first_of_largest;
+pub use sieve_cpu::{draw as draw_on_host, first_of_largest};
 pub use token_buffer::{RowsOf, TokenBuffer};
 pub use token_step::{repeat_token_step, token_step};
 
@@ -24,8 +24,8 @@ use crate::dma::checks;
 use crate::operands::Operands;
 use crate::tensors::{primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, OperandError};
-use burn::tensor::{Int, Tensor};
-use sieve_core::DmaBias;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use sieve_core::{DmaBias, Draw};
 
 /// One query per sequence over all keys of a cache, with an optional additive bias per key.
 ///
@@ -104,10 +104,25 @@ pub fn dma_decode<B: DeviceBackend>(
     Ok(tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch)))
 }
 
-/// The token with the largest of the first `num_tokens` logits in each row of `[rows, vocab_size]`, chosen on the
-/// device; of equal ones the first. `None` where one of these logits is NaN or infinite.
-pub fn likeliest<B: DeviceBackend>(logits: Tensor<B, 2>, num_tokens: usize) -> Vec<Option<u32>> {
-    let ids = Tensor::<B, 2, Int>::from_primitive(B::likeliest(primitive(logits), num_tokens));
-    let ids = ids.into_data();
-    ids.iter::<i64>().map(|id| u32::try_from(id).ok()).collect()
+/// A token of each row of `[rows, vocab_size]`, drawn on the device among the first `num_tokens` as the row's [`Draw`]
+/// says; equal logits and draws give equal tokens on every device. `None` where one of these logits is NaN or infinite.
+///
+/// # Panics
+/// Where there is not one draw for each row.
+pub fn draw<B: DeviceBackend>(logits: Tensor<B, 2>, draws: &[Draw], num_tokens: usize) -> Vec<Option<u32>> {
+    let [rows, _] = logits.dims();
+    assert_eq!(draws.len(), rows, "one draw for each row");
+    if draws.iter().all(|draw| *draw == Draw::LIKELIEST) {
+        return tokens::<B>(Tensor::from_primitive(B::likeliest(primitive(logits), num_tokens)));
+    }
+    let words: Vec<i32> = draws.iter().flat_map(Draw::words).collect();
+    let draws = TensorData::new(words, [rows, Draw::WORDS]);
+    let draws = Tensor::<B, 2, Int>::from_data(draws, (&logits.device(), DType::I32));
+    let ids = B::draw(primitive(logits), draws.into_primitive(), num_tokens);
+    tokens::<B>(Tensor::from_primitive(ids))
+}
+
+/// The ids that a device chose, -1 standing for none.
+fn tokens<B: DeviceBackend>(ids: Tensor<B, 2, Int>) -> Vec<Option<u32>> {
+    ids.into_data().iter::<i64>().map(|id| u32::try_from(id).ok()).collect()
 }

@@ -156,10 +156,22 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 // A text without a token to read leaves.
                 (is_wanted && !writing.has_ended).then_some(writing.last)
             };
-            open.step(token, |writing, logits| match writing.draw(logits, engine, metrics) {
+            let settled = |writing: &mut Writing<'_>, done: Result<(), InferError>| match done {
                 Ok(()) if writing.has_ended => writing.end(),
                 Ok(()) => {}
                 Err(error) => writing.fail(error.into()),
+            };
+            // Log-probabilities need the logits on the host. The same draw gives the same token there.
+            if open.owned().any(|writing| writing.text.num_top.is_some()) {
+                return open.step(token, |writing, logits| {
+                    let done = writing.draw(logits, engine, metrics);
+                    settled(writing, done);
+                });
+            }
+            let draw_of = |writing: &mut Writing<'_>| writing.sampler.next_draw();
+            open.step_drawing(engine.num_tokens(), token, draw_of, |writing, token| {
+                let done = writing.take(token, None, engine, metrics);
+                settled(writing, done);
             })
         });
         if let Err(error) = done {
@@ -214,10 +226,22 @@ impl<'t> Writing<'t> {
         engine: &Engine<'_, B>,
         metrics: &Metrics,
     ) -> Result<(), InferError> {
-        let num_read = self.text.prompt.len() + self.num_tokens;
         // Rows beyond the tokenizer's vocabulary are padding: no such token is drawn, but its probability counts.
-        let token = self.sampler.sample(&logits[..engine.num_tokens()]).ok_or(InferError::NotFinite(num_read))?;
-        let scores = self.text.num_top.map(|num_top| TokenScore::new(token, logits, num_top));
+        let token = self.sampler.sample(&logits[..engine.num_tokens()]);
+        let scores = token.zip(self.text.num_top).map(|(token, num_top)| TokenScore::new(token, logits, num_top));
+        self.take(token, scores, engine, metrics)
+    }
+
+    /// Takes a drawn token, with its scores if the request wants them, and sends the text that it adds.
+    fn take<B: DeviceBackend>(
+        &mut self,
+        token: Option<u32>,
+        scores: Option<TokenScore>,
+        engine: &Engine<'_, B>,
+        metrics: &Metrics,
+    ) -> Result<(), InferError> {
+        let num_read = self.text.prompt.len() + self.num_tokens;
+        let token = token.ok_or(InferError::NotFinite(num_read))?;
         metrics.new_tokens.fetch_add(1, Relaxed);
         (self.last, self.num_tokens) = (token, self.num_tokens + 1);
         let mut shown = String::new();

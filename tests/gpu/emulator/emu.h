@@ -49,6 +49,14 @@ inline float __fmul_rn(float a, float b) {
   asm("" : "+x"(product));  // never part of a multiply-add
   return product;
 }
+inline float __fadd_rn(float a, float b) {
+  float sum = a + b;
+  asm("" : "+x"(sum));  // never part of a multiply-add
+  return sum;
+}
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double __longlong_as_double(long long i) { double d; std::memcpy(&d, &i, 8); return d; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

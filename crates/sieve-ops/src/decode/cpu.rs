@@ -19,6 +19,10 @@ pub(crate) fn repeat_token_step((): &mut (), _: FlexTensor, _: TokensBefore<'_>)
     None
 }
 
+pub(crate) fn draw(logits: FlexTensor, draws: FlexTensor, num_tokens: usize) -> FlexTensor {
+    reference::draw::<Flex>(logits, draws, num_tokens)
+}
+
 pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
     unless_f32!(&logits, "likeliest": reference::likeliest::<Flex>(logits, num_tokens));
     let logits = contiguous(logits);

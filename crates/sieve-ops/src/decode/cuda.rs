@@ -12,6 +12,12 @@ use sieve_kernels::{
     SelectorStep, ToBurn, device_of, kernel_tensor,
 };
 
+pub(crate) fn draw(logits: Float, draws: Float, num_tokens: usize) -> Float {
+    let operands = [logits.clone(), draws.clone()].map(kernel_tensor);
+    let attempt = sieve_kernels::step::draw(&operands[0], &operands[1], num_tokens);
+    kernel_or("draw", attempt.map(ToBurn::burn), || reference::draw::<Cuda>(logits, draws, num_tokens))
+}
+
 pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
     let attempt = sieve_kernels::step::likeliest(&kernel_tensor(logits.clone()), num_tokens);
     kernel_or("likeliest", attempt.map(ToBurn::burn), || reference::likeliest::<Cuda>(logits, num_tokens))

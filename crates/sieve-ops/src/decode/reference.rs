@@ -5,10 +5,24 @@ use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use crate::{AttentionSpec, DeviceBackend};
 use burn::tensor::activation::softmax;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bool, Int, Tensor};
-use sieve_core::DmaBias;
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use sieve_core::{DmaBias, Draw};
 
-/// Reference of [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
+/// Reference of [`crate::draw`], on the host, in whole numbers; ids `[rows, 1]`, -1 for none.
+pub(crate) fn draw<B: Backend>(logits: Float<B>, draws: Ints<B>, num_tokens: usize) -> Ints<B> {
+    let (logits, draws) = (tensor::<B, 2>(logits), Tensor::<B, 2, Int>::from_primitive(draws));
+    let ([rows, _], device) = (logits.dims(), logits.device());
+    let logits = logits.narrow(1, 0, num_tokens).cast(DType::F32).into_data();
+    let logits: Vec<f32> = logits.into_vec().expect("they were converted");
+    let words: Vec<i32> = draws.into_data().iter::<i32>().collect();
+    let draws = words.as_chunks().0.iter().map(|words| Draw::of_words(*words));
+    let ids =
+        logits.chunks(num_tokens).zip(draws).map(|(row, draw)| sieve_cpu::draw(row, &draw).map_or(-1, |id| id as i32));
+    let ids = TensorData::new(ids.collect::<Vec<_>>(), [rows, 1]);
+    Tensor::<B, 2, Int>::from_data(ids, &device).into_primitive()
+}
+
+/// Reference of the largest of the first logits, of equal ones the first; ids `[rows, 1]`, -1 for none.
 pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints<B> {
     let logits = tensor::<B, 2>(logits).narrow(1, 0, num_tokens);
     // x - x is 0 for a finite x, else NaN.

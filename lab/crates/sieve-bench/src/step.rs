@@ -41,6 +41,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         activation::check_launches,
         matrix_vector::check_launches,
         matrix_vector::check_likeliest,
+        matrix_vector::check_draw,
         rotation::check_launches,
         embedding::check_launches,
         optimizer::check_launches,
@@ -96,6 +97,7 @@ mod tests {
             sinks::check_launches(report, device, &extent);
             matrix_vector::check_launches(report, device, &extent);
             matrix_vector::check_likeliest(report, device, &extent);
+            matrix_vector::check_draw(report, device, &extent);
             fp8::check_rounding(report, device, &extent);
             Ok(())
         });

@@ -5,8 +5,9 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::timed::{Bench, Work};
 use crate::tolerance::Tolerance;
+use sieve_core::Draw;
 use sieve_kernels::DType;
-use sieve_kernels::step::{Epilogue, MAX_VECTORS, Vectors, likeliest, matrix_vector};
+use sieve_kernels::step::{Epilogue, MAX_VECTORS, Vectors, draw, likeliest, matrix_vector};
 use sieve_testing::round_bf16;
 
 const EPSILON: f32 = 1e-6;
@@ -61,6 +62,52 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
         })();
         report.add("likeliest", "kernel", &format!("{count} of {rows} x {width}"), outcome);
     }
+}
+
+/// Checks drawn tokens at sizes `[rows, width of a row, vocabulary]`: each must be the token that the CPU draws. Rows
+/// differ in temperature, top-k and top-p; logits are spread widely or narrowly, or equal but for a few.
+pub(super) fn check_draw(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    for &[rows, width, count] in extent.sizes(&[[8, 1200, 1111], [9, 8, 1], [12, 2056, 2056], [16, 50_304, 50_277]]) {
+        for (name, factor) in [("wide", 20.0), ("narrow", 0.02), ("zeros of both signs", 0.0), ("usual", 3.0)] {
+            let outcome = drawn(LaunchCheck::new(device, extent.seed), device, [rows, width, count], factor);
+            report.add("draw", "kernel", &format!("{name}, {count} of {rows} x {width}"), outcome);
+        }
+    }
+}
+
+/// Draws tokens of rows of random logits times a factor, and compares them with the CPU's.
+fn drawn(mut calls: LaunchCheck<'_>, device: &dyn Device, [rows, width, count]: [usize; 3], factor: f32) -> Outcome {
+    let x = calls.pitched([rows, width])?;
+    let values: Vec<f32> = x.values.iter().map(|x| round_bf16(x * factor)).collect();
+    let logits = device.float(&values, &[rows, width], DType::BF16);
+    // Numbers of all sizes, the least and the largest among them.
+    let number = |row: usize| match row % 4 {
+        0 => 0,
+        1 => u64::MAX,
+        _ => (row as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+    };
+    for (at, temperature) in [1e-3, 0.8, 1.0, 5.0].into_iter().enumerate() {
+        let draws: Vec<Draw> = (0..rows)
+            .map(|row| {
+                let top_k = [None, Some(1), Some(3), Some(count / 2 + 1)][(row + at) % 4];
+                let top_p = [1.0, 0.95, 0.5, 1e-9, 0.999_999][row % 5];
+                if row % 7 == 6 { Draw::LIKELIEST } else { Draw::new(temperature, top_k, top_p, number(row)) }
+            })
+            .collect();
+        let words: Vec<i32> = draws.iter().flat_map(Draw::words).collect();
+        let ids = device.ints(&draw(&logits, &device.int(&words, &[rows, Draw::WORDS]), count)?)?;
+        let of_row = |(row, one): (&[f32], &Draw)| sieve_cpu::draw(&row[..count], one).map_or(-1.0, |id| id as f32);
+        let expected: Vec<f32> = values.chunks(width).zip(&draws).map(of_row).collect();
+        same("ids", &ids.iter().map(|id| *id as f32).collect::<Vec<_>>(), &expected)?;
+    }
+    for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut row = values[..width].to_vec();
+        row[count - 1] = wrong;
+        let words = device.int(&Draw::new(1.0, None, 1.0, 5).words(), &[1, Draw::WORDS]);
+        let ids = device.ints(&draw(&device.float(&row, &[1, width], DType::BF16), &words, count)?)?;
+        same("ids", &[ids[0] as f32], &[-1.0])?;
+    }
+    Ok(0.0)
 }
 
 /// Times the GEMVs of a layer and of the logits.

@@ -1,0 +1,159 @@
+//! One token drawn from logits, as [`Draw`] says.
+//!
+//! `kernels/draw.cu` computes the same whole numbers: equal logits and draws give the same token on every device.
+use crate::first_of_largest;
+use sieve_core::Draw;
+
+/// Coefficients of 2^f for f from -0.5 to 0.5, from the highest power on: ln(2)^n / n!.
+const EXP2: [f32; 7] = [1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_471_8e-1, 1.0];
+/// Adding and subtracting it rounds a number of less than 2^22 to a whole one.
+const ROUND: f32 = 12_582_912.0;
+/// The weight of the largest logit, 2^44.
+const ONE: f32 = 17_592_186_044_416.0;
+
+/// `2^44 exp2((logit - largest) * scale)`, rounded down. Each product and sum is rounded by itself, as the kernel does.
+fn weight(logit: f32, largest: f32, scale: f32) -> u64 {
+    let y = ((logit - largest) * scale).max(-63.0);
+    let whole = (y + ROUND) - ROUND;
+    let f = y - whole;
+    let p = EXP2[1..].iter().fold(EXP2[0], |p, c| p * f + c);
+    ((p * ONE) as u64) >> (-whole) as u32
+}
+
+/// The upper half of a product.
+fn upper(a: u64, b: u64) -> u64 {
+    ((u128::from(a) * u128::from(b)) >> 64) as u64
+}
+
+/// Draws a token from its logits; `None` if a logit is NaN or infinite.
+///
+/// Panics on an empty slice.
+pub fn draw(logits: &[f32], draw: &Draw) -> Option<u32> {
+    let likeliest = first_of_largest(logits)?;
+    if *draw == Draw::LIKELIEST {
+        return Some(likeliest);
+    }
+    let largest = logits[likeliest as usize];
+    let mut weights: Vec<u64> = logits.iter().map(|&logit| weight(logit, largest, draw.scale)).collect();
+    let top_k = draw.top_k as usize;
+    if (1..logits.len()).contains(&top_k) {
+        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+        order.select_nth_unstable_by(top_k, |&a, &b| likelier(logits, a, b));
+        order[top_k..].iter().for_each(|&token| weights[token as usize] = 0);
+    }
+    let total = weights.iter().sum();
+    let kept = match draw.top_p {
+        Draw::WHOLE => total,
+        top_p => first_to_reach(logits, &weights, total, upper(top_p, total).max(1)).1,
+    };
+    Some(first_to_reach(logits, &weights, total, upper(draw.random, kept) + 1).0)
+}
+
+/// The first token up to which the weights, of `total` in all, reach `wanted`, and their sum up to it.
+fn first_to_reach(logits: &[f32], weights: &[u64], total: u64, wanted: u64) -> (u32, u64) {
+    // All tokens of less weight than this together are less than what may be missing, so the others reach `wanted`.
+    let least = ((total - wanted) / weights.len() as u64).max(1);
+    let tokens = (0..).zip(weights).filter(|(_, weight)| **weight >= least);
+    let mut tokens: Vec<u32> = tokens.map(|(token, _)| token).collect();
+    tokens.sort_unstable_by(|&a, &b| likelier(logits, a, b));
+    let mut sum = 0;
+    for token in tokens {
+        sum += weights[token as usize];
+        if sum >= wanted {
+            return (token, sum);
+        }
+    }
+    unreachable!("the weights of all tokens reach their sum")
+}
+
+/// Orders tokens by larger logit, then by lower id. -0 is as large as +0.
+fn likelier(logits: &[f32], a: u32, b: u32) -> std::cmp::Ordering {
+    let value = |token: u32| logits[token as usize] + 0.0;
+    value(b).total_cmp(&value(a)).then(a.cmp(&b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The definition: all tokens sorted, and sums from the first on.
+    fn by_definition(logits: &[f32], draw: &Draw) -> u32 {
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+        order.sort_by(|&a, &b| logits[b as usize].partial_cmp(&logits[a as usize]).expect("finite").then(a.cmp(&b)));
+        if draw.top_k > 0 {
+            order.truncate(draw.top_k as usize);
+        }
+        let of = |token: &u32| weight(logits[*token as usize], largest, draw.scale);
+        let mut total: u64 = order.iter().map(of).sum();
+        if draw.top_p != Draw::WHOLE {
+            let wanted = upper(draw.top_p, total).max(1);
+            let mut sum = 0;
+            for token in &order {
+                sum += of(token);
+                if sum >= wanted {
+                    break;
+                }
+            }
+            total = sum;
+        }
+        let target = upper(draw.random, total);
+        let mut sum = 0;
+        *order
+            .iter()
+            .find(|&token| {
+                sum += of(token);
+                sum > target
+            })
+            .expect("the target is below the sum")
+    }
+
+    #[test]
+    fn draws_are_those_of_the_definition() {
+        let mut state = 7u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state ^ (state >> 29)
+        };
+        for len in [1usize, 2, 31, 1000] {
+            for (spread, steps) in [(0.0, 1.0), (0.01, 1e6), (3.0, 8.0), (20.0, 1e6), (200.0, 4.0)] {
+                let logit = |x: u64| (((x >> 40) as f64 / 2f64.powi(24) - 0.5) * spread * steps).round() / steps;
+                let logits: Vec<f32> = (0..len).map(|_| logit(random()) as f32).collect();
+                for temperature in [1e-40, 0.1, 0.8, 1.0, 30.0] {
+                    for top_k in [None, Some(1), Some(7), Some(5000)] {
+                        for top_p in [1e-18, 0.3, 0.95, 1.0 - 1e-12, 1.0] {
+                            for number in [0, u64::MAX, random()] {
+                                let one = Draw::new(temperature, top_k, top_p, number);
+                                let found = draw(&logits, &one).expect("finite");
+                                assert_eq!(found, by_definition(&logits, &one), "{len} {spread} {one:?}");
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn weights_are_those_of_the_exponential() {
+        for at in 0..4000 {
+            let logit = -f64::from(at) * 0.007;
+            let exact = logit.exp() * f64::from(ONE);
+            let found = weight(logit as f32, 0.0, std::f32::consts::LOG2_E) as f64;
+            // f32 products of up to 40 carry an error of 40 * 2^-24; the rest is rounding down.
+            assert!((found - exact).abs() <= exact * 4e-6 + 1.0, "{logit}: {found} {exact}");
+        }
+        assert_eq!(weight(0.0, 0.0, 1e30), ONE as u64);
+        assert_eq!(weight(-1.0, 0.0, 1e30), 0);
+        assert_eq!(weight(f32::MIN, f32::MAX, 1.0), 0);
+    }
+
+    #[test]
+    fn zeros_of_both_signs_are_equal_and_what_is_not_finite_is_none() {
+        let pick = |random| draw(&[-0.0, 0.0, -0.0], &Draw::new(1.0, None, 1.0, random));
+        assert_eq!([0, u64::MAX / 2, u64::MAX].map(pick), [Some(0), Some(1), Some(2)]);
+        for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert_eq!(draw(&[0.0, wrong], &Draw::new(1.0, None, 1.0, 3)), None);
+        }
+    }
+}
