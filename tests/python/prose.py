@@ -6,8 +6,8 @@
 
 Running text is what lies outside of code, tables, headings and pictures. A sentence ends at a full stop, a question or
 an exclamation mark before a new word, and at the end of a paragraph or of a list item. A span of code counts as one
-word and holds no numbers. A number begins with a digit: `8192`, `0.71` and `80M` are some; `H200`, `f32` and the number
-of an arXiv page are none. A cell's length is of its Markdown without the targets of links. Needs nothing but Python.
+word. A cell's length is of its Markdown without the targets of links. The mean length of a sentence is not limited:
+a limit on it breaks sentences into fragments. Needs nothing but Python.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# At most so much of each. `words` and `numbers` are means over the sentences of a page, `longest` is one sentence's words.
-BUDGET = {"words": 18.0, "longest": 40, "numbers": 1.0, "cell": 160}
+# The most words of one sentence, and the most characters of one cell.
+BUDGET = {"longest": 40, "cell": 160}
+# README's lines, and the words of its first paragraph.
 README = {"lines": 116, "first": 40}
 # Pages that are held to the budget: all that people read. recipe.md is the program's.
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "lab/experiments/README.md", "data/README.md", *(
@@ -29,8 +30,6 @@ TABLE_RULE = re.compile(r"[|:\- ]+")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\([^)]*\)")
 SPAN = re.compile(r"`[^`]*`")
 END = re.compile(r"""(?<=[.!?])[)*"']*\s+(?=[("'*]*[A-Z0-9\u0001])""")
-NUMBER = re.compile(r"(?<![\w.,:/-])[-+−]?\d[\d.,]*")
-PAPER = re.compile(r"arXiv:\d+\.\d+")
 CODE = "\u0001"  # stands for a span of code
 
 
@@ -77,10 +76,6 @@ def words(sentence):
     return sum(bool(re.search(rf"\w|{CODE}", word)) for word in sentence.split())
 
 
-def numbers(sentence):
-    return len(NUMBER.findall(PAPER.sub("", sentence)))
-
-
 def length(cell):
     return len(LINK.sub(lambda link: link[2], cell))
 
@@ -90,10 +85,7 @@ def counts(path):
     text = path.read_text(encoding="utf-8")
     paragraphs, cells = blocks(text)
     said = sentences(paragraphs)
-    many = max(len(said), 1)
-    found = {"sentences": len(said), "words": sum(words(part) for _, part in said) / many,
-             "longest": max((words(part) for _, part in said), default=0),
-             "numbers": sum(numbers(part) for _, part in said) / many,
+    found = {"sentences": len(said), "longest": max((words(part) for _, part in said), default=0),
              "cell": max((length(cell) for _, cell in cells), default=0)}
     if path.name == "README.md":
         found |= {"lines": len(text.splitlines()), "first": sum(words(part) for _, part in sentences(paragraphs[:1]))}
@@ -105,16 +97,15 @@ def main():
     parser.add_argument("pages", nargs="*", help="instead of those that are held to the budget")
     parser.add_argument("--longest", type=int, default=0, help="print so many of the longest sentences and cells")
     arguments = parser.parse_args()
-    print(f"{'page':28} {'sentences':>9} {'words':>6} {'longest':>7} {'numbers':>7} {'cell':>5}")
+    print(f"{'page':28} {'sentences':>9} {'longest':>7} {'cell':>5}")
     over = []
     for name in arguments.pages or PAGES:
         found, said, cells = counts(ROOT / name)
-        print(f"{name:28} {found['sentences']:9} {found['words']:6.1f} {found['longest']:7} {found['numbers']:7.2f} "
-              f"{found['cell']:5}")
-        over += [f"{name}: {what} {found[what]:.4g}, at most {most}" for what, most in (BUDGET | README).items()
+        print(f"{name:28} {found['sentences']:9} {found['longest']:7} {found['cell']:5}")
+        over += [f"{name}: {what} {found[what]}, at most {most}" for what, most in (BUDGET | README).items()
                  if found.get(what, 0) > most]
         for line, part in sorted(said, key=lambda one: -words(one[1]))[:arguments.longest]:
-            print(f"  {name}:{line}: {words(part)} words, {numbers(part)} numbers: {part.replace(CODE, '`…`')}")
+            print(f"  {name}:{line}: {words(part)} words: {part.replace(CODE, '`…`')}")
         for line, cell in sorted(cells, key=lambda one: -length(one[1]))[:arguments.longest]:
             print(f"  {name}:{line}: a cell of {length(cell)}: {cell}")
     print("\n".join(over) or "all pages are within their budget")

@@ -1,4 +1,8 @@
 //! An op's launches, in which every address is a place: an offset from a pointer of the caller's or in scratch memory.
+//!
+//! Inputs, outputs and one piece of scratch memory are the places; buffers that are never alive together share
+//! memory. The Python package keeps plans by shape. Running a plan encodes its tensor maps and launches its
+//! kernels. The emulator replays the same plans in the package's tests.
 use crate::capacity::Capacity;
 use crate::ops::{Named, record};
 use crate::request::{PlanError, Request};

@@ -1,4 +1,9 @@
 //! How queries choose the blocks of keys that they attend to, for all kinds of attention that choose blocks.
+//!
+//! A kind that chooses blocks by pooled keys and one exact softmax (InfLLM-V2, MoBA) gives its sizes as a
+//! `BlockChoice`; layer, cache, attention, plan and checks take any. The score of a `ChoiceRule` is computed in
+//! `sieve-cpu/src/nsa/select.rs` (the definition, which CPUs run too), `kernels/nsa_importance.cu` and
+//! `sieve-nn/src/kinds/chosen_blocks/cache.rs`.
 
 use std::ops::Range;
 

@@ -3,6 +3,10 @@
 //! The sources under `kernels/` are embedded in this crate as text, specialised by `#define`s, and compiled by NVRTC
 //! without headers of the CUDA toolkit, at first use or ahead of time ([`ahead_of_time`]). The trait [`Memory`] stands
 //! for a GPU: sieve-kernels implements it with Burn's allocator and stream, and [`Recorder`] writes launches down.
+//!
+//! Each family of launches has a folder: `attention`, `dma`, `mla`, `nsa`, `select`, `step`. `runtime` has what
+//! every launch uses: kernel texts, tensors, machine code, records. `specialisations` lists what is compiled ahead
+//! of time. Public names are listed here and in `step.rs`.
 
 mod error;
 mod runtime;

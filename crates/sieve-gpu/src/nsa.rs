@@ -5,6 +5,18 @@
 //! kernels attend to them through key lists. The selected branch computes attention block by block: each block has a
 //! list of the queries that chose it, each (query, block) pair gets a partial result, and a query's partial results are
 //! joined in the order of its blocks.
+//!
+//! A compressed block is a list entry {last token, document end}. In its keys, values and f32 sums only rows where
+//! blocks end are ever written. Importance is streamed over the compressed keys with the branch's log-sum-exp, and
+//! passed to the choice for some queries at a time.
+//!
+//! In the selected branch a thread block holds the K and V of one block and streams the queries that chose it, from
+//! lists made by a counting sort. dk and dv are f32 sums with one addition for each piece of a list. With
+//! `deterministic` a semaphore per key orders the additions on Hopper; elsewhere each list is one piece.
+//!
+//! The list of a row's blocks lies in shared memory, so with blocks of 64 a row has at most 1,851,392 tokens on an
+//! H200 and 802,816 on cards with 99 KiB; plan and launch name the limit. The queries of a launch are bounded by
+//! scratch memory: 1 GiB of partial results, 256 MiB of importances.
 mod blocks;
 mod choose;
 mod compressed;

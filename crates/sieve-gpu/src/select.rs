@@ -1,5 +1,18 @@
 //! Launches of `kernels/select_*.cu`: a prefill selector on the GPU, from queries and keys to the lists of key tiles
 //! that attention reads.
+//!
+//! A method describes its choice in steps, as a `BlockSelection` of sieve-core:
+//!
+//! | step | possible values |
+//! |---|---|
+//! | how tokens are moved first | within a segment: keys by attention or length, queries by length |
+//! | how blocks are compared | means, variances, groups, cells, last queries' columns and diagonals, probe rows |
+//! | how much is kept | a share of the probability, a number of blocks, or a share of the blocks |
+//! | what is always kept | the first block, and the blocks with the row's own positions |
+//!
+//! One set of `select_*` kernels runs all methods of this form, and writes the mask where attention reads it. A
+//! method that cannot be described so chooses on the host. Attention reads key tiles by the copy engine where a
+//! mask consists only of tiles of 64 keys or a multiple of 64, and key by key otherwise.
 mod call;
 mod choose;
 mod heavy;

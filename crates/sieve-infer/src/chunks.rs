@@ -1,5 +1,7 @@
 //! Runs a prefill selector on one layer's prompt: as one call, or in chunks of queries that each see all earlier keys.
 //! The attention runs on the host or on the device; the selection may run on either.
+//!
+//! Nothing else runs a prefill selector on a model.
 use crate::InferError;
 use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, ChosenKeys, KeyMask};

@@ -1,4 +1,6 @@
 //! A text with its KV cache: a prompt is read (in chunks, if all layers keep few keys), then one token after another.
+//!
+//! `generate` and `eval needle` read texts through this file.
 use crate::input::{check_vocabulary, ids};
 use crate::logits::max_and_log_sum;
 use crate::{InferError, Selection};

@@ -1,4 +1,7 @@
 //! Packs parts of several texts into the rows of one forward pass. Document bounds keep attention within each part.
+//!
+//! A prompt with several endings is processed once: `SharedPrompts` of sieve-nn repeats it only for the attention.
+//! Decoding uses one cache for all rows, or one for each row.
 use sieve_ops::IGNORE_LABEL;
 use std::ops::Range;
 

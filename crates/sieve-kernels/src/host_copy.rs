@@ -2,6 +2,9 @@
 //!
 //! CubeCL reads on the stream it computes on, into freshly allocated host memory: 1.6 GB/s, and no kernel runs
 //! meanwhile. Here any thread copies through one page-locked buffer on a stream of its own.
+//!
+//! A checkpoint holds the optimizer's tensors. Updates in the meantime write to copies, while the writer's thread
+//! reads the held tensors.
 use crate::burn_memory::{binding_of, device_of};
 use crate::device_thread::late_error;
 use crate::lane::{address_of, run_blocking};

@@ -3,6 +3,11 @@
 //! A launch is a closure for CubeCL's device thread: it runs there between the ops before and after it, resolves the
 //! addresses of all its buffers and calls the driver on Burn's own stream, so no synchronisation is needed and a buffer
 //! that is freed afterwards may be reused at once.
+//!
+//! Two events around each launch are the fallback where Burn's stream is not found (`lane.rs`); `train` and `sieve
+//! info` report it. A buffer of another thread's stream is kept until an event behind the launch has passed. The
+//! first launch of a kernel is waited for, so that its error is raised by that call; a later error is raised by the
+//! next call and names its kernel.
 use crate::burn_memory::{binding_of, device_of, kernel_tensor};
 use crate::device_thread::{DEVICE_THREAD_GONE, Server, late_error, report_late};
 use crate::lane::{self, device_queue, on_lane_with};

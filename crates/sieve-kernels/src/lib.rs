@@ -24,6 +24,7 @@ mod nvml;
 mod probe;
 mod step_graph;
 mod step_tape;
+mod target;
 
 pub use sieve_gpu::*;
 
@@ -43,3 +44,4 @@ pub use nvml::GpuState;
 pub use probe::{CudaReport, DeviceReport};
 pub use step_graph::{StepGraph, StepInputs, StepPositions};
 pub use step_tape::StepTape;
+pub use target::Target;

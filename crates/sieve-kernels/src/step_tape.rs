@@ -1,4 +1,6 @@
 //! What a step of one token queues, written down while it runs, so that a CUDA graph can repeat it.
+//!
+//! The tape notes launches and GEMMs with their buffers while the step runs once on its tensors.
 use crate::device_thread::Server;
 use crate::locked::lock;
 use cubecl::server::Binding;

@@ -3,6 +3,9 @@
 //! [`KindLayer`] is the trait of layers, [`Attention::as_layer`] its one dispatch; [`KindCache`] and
 //! [`LayerCache::as_cache`] are the same of caches. All other files ask the traits and never which kind it is. The rest
 //! of a kind's definition is in the file of the same name in sieve-core's `kinds`.
+//!
+//! A kind has one forward, with a cache or without (`KindLayer::forward`); where a layer is one op, `layer_op`
+//! names its operands.
 
 mod chosen_blocks;
 mod dense;

@@ -1,4 +1,9 @@
 //! What the layers of a pass share: what a layer needs, what it gives back, and what it hands on to later layers.
+//!
+//! A layer reads its `LayerContext`, which does not change during a pass: operands, and `PassSettings`, which are
+//! handed on whole. A layer without a choice of its own (`"shared"`) reads `PassState::last_choice`, where each
+//! layer that chooses writes its blocks; a recomputed block gets the choice of its first pass. In
+//! `training.dense_steps` (`LayerContext::reads_all`) queries read all keys.
 use crate::{Linear, SharedPrompts};
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;

@@ -4,6 +4,9 @@
 //! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference` and counts it.
 //! Autodiff is not part of the table: a public op adds one node to the graph ([`SieveBackend::node`]), whose backward
 //! pass calls the device again.
+//!
+//! No method has a default body. An op computes below the graph, on `SieveBackend::Inner`. Decoding ops have no
+//! gradient and refuse tensors that need one.
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{
     AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, ChoiceCall, DmaCache, DmaCall, DmaScoresCall,

@@ -1,4 +1,9 @@
 //! Whole layers as single nodes of the autodiff graph.
+//!
+//! The nodes keep the residual stream, the packed projections and the attention's output. Normed streams, the gated
+//! activation and rotated heads are recomputed in the backward pass, or kept where the memory plan finds room on a
+//! GPU. A block that is recomputed leaves out its last GEMM, because the output was already read (`PassFor`).
+//! Attention without norms of queries and keys, or with biases (Llama, Qwen2), is several ops instead.
 mod attention_layer;
 mod feed_forward;
 mod gemm;

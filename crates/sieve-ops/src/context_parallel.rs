@@ -8,6 +8,11 @@
 //! followed by the part. A window's halo is the last keys before the part. DMA's is as many keys a head as a query
 //! keeps, however long the row is: a key that one query no longer sees is seen by no later query. So the part's queries
 //! can see only those earlier keys that are still kept where the part begins.
+//!
+//! The processes communicate through the `RankGroup` of `ContextParallel`, which a call has beside its `Documents`.
+//! Tensors travel over TCP between CPUs, and between GPUs by an NCCL group of the processes that share a row, on
+//! Burn's stream. `to_heads` and `to_tokens` divide heads among the processes, or give all heads to each, as with a
+//! latent. On GPUs three small kernels choose and move DMA's keys.
 mod attend;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]

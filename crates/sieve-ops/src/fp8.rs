@@ -2,6 +2,10 @@
 //! one scale per tensor from the tensor's largest magnitude. Results are bf16, sums and weight gradients f32.
 //!
 //! Only the ops of whole layers (`block`) call these; there is no public function.
+//!
+//! An op in fp8 keeps the rounded operands of its GEMMs for the backward pass, transposed, because tensor cores
+//! multiply bytes only along rows. Latent and native sparse attention, attention without norms or with biases,
+//! validation and inference do not compute in fp8.
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;

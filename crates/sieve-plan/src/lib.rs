@@ -12,6 +12,7 @@ mod cache;
 mod context_parallel;
 mod disk;
 mod memory;
+mod needed_kernels;
 mod ops;
 mod ranks;
 mod suggest;
@@ -24,6 +25,7 @@ pub use memory::{
     FittingSetting, InferenceSize, MemoryParts, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
     inference_memory, memory_plan, settings_that_save,
 };
+pub use needed_kernels::needed_kernels;
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
 pub use plan::{ASSUMED_MFU, ContextParallelPlan, Plan, StagePlan, ZeroPlan, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};

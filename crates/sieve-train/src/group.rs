@@ -9,6 +9,10 @@
 //!
 //! With `parallelism.shard_ranks` the ranks are several groups that divide all tensors alike. Gradients are summed over
 //! all ranks, and weights are gathered within a group.
+//!
+//! Rank r reads the micro-batches r, r + N, ... of every step. Gradients are added up block by block: on the host
+//! in the order of the ranks, on GPUs by NCCL on a stream beside Burn's. Before each step all ranks exchange their
+//! step, mean loss, number of labels, and whether they were asked to stop.
 mod health;
 mod sharded_model;
 mod step_times;

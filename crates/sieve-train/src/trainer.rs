@@ -1,4 +1,8 @@
 //! The loop: batches, gradients, clipping, update, validation, checkpoints.
+//!
+//! The trainer owns its parts: `Checkpoints` knows what is on disk, `Ranks` the other processes, `GuardLog` the
+//! steps that the host has not read yet, `StageState` the present stage. One step reads from top to bottom in
+//! `trainer/steps.rs`.
 mod best;
 mod checkpoints;
 mod clock;

@@ -1,10 +1,10 @@
 //! `sieve data` and `sieve tokenizer`: what a run reads.
 pub(crate) mod account;
 mod batch;
-mod generate;
 pub(crate) mod prepare;
 mod tokenizer;
 
+use crate::shipped;
 use anyhow::Result;
 use clap::Subcommand;
 
@@ -20,7 +20,7 @@ pub(crate) enum DataCommand {
     #[command(
         after_help = "Example: sieve data generate --tasks niah_single_1 --tokenizer tokenizer.json --out needles.jsonl"
     )]
-    Generate(generate::GenerateArgs),
+    Generate(sieve_lab::GenerateArgs),
     /// Write the token ids, labels and document ids of one training step as safetensors
     #[command(after_help = "Example: sieve data batch --recipe mine.toml --step 1 --out batch.safetensors")]
     Batch(batch::BatchArgs),
@@ -29,7 +29,7 @@ pub(crate) enum DataCommand {
 pub(crate) fn run(command: DataCommand) -> Result<()> {
     match command {
         DataCommand::Prepare(args) => prepare::run(args),
-        DataCommand::Generate(args) => generate::run(&args),
+        DataCommand::Generate(args) => sieve_lab::generate_data(&args, shipped::own_text()),
         DataCommand::Batch(args) => batch::run(args),
     }
 }

@@ -1,8 +1,8 @@
 //! What users of other programs type, and what is meant here: commands, flags, files without a flag.
-use crate::out_file::CannotWrite;
-use crate::terminal::{print_error, quoted, shell_word};
 use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
+use sieve_host::out_file::CannotWrite;
+use sieve_host::terminal::{print_error, quoted, shell_word};
 use std::error::Error;
 use std::path::Path;
 
@@ -387,7 +387,7 @@ pub(crate) fn refuse(cli: &Command, error: &clap::Error, words: &[String]) -> ! 
         print_error(&anyhow::anyhow!(text));
         std::process::exit(2);
     }
-    crate::terminal::end_with(error)
+    sieve_host::terminal::end_with(error)
 }
 
 #[cfg(test)]

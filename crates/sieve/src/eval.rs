@@ -1,23 +1,11 @@
-//! `sieve eval`: how good a model is.
-
-mod attention;
-mod longbench;
-mod mqar;
-mod needle;
-pub(crate) mod output;
-mod patterns;
+//! `sieve eval`: perplexity, and the lab's measures.
 mod ppl;
-mod ruler;
-mod selectors;
-mod so_far;
-mod tasks;
-mod text;
 
-use crate::exit::Exit;
+use crate::shipped;
 use anyhow::Result;
 use clap::Subcommand;
-
-pub(crate) use ruler::SourceArgs;
+use sieve_host::evaluation::so_far;
+use sieve_host::exit::Exit;
 
 /// Subcommands of `sieve eval`.
 #[derive(Subcommand, Debug)]
@@ -25,49 +13,14 @@ pub(crate) enum EvalCommand {
     /// Perplexity and bits per byte on text
     #[command(after_help = "Example: sieve eval ppl --checkpoint out/quickstart --data notes.txt")]
     Ppl(ppl::PplArgs),
-    /// Accuracy on multi-query associative recall, by number of pairs, length and distance
-    #[command(after_help = "Example: sieve eval mqar --checkpoint out/mqar_dma")]
-    Mqar(mqar::MqarArgs),
-    /// A number hidden in a long text, asked for at its end, by length and depth
-    #[command(after_help = "Example: sieve eval needle --checkpoint out/mine --lengths 2048,8192 --plot needle.svg")]
-    Needle(needle::NeedleArgs),
-    /// LongBench's English tasks on its published files
-    #[command(after_help = "Example: sieve eval longbench --checkpoint smollm2 --folder longbench")]
-    Longbench(longbench::LongbenchArgs),
-    /// RULER's tasks and others about long texts, made up on the spot: by length and depth
-    #[command(after_help = "Example: sieve eval ruler --checkpoint smollm2 --lengths 4096,8192")]
-    Ruler(ruler::RulerArgs),
-    /// The tasks of language-model papers on local files: LAMBADA, HellaSwag, PIQA, ARC and others, or one of your own
-    #[command(after_help = "Example: sieve eval tasks --checkpoint smollm2 --data piqa=piqa.jsonl --limit 200")]
-    Tasks(tasks::TasksArgs),
-    /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error,
-    /// loss
-    #[command(after_help = "Example: sieve eval selectors --checkpoint smollm2 --data book.txt")]
-    Selectors(selectors::SelectorsArgs),
-    /// Where attention goes, layer by layer and head by head: weights, distances, overlap, how long keys stay; with a
-    /// picture
-    #[command(
-        after_help = "Example: sieve eval attention --checkpoint out/quickstart --data notes.txt --plot attention.svg"
-    )]
-    Attention(attention::AttentionArgs),
-    /// A pattern or a map for every head of a dense model, searched ahead of time: the file of `minference` and of
-    /// `dam`
-    #[command(after_help = "Example: sieve eval patterns --checkpoint smollm2 --data book.txt --out patterns.json")]
-    Patterns(patterns::PatternsArgs),
+    #[command(flatten)]
+    Lab(sieve_lab::EvalCommand),
 }
 
 pub(crate) fn run(command: EvalCommand) -> Result<Exit> {
     so_far::watch();
-    let done = match command {
-        EvalCommand::Ppl(args) => return ppl::run(args),
-        EvalCommand::Mqar(args) => mqar::run(args),
-        EvalCommand::Needle(args) => needle::run(args),
-        EvalCommand::Longbench(args) => longbench::run(args),
-        EvalCommand::Ruler(args) => ruler::run(args),
-        EvalCommand::Tasks(args) => tasks::run(args),
-        EvalCommand::Selectors(args) => selectors::run(args),
-        EvalCommand::Attention(args) => attention::run(args),
-        EvalCommand::Patterns(args) => patterns::run(args),
-    };
-    done.map(|()| Exit::Done)
+    match command {
+        EvalCommand::Ppl(args) => ppl::run(args),
+        EvalCommand::Lab(command) => sieve_lab::eval(command, shipped::own_text()).map(|()| Exit::Done),
+    }
 }

@@ -1,14 +1,14 @@
 //! `sieve export`: a trained model in the Hugging Face layout.
-use crate::ask::Ask;
-use crate::device::DtypeArg;
-use crate::loaded;
-use crate::out_file::on_this_machine;
-use crate::terminal::{self, FolderBar};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use sieve_core::recipe::TokenizerSource;
 use sieve_core::{Recipe, ShownPath};
 use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, export};
+use sieve_host::ask::Ask;
+use sieve_host::device::DtypeArg;
+use sieve_host::loaded;
+use sieve_host::out_file::on_this_machine;
+use sieve_host::terminal::{self, FolderBar};
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve export`.

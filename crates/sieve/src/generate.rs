@@ -1,14 +1,14 @@
 //! `sieve generate`: continues a prompt and prints each token as it is generated.
-use crate::environment::{LAUNCHED, variable};
-use crate::exit::Exit;
-use crate::loaded::{PlaceArgs, checkpoint_help, on_device};
-use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
-use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
 use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel};
+use sieve_host::environment::{LAUNCHED, variable};
+use sieve_host::exit::Exit;
+use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
+use sieve_host::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
+use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{
     BatchGenerator, GenerateConfig, Generator, Sampler, Sampling, Selection, StopTexts, StoppedText, prompt_part,
 };

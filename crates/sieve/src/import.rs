@@ -1,11 +1,5 @@
 //! `sieve import`: a model in the Hugging Face layout as a checkpoint.
-use crate::ask::Ask;
-use crate::out_file::on_this_machine;
-use crate::out_file::write_text;
-use crate::out_of_memory::MemoryArgs;
 use crate::own_text::{OwnText, gives_steps};
-use crate::terminal::FolderBar;
-use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
@@ -14,6 +8,12 @@ use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
 use sieve_core::{InitialWeights, NumberFormat, ShownPath, model_line};
 use sieve_data::Tokenizer;
 use sieve_hf::{Checkpoint, ImportReport, refuse_odd_file, refuse_odd_model};
+use sieve_host::ask::Ask;
+use sieve_host::out_file::on_this_machine;
+use sieve_host::out_file::write_text;
+use sieve_host::out_of_memory::MemoryArgs;
+use sieve_host::terminal::FolderBar;
+use sieve_host::{hub, loaded, terminal};
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve import`.

@@ -1,6 +1,5 @@
 //! `sieve info`: the program's version and the machine's devices and libraries.
-use crate::device::{cache_root, num_threads};
-use crate::{shipped, terminal};
+use crate::shipped;
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
@@ -8,6 +7,8 @@ use sieve_core::ModelShape;
 use sieve_core::ShownPath;
 use sieve_core::kinds::KeyReads;
 use sieve_core::recipe::{AttentionKind, StartingSize};
+use sieve_host::device::{cache_root, num_threads};
+use sieve_host::terminal;
 use sieve_kernels::step::require_fp8;
 use sieve_kernels::{AttentionShape, Cublaslt, CudaReport, KernelFamily, KeySource, LaunchCounts, NcclGroup};
 use sieve_plan::gpu_attention_gap;

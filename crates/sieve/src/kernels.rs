@@ -1,37 +1,46 @@
-//! `sieve kernels`: compiles the CUDA kernels ahead of time, checks them, times them, and writes their outputs.
-mod arguments;
-
-use crate::device::{Device, DeviceChoice, Place};
-use crate::loaded::on_device;
-use crate::out_file::OutFile;
+//! `sieve kernels`: compiles the CUDA kernels ahead of time; the lab checks and times them.
 use crate::recipe::RecipeArgs;
-use crate::{hub, loaded, terminal};
-use anyhow::{Context, Result, bail};
-pub(crate) use arguments::KernelsCommand;
-use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
-use indicatif::ProgressBar;
-use sieve_bench::{
-    BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
-};
-use sieve_core::{Recipe, ShownPath};
-use sieve_hf::Kept;
-use sieve_kernels::{Arrivals, DeviceReport, KernelCache, NeededKernels};
-use sieve_ops::DeviceBackend;
-use std::path::Path;
-use std::time::Instant;
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use sieve_host::kernels_ahead::{BuildSettings, build, build_printer};
+use std::path::PathBuf;
+
+/// Subcommands of `sieve kernels`.
+#[derive(Subcommand)]
+pub(crate) enum KernelsCommand {
+    /// Compile kernels ahead of time into the cache; needs no GPU
+    #[command(after_help = "Example: sieve kernels build --recipe dma_1p7b --arch sm_90a --out kernels")]
+    Build(BuildArgs),
+    #[command(flatten)]
+    Lab(sieve_lab::KernelsCommand),
+}
+
+/// Arguments of `sieve kernels build`.
+#[derive(Args, Debug)]
+pub(crate) struct BuildArgs {
+    /// The recipe whose training and decoding kernels are compiled; all kernels that ship when absent
+    #[arg(long, value_name = "FILE")]
+    pub(crate) recipe: Option<String>,
+    /// Override a key of the recipe, for example training.deterministic=true; may be repeated
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
+    pub(crate) overrides: Vec<String>,
+    /// sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a; may be repeated. The GPU of this machine when absent
+    #[arg(long, value_name = "ARCH")]
+    pub(crate) arch: Vec<String>,
+    /// The cache to fill, to be copied to another machine's $XDG_CACHE_HOME/sieve; this machine's when absent
+    #[arg(long, value_name = "DIR", value_parser = sieve_host::out_file::on_this_machine())]
+    pub(crate) out: Option<PathBuf>,
+}
 
 pub(crate) fn run(command: KernelsCommand) -> Result<()> {
     match command {
-        KernelsCommand::Build(args) => build(args),
-        KernelsCommand::Check(args) => check(&args),
-        KernelsCommand::Bench(args) => bench(args),
-        KernelsCommand::Capture(args) => capture(&args),
-        KernelsCommand::Run(args) => run_op(args),
+        KernelsCommand::Build(args) => run_build(args),
+        KernelsCommand::Lab(command) => sieve_lab::kernels(command),
     }
 }
 
 /// Runs `sieve kernels build`.
-fn build(args: BuildArgs) -> Result<()> {
+fn run_build(args: BuildArgs) -> Result<()> {
     let overrides = args.overrides;
     let recipe = args.recipe.map(|recipe| RecipeArgs::new(recipe, overrides).load());
     let settings = BuildSettings {
@@ -39,210 +48,8 @@ fn build(args: BuildArgs) -> Result<()> {
         arch: args.arch,
         root: match args.out {
             Some(folder) => folder,
-            None => crate::device::cache_root()?,
+            None => sieve_host::device::cache_root()?,
         },
     };
-    Ok(sieve_bench::build(&settings, &mut build_printer())?)
-}
-
-/// An observer that prints a compilation's messages and shows a progress bar.
-fn build_printer() -> impl FnMut(BuildEvent) {
-    let mut bar: Option<ProgressBar> = None;
-    move |event| match event {
-        BuildEvent::Progress(done, all) => {
-            let template = "{pos}/{len} kernels {wide_bar} {eta}";
-            let shown = bar.get_or_insert_with(|| terminal::progress_bar(all as u64, template));
-            shown.set_position(done as u64);
-            if done == all {
-                shown.finish_and_clear();
-                bar = None;
-            }
-        }
-        BuildEvent::Table => terminal::line(&sieve_bench::build_table_head()),
-        BuildEvent::Kernel(line) | BuildEvent::Done(line) => terminal::line(&line),
-    }
-}
-
-/// A callback that compiles the kernels of a check or a benchmark before its first case.
-fn prepare(needed: impl Fn(&DeviceReport) -> NeededKernels) -> impl Fn(&KernelCache, &DeviceReport) -> Result<()> {
-    move |cache, gpu| fill(cache, &gpu.arch(), &needed(gpu))
-}
-
-/// Compiles the kernels of `needed` that are not in the cache.
-fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
-    let say = &mut build_printer();
-    Ok(sieve_bench::prefill(cache.cubins(), arch, needed, say)?)
-}
-
-/// The device of a run. On a GPU, first compiles the recipe's kernels, on all cores.
-pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device> {
-    choice.resolve_and_prepare(|cache, gpu| {
-        let arch = gpu.arch();
-        // For an unlisted architecture each kernel is compiled at its first use.
-        if NeededKernels::shared_bytes_of(&arch).is_none() {
-            return Ok(());
-        }
-        let needed = sieve_bench::needed_by(Some(recipe), &arch)?;
-        if let Err(error) = fill(cache, &arch, &needed) {
-            // No error: each kernel is then compiled at its first use.
-            terminal::warning(&format!("kernels were not compiled ahead: {error}"));
-        }
-        Ok(())
-    })
-}
-
-/// Runs `sieve kernels check`: prints a line for each part, then the table; fails if a row failed.
-fn check(args: &CheckArgs) -> Result<()> {
-    if args.cases == 0 {
-        bail!("--cases 0: nothing would be checked");
-    }
-    let (cases, longest) = args.extent();
-    let settings = CheckSettings {
-        cases,
-        longest,
-        seed: args.seed,
-        magnitude: args.magnitude,
-        portable: args.portable,
-        arrivals: match args.every_lane_arrives {
-            true => Arrivals::EveryLane,
-            false => Arrivals::Warp,
-        },
-        part: args.part(),
-        gemms: !args.without_gemms,
-    };
-    let started = Instant::now();
-    let prepare = prepare(|gpu| settings.part.kernels(gpu));
-    let target = args.device.resolve_and_prepare(prepare)?;
-    let report = sieve_bench::check(&settings, &target, &mut print_part)?;
-    terminal::line(&report.to_string());
-    if let Some(path) = &args.json {
-        write_json(path, &sieve_bench::check_json(&report, &settings, &target))?;
-    }
-    let (name, seconds) = (target.name(), started.elapsed().as_secs_f64());
-    match report.failed() {
-        0 => {
-            let cases: usize = report.rows().iter().map(|row| row.cases).sum();
-            terminal::line(&format!("every row passed on {name}, {cases} cases, {seconds:.0} s"));
-            Ok(())
-        }
-        failed => bail!("{failed} of {} rows failed on {name}", report.rows().len()),
-    }
-}
-
-fn print_part(part: CheckedPart) {
-    terminal::line(&part.to_string());
-}
-
-/// Runs `sieve kernels bench`: a short check, then the times.
-fn bench(args: BenchArgs) -> Result<()> {
-    if args.repetitions == 0 {
-        bail!("--repetitions 0: nothing would be timed");
-    }
-    let rows = args.rows();
-    let prepare = prepare(|gpu| rows.kernels(gpu));
-    let gpu = match args.device.resolve_and_prepare(prepare)? {
-        Device::Cuda(gpu) => gpu,
-        Device::Cpu => bail!(
-            "kernels bench times the CUDA kernels, and there is no GPU here\n  \
-             hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times the CPU's kernels"
-        ),
-    };
-    let report = sieve_bench::short_check(&gpu, args.portable, rows, &mut print_part)?;
-    if report.failed() > 0 {
-        terminal::line(&report.to_string());
-        bail!("the check failed, so nothing is timed");
-    }
-    let mut scores = args.scores;
-    if scores.is_empty() {
-        scores = vec![Scores::Independent, Scores::Rising, Scores::Tied];
-    }
-    let settings = BenchSettings {
-        rows,
-        scores,
-        portable: args.portable,
-        repetitions: args.repetitions,
-        operands: args.operands,
-        selectors: args.selector,
-        lengths: args.lengths,
-        heads: args.heads,
-        width: args.width,
-        blocks_per_tile: args.blocks_per_tile,
-    };
-    let mut print = |event| match event {
-        BenchEvent::Ceilings(ceilings) => terminal::line(&ceilings.to_string()),
-        BenchEvent::Row(row) => terminal::line(&row.to_string()),
-    };
-    let result = sieve_bench::bench(&settings, &gpu, &mut print)?;
-    if let Some(path) = &args.json {
-        write_json(path, &result.json)?;
-    }
-    match result.failed {
-        0 => Ok(()),
-        failed => bail!("{failed} rows could not be timed"),
-    }
-}
-
-fn write_json(path: &OutFile, value: &serde_json::Value) -> Result<()> {
-    let text = serde_json::to_string_pretty(value).context("writing JSON")?;
-    path.write_text(&text)
-}
-
-fn capture(args: &CaptureArgs) -> Result<()> {
-    let checkpoint = &hub::folder(&args.checkpoint)?;
-    let (text, out) = (args.text.as_deref(), &args.out);
-    on_device!(Place::new(args.device.resolve()?, None)?, capture_to(checkpoint, text, out))
-}
-
-/// Runs `sieve kernels capture` on the backend of a device.
-fn capture_to<B: DeviceBackend>(
-    checkpoint: &Path,
-    text: Option<&Path>,
-    out: &OutFile,
-    device: &B::Device,
-    kept: Kept,
-) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
-    let text = match text {
-        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.shown()))?,
-        None => sieve_bench::kernel_sources()?,
-    };
-    let tokens = tokenizer.encode(&text)?;
-    let captured = out.write(|file| anyhow::Ok(sieve_bench::capture(&loaded, tokens, file, device)?))?;
-    let (step, out) = (loaded.state.step, out.shown());
-    terminal::line(&match captured {
-        Captured::Scores([rows, tokens]) => format!(
-            "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores \
-             captured:{out}"
-        ),
-        Captured::Operands([tokens, heads, kv_heads]) => format!(
-            "captured q, k and v of {tokens} tokens, {heads} query and {kv_heads} KV heads of step {step} in {out}; \
-             use them with kernels bench --selectors --operands {out}"
-        ),
-    });
-    Ok(())
-}
-
-/// Runs `sieve kernels run`.
-fn run_op(args: Box<RunArgs>) -> Result<()> {
-    let nsa = args.nsa();
-    let settings = RunSettings {
-        op: args.op,
-        shape: args.shape,
-        window: args.window,
-        local_window: args.local_window,
-        periods: args.periods,
-        documents: args.documents,
-        scores: args.scores,
-        seed: args.seed,
-        magnitude: args.magnitude,
-        deterministic: args.deterministic,
-        parts: args.parts,
-        nsa,
-        selector: args.selector,
-    };
-    let target = || args.device.resolve();
-    let (names, device) = args.out.write(|file| anyhow::Ok(sieve_bench::run(&settings, file, target)?))?;
-    let (names, out) = (names.join(" "), args.out.shown());
-    terminal::line(&format!("wrote {names} to {out}, computed on {device}"));
-    Ok(())
+    build(&settings, &mut build_printer())
 }

@@ -1,11 +1,11 @@
 //! `sieve launch`: starts several processes on this host that train one model, possibly together with other hosts.
-use crate::environment::{LAUNCHED, variable};
-use crate::exit::Exit;
-use crate::interrupt::{Asked, Signals, respect_nohup};
-use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_comm::ReservedPort;
+use sieve_host::environment::{LAUNCHED, variable};
+use sieve_host::exit::Exit;
+use sieve_host::interrupt::{Asked, Signals, respect_nohup};
+use sieve_host::terminal;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};

@@ -1,11 +1,11 @@
 //! `sieve logits`: raw model output for parity checks by other programs.
-use crate::loaded::{PlaceArgs, on_device};
-use crate::out_file::OutFile;
-use crate::{hub, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args};
 use sieve_core::ShownPath;
 use sieve_hf::{Kept, NamedTensor, load_model, write_tensor_file};
+use sieve_host::loaded::{PlaceArgs, on_device};
+use sieve_host::out_file::OutFile;
+use sieve_host::{hub, terminal};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;

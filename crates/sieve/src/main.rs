@@ -1,49 +1,33 @@
 //! `sieve`: trains, evaluates and exports language models with learned sparse attention.
 
 mod allocator;
-mod ask;
-mod compare;
 mod completion;
 mod data;
-mod device;
-mod draw;
 mod elsewhere;
-mod environment;
 mod eval;
-mod exit;
 mod export;
 mod generate;
-mod hub;
 mod import;
 mod info;
-mod interrupt;
 mod kernels;
 mod launch;
-mod loaded;
 mod logits;
 mod manual;
-mod model_ranks;
-mod out_file;
-mod out_of_memory;
 mod own_text;
-mod paths;
 mod plan;
 mod recipe;
-mod room;
-mod selector;
 mod serve;
 mod shipped;
 mod startup;
-mod terminal;
-mod text_files;
 mod train;
 
-use crate::out_file::on_this_machine;
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use exit::Exit;
+use sieve_host::exit::Exit;
+use sieve_host::out_file::on_this_machine;
+use sieve_host::terminal::Loudness;
+use sieve_host::{interrupt, out_of_memory, paths, terminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use terminal::Loudness;
 
 /// Trains, evaluates and exports language models whose attention is learned to be sparse.
 #[derive(Parser)]
@@ -96,7 +80,7 @@ enum Command {
     Eval(eval::EvalCommand),
     /// Show runs side by side in one HTML page: recipes, curves, speed, memory, evaluations
     #[command(after_help = "Example: sieve compare out/mha out/dma --out compare.html")]
-    Compare(compare::CompareArgs),
+    Compare(sieve_lab::CompareArgs),
     /// Write a trained model in the Hugging Face layout
     #[command(after_help = "Example: sieve export --checkpoint out/quickstart --out exported")]
     Export(export::ExportArgs),
@@ -139,7 +123,7 @@ fn main() -> ExitCode {
         let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
         elsewhere::refuse(&Cli::command(), &error, &words.collect::<Vec<_>>())
     });
-    let threads = || startup::check_threads(environment::variable("RAYON_NUM_THREADS"));
+    let threads = || startup::check_threads(sieve_host::environment::variable("RAYON_NUM_THREADS"));
     let result = match open_output(&cli.output).and_then(|()| threads()).map(|()| cli.command) {
         Err(error) => Err(error),
         Ok(command) => run(command),
@@ -176,7 +160,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Generate(args) => paths::with_reference_lines(generate::run(args)),
         Command::Serve(args) => done(paths::with_reference_lines(serve::run(args))),
         Command::Eval(command) => paths::with_reference_lines(eval::run(command)),
-        Command::Compare(args) => done(compare::run(&args)),
+        Command::Compare(args) => done(sieve_lab::compare(&args)),
         Command::Export(args) => done(export::run(args)),
         Command::Import(args) => done(import::run(args)),
         Command::Logits(args) => done(paths::with_reference_lines(logits::run(args))),
@@ -187,5 +171,35 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Info(args) => done(info::run(args)),
         Command::Completions(args) => done(manual::completions(args)),
         Command::Man(args) => done(manual::man(&args, Cli::command())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_host::out_file::PictureFile;
+
+    #[test]
+    fn every_flag_that_draws_takes_the_name_of_a_picture() {
+        let cli = Cli::command();
+        let (mut open, mut drawing) = (vec![(&cli, String::from("sieve"))], Vec::new());
+        while let Some((command, name)) = open.pop() {
+            for argument in command.get_arguments() {
+                let is_picture = argument.get_value_parser().type_id() == std::any::TypeId::of::<PictureFile>();
+                let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+                let draws = help.starts_with("Draw ") && !help.starts_with("Draw only")
+                    || help.starts_with("Also draw")
+                    || help.contains("an SVG");
+                let flag = format!("{name} --{}", argument.get_long().unwrap_or_default());
+                assert_eq!(is_picture, draws, "{flag}: {help}");
+                drawing.extend(is_picture.then_some(flag));
+            }
+            open.extend(command.get_subcommands().map(|inner| (inner, format!("{name} {}", inner.get_name()))));
+        }
+        drawing.sort();
+        let evals = ["attention", "mqar", "needle", "ppl", "ruler", "selectors"];
+        let mut known = evals.map(|name| format!("sieve eval {name} --plot")).to_vec();
+        known.push("sieve eval selectors --scores".to_owned());
+        assert_eq!(drawing, known);
     }
 }

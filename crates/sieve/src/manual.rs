@@ -1,13 +1,13 @@
 //! `sieve completions` and `sieve man`: the command line for a shell and as manual pages.
-use crate::out_file::on_this_machine;
 use anyhow::{Context, Result};
 use clap::{Args, Command};
 use clap_complete::Shell;
 use sieve_core::ShownPath;
+use sieve_host::out_file::on_this_machine;
 use std::path::PathBuf;
 
 use crate::completion::script;
-use crate::terminal;
+use sieve_host::terminal;
 
 /// Arguments of `sieve completions`.
 #[derive(Args, Clone, Copy, Debug)]

@@ -1,11 +1,11 @@
 //! The text of a recipe that a command writes: how long a run of it is worth.
-use crate::environment::variable;
-use crate::terminal;
-use crate::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer};
 use anyhow::{Context, Result, bail};
 use sieve_core::Recipe;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW, TokenizerSource, steps_for_answers};
 use sieve_data::{BpeConfig, Corpus, DataError, Tokenizer};
+use sieve_host::environment::variable;
+use sieve_host::terminal;
+use sieve_host::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer};
 use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 

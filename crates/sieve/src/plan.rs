@@ -1,14 +1,8 @@
 //! `sieve plan`: parameters, FLOPs, memory, cache and time of a recipe before it runs.
 pub(crate) mod epochs;
 
-use crate::device::Device;
-use crate::environment::variable;
-use crate::out_of_memory::{self, need, nothing_fits};
 use crate::recipe::RecipeArgs;
 use crate::recipe::useless::useless_settings;
-use crate::room;
-use crate::terminal::{self, gib, short_count};
-use crate::text_files;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use epochs::TextEpochs;
@@ -16,6 +10,12 @@ use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_core::{NumberFormat, Recipe, model_line};
 use sieve_data::Tokenizer;
+use sieve_host::device::Device;
+use sieve_host::environment::variable;
+use sieve_host::out_of_memory::{self, need, nothing_fits};
+use sieve_host::room;
+use sieve_host::terminal::{self, gib, short_count};
+use sieve_host::text_files;
 use sieve_plan::{ContextParallelPlan, Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
 use sieve_train::{TrainError, initial_checkpoint, initial_weights};
 
@@ -145,10 +145,10 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
 /// The device to plan for, and its name for the heading: a GPU by name, or this CPU, whose speed is measured.
 fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     let Some(name) = gpu else {
-        let (peak, threads) = (crate::device::cpu_peak_flops(), crate::device::num_threads());
+        let (peak, threads) = (sieve_host::device::cpu_peak_flops(), sieve_host::device::num_threads());
         let target = out_of_memory::target(&Device::Cpu, Some(peak));
         let speed = peak / 1e9;
-        let busy = match crate::device::load() {
+        let busy = match sieve_host::device::load() {
             Some(load) if load > 1.0 + threads as f64 => {
                 format!(" on a busy machine (load {load:.0}): a quiet one is faster")
             }

@@ -2,14 +2,15 @@
 mod new;
 pub(crate) mod useless;
 
-use crate::environment::variable;
-use crate::{elsewhere, hub, shipped, terminal};
+use crate::{elsewhere, shipped};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
 use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
 use sieve_core::{Attention, Recipe, RecipeError, ShownPath, did_you_mean};
 use sieve_data::is_hub_model;
+use sieve_host::environment::variable;
+use sieve_host::{hub, terminal};
 use sieve_train::{RecipeFile, RunFolder};
 use std::collections::BTreeSet;
 use std::io::Read;

@@ -1,12 +1,12 @@
 //! `sieve serve`: an OpenAI-compatible server for a trained model.
-use crate::device::Place;
-use crate::interrupt::{Asked, Signals};
-use crate::loaded::{PlaceArgs, checkpoint_help, on_device};
-use crate::out_of_memory::inference_plan;
-use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use sieve_core::{ModelShape, Recipe, attention_label};
+use sieve_host::device::Place;
+use sieve_host::interrupt::{Asked, Signals};
+use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
+use sieve_host::out_of_memory::inference_plan;
+use sieve_host::{hub, loaded, selector, terminal};
 
 use sieve_hf::{ChatTemplate, Kept, SamplingDefaults, peek_model};
 use sieve_infer::{Sampling, prompt_part, texts_together};
@@ -170,7 +170,10 @@ fn run_on<B: DeviceBackend>(
     template.as_ref().map_or(Ok(()), ChatTemplate::check)?;
     let settings = Settings {
         name: args.model_name(),
-        api_key: args.api_key.clone().or_else(|| crate::environment::variable(API_KEY).filter(|key| !key.is_empty())),
+        api_key: args
+            .api_key
+            .clone()
+            .or_else(|| sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty())),
         max_texts,
         max_queue: args.max_queue as usize,
         context,
@@ -231,7 +234,7 @@ fn stop_at_signals(stop: &Stop) -> Result<()> {
             stop.ask();
         }
         Asked::Same => {}
-        Asked::QuitAtOnce => crate::exit::Exit::Interrupted.now(),
+        Asked::QuitAtOnce => sieve_host::exit::Exit::Interrupted.now(),
     };
     ctrlc::set_handler(ask).context("installing the signal handler")
 }

@@ -1,11 +1,11 @@
 //! Recipes and training text embedded in the program. The text replaces a recipe's missing files (`data.fallback`).
-use crate::environment::variable;
-use crate::out_file::write_text;
-use crate::terminal;
 use anyhow::{Context, Result};
 use sieve_core::recipe::{DataFallback, DataFormat};
 use sieve_core::{Recipe, RecipeError, ShownPath};
 use sieve_data::{Corpus, DataError};
+use sieve_host::environment::variable;
+use sieve_host::out_file::write_text;
+use sieve_host::terminal;
 use sieve_train::{TrainError, corpus_configs};
 use std::path::Path;
 
@@ -26,7 +26,7 @@ pub(crate) fn recipe(name: &str) -> Option<&'static str> {
 }
 
 /// (name, text) of the embedded sources and docs of Sieve.
-pub(crate) fn own_text() -> &'static [(&'static str, &'static str)] {
+pub(crate) fn own_text() -> sieve_lab::OwnText {
     OWN_TEXT
 }
 

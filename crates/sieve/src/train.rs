@@ -3,30 +3,26 @@ mod arguments;
 mod curve;
 mod ending;
 mod exporter;
-pub(crate) mod gpus;
 mod lines;
 mod log;
 mod missing;
-mod on_event;
 mod one;
 mod place;
 mod profile;
-pub(crate) mod ranks;
+mod ranks;
 mod samples;
 mod step_bar;
-mod stopped;
 mod sweep;
 
-use crate::environment::variable;
-use crate::exit::Exit;
-use crate::hub;
-use crate::interrupt::{Interrupt, respect_nohup};
 use anyhow::{Context, Result};
 pub(crate) use arguments::TrainArgs;
-pub(crate) use on_event::OnEvent;
 use one::run_one;
 use sieve_comm::World;
-use stopped::{is_unsaved, passes_by_itself, stopped_by};
+use sieve_host::environment::variable;
+use sieve_host::exit::Exit;
+use sieve_host::hub;
+use sieve_host::interrupt::{Interrupt, respect_nohup};
+use sieve_host::stopped::{is_unsaved, passes_by_itself, stopped_by};
 
 /// Runs `sieve train`: as one process, as one rank of several, or as a sweep over settings.
 pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {

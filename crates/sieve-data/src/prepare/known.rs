@@ -1,4 +1,6 @@
 //! Shards that another folder holds already: the same text, tokenizer and settings are tokenised once.
+//!
+//! They are taken from the folders of runs beside the new one, as hard links, and so is a tokenizer.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;

@@ -12,6 +12,8 @@
 //! | log-sum-exps of an indexer's scores | `hopper_nsa_selected_attention_forward.cu`, keys alone |
 //! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
+//!
+//! A counter behind the lists hands out the work items. Lists of compressed blocks have no bias here.
 use super::{BLOCK_KEYS, rule_number};
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};

@@ -1,4 +1,6 @@
 //! The on-disk cache of compiled kernels, `<key>.cubin`. Files are written atomically, so processes can share a folder.
+//!
+//! Only Burn's own ops are compiled by CubeCL, and only they need the headers of the CUDA toolkit.
 use crate::KernelError;
 use std::fs;
 use std::io::Write;

@@ -1,5 +1,9 @@
 //! Fixed-size caches of decode selectors: the keys of a prompt that received the most attention (SnapKV, H2O), and
 //! decoding, where a new key evicts the key with the least accumulated attention.
+//!
+//! `received_attention.cu` sums the attention that each key receives from all queries, given the log-sum-exps of a
+//! dense pass. Decoding over the kept keys is dense, or uses the slots of DMA's cache, ranked by that attention and
+//! without a bias.
 use super::call::Call;
 use super::choose::{Amount, LongChoice};
 use super::lines::ProbeSums;

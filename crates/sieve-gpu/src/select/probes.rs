@@ -1,5 +1,8 @@
 //! Probes: every gamma-th query has dense attention. It chooses blocks for its query tile (as in MOMO), and its dense
 //! output corrects the sparse output of the queries after it.
+//!
+//! `correct_by_probes` computes the dense rows of a correction and adds them. MOMO's choice returns these rows: the
+//! probes' attention stores the log-sum-exp of each block of keys beside its output (`BLOCK_LSE`).
 use super::call::Call;
 use super::choose::{Choice, KeptBits};
 use crate::KernelError;

@@ -1,6 +1,9 @@
 //! Decoding under selectors that evict nothing: one new token a row reads some keys of its cache, which the device
 //! chooses. Launches of `kernels/select_pages.cu`, and of the decoding kernels of models that are trained to choose
 //! blocks.
+//!
+//! Dense decoding kernels walk the chosen pages or keys. Launched one by one instead of as a graph, the same
+//! kernels read a text as a stream.
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv, one_token};
 use crate::nsa::{key_logits, take_largest};

@@ -1,4 +1,6 @@
 //! The shipped specialisations: a table of the parts of attention that are compiled ahead of time for the usual widths.
+//!
+//! `cargo xtask kernels` reads this table and compiles its specialisations.
 use super::attention::{AttentionNeeds, NeededKeys, Part};
 use super::calls::{Calls, dma};
 use super::{NeededKernels, StepSizes};

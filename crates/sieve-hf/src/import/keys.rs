@@ -1,6 +1,23 @@
 //! The keys of `config.json` that the classes of `transformers` have, and what an import does with each.
 //!
 //! A test compares the list with a dump of the classes (`tests/golden/transformers_config_keys.json`).
+//!
+//! Where keys contradict each other, a folder is read as transformers 5.23 reads it:
+//!
+//! | in the folder | read as |
+//! |---|---|
+//! | a key is absent | the class's default |
+//! | `rope_theta` inside and outside of `rope_scaling` or `rope_parameters` | the one inside; a warning if not equal |
+//! | `rope_scaling` and `rope_parameters` | `rope_scaling`, unless it is empty; a warning if they differ |
+//! | `rope_type` and `type` differ | refused: versions 4 and 5 read different ones |
+//! | `original_max_position_embeddings` differs inside and outside | refused, for the same reason |
+//! | a rotary key that the type does not use, one that transformers lacks | a warning; refused |
+//! | `layer_types` with another word, or of another length | refused |
+//! | `layer_types` in a Mistral file | windows by layer: AutoModelForCausalLM takes the file for a Ministral |
+//! | `no_rope_layers` null or absent in a SmolLM3 file | every `no_rope_layer_interval`-th layer does not rotate |
+//! | `head_dim` or `sliding_window` null in a Ministral file | refused, as transformers refuses it |
+//!
+//! A tensor in two shards is read where the copies are equal or the index names the last shard, as transformers does.
 use crate::export::Architecture::{self, DeepseekV3, Doge, Llama, Ministral, Mistral, Qwen2, Qwen3, SmolLm3};
 use serde_json::{Map, Value};
 

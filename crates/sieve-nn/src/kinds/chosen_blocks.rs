@@ -3,6 +3,9 @@
 //! Queries choose by pooled keys (means of several tokens' keys), without parameters of their own, or by an indexer, a
 //! projection to further queries and one further key per token. A layer may also read the blocks that an earlier layer
 //! chose.
+//!
+//! A block of more than 64 tokens is read in pieces of 64. Where each query head chooses for itself, attention gets
+//! the keys and values of each head, which the backward pass recomputes.
 mod cache;
 
 pub use cache::ChosenCache;

@@ -1,4 +1,8 @@
 //! Texts of different lengths in the rows of one cache, for devices that take a token of all rows in one call.
+//!
+//! The cache has a fixed size. Kernels read each row's length, and a token lies at its position in the text. A text
+//! is copied into a free row in place, so a captured graph stays valid. Where no step takes the model, each text
+//! gets its own cache back.
 use super::KvCache;
 use sieve_ops::{DeviceBackend, RowsOf};
 

@@ -9,6 +9,10 @@
 //!
 //! So the attention kernels compute the gradient, forward and backward, without storing probabilities. A device may
 //! have fused kernels instead, which compute `I - mean_h P^h` over the chosen blocks.
+//!
+//! The logged loss does not contain the indexer's. The attention's node returns the indexer's gradient beside its
+//! own, weighted by `LayerContext::token_share`. On Hopper `kernels/hopper_index_gradient.cu` computes both
+//! products from the lists of chosen blocks.
 use super::{IndexGradientCall, Read, Reads, pooled, repeat_heads};
 use crate::backend::value;
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor};

@@ -5,6 +5,8 @@
 //! P are the probabilities of the attention, summed over its heads. T is the largest P in each complete block that the
 //! query reads, normalised over these blocks. The indexer's loss is `KL(T || softmax(I))` over the same blocks. GEMMs
 //! compute scores and probabilities for some queries at a time, so no matrix of all pairs exists.
+//!
+//! Padding counts as documents of one token (`Batch::part_padding`), whose divergence is 0.
 use super::{IndexedCall, Reads};
 use crate::backend::value;
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor};

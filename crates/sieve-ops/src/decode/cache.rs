@@ -1,4 +1,7 @@
 //! Keys and values of earlier tokens, in buffers that kernels write to in place.
+//!
+//! A `SelectorCache` keeps all keys of one text, for selectors that evict nothing; `TokenKeys` of sieve-core
+//! describes which of them a token reads. Bounds of pages are updated in place.
 use super::token_buffer::{RowsOf, TokenBuffer};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};

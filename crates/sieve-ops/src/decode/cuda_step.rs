@@ -1,5 +1,12 @@
 //! A decoding step on CUDA, one new token for each row: the first step runs and is captured as a graph, which computes
 //! the later ones.
+//!
+//! The second single token of a text is captured, and later tokens replay the graph. Whatever differs between
+//! tokens is read on the device: id, position, chosen and compressed blocks, joined latents. A window's cache moves
+//! its last keys to the front when it is full, and kernels subtract the number of dropped tokens. The graph belongs
+//! to the `KvCache` and is dropped when a cache grows, when the keys must be split into more parts, or when any
+//! other pass touches the cache. Each of its kernels starts while the one before it ends
+//! (`kernels/common/programmatic_launch.cuh`).
 use super::cuda::{slots_of, writable, writable_buffer};
 use super::scratch::{CudaStepGraph, KernelScratch, Recent, SCRATCH_KEYS};
 use super::{

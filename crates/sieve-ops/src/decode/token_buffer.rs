@@ -1,4 +1,6 @@
 //! Buffers that a cache adds tokens to.
+//!
+//! A buffer has one owner, so kernels write to it in place; cloning it copies it.
 use crate::device::write_block;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;

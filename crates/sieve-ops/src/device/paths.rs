@@ -1,4 +1,8 @@
 //! The path that each call of an op took, kernel or reference, and why.
+//!
+//! Each call without a kernel is counted by its place and reason; `train`, `eval`, `generate` and `logits` print
+//! the counts. An attention reference that would hold more than 2^26 scores is refused on every device, and
+//! `--device auto` never chooses a device that would need one.
 use burn::tensor::TensorMetadata;
 use sieve_core::ScoreMatrix;
 use std::collections::BTreeMap;

@@ -1,4 +1,6 @@
 //! How the ranks of a run agree on its recipe, its folder and the checkpoint that it begins with.
+//!
+//! Rank 0 finds the checkpoint, and the other ranks open the same one.
 use crate::{BranchOptions, Origin, RunFolder, Start, TrainError};
 use sieve_comm::Mesh;
 use sieve_core::{Recipe, ShownPath};

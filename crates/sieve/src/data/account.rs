@@ -1,7 +1,7 @@
 //! Makes the printed lines about a corpus: which documents were held out, and how many were left out.
-use crate::terminal::thousands;
 use sieve_core::ShownPath;
 use sieve_data::{CorpusReport, Prepared, PreparedMeta};
+use sieve_host::terminal::thousands;
 use sieve_train::TrainingData;
 
 /// With fewer held-out tokens than this a warning is printed: losses of single tokens spread by about three nats, so

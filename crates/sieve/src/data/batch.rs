@@ -1,13 +1,13 @@
 //! `sieve data batch`: the rows of one training step.
-use crate::out_file::OutFile;
 use crate::recipe::RecipeArgs;
-use crate::terminal;
 use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_core::recipe::DataFormat;
 use sieve_data::{DataError, OnChange, Prepared};
 use sieve_hf::{NamedTensor, write_tensor_file};
+use sieve_host::out_file::OutFile;
+use sieve_host::terminal;
 use sieve_train::DataSource;
 use std::path::PathBuf;
 
@@ -48,10 +48,10 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         );
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
-    let source = DataSource::open(&recipe, &crate::environment::variable)?;
+    let source = DataSource::open(&recipe, &sieve_host::environment::variable)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
-    let variable = &crate::environment::variable;
+    let variable = &sieve_host::environment::variable;
     let resumed = None;
     data.prepare_stages(&recipe, place, resumed, variable, &mut |_event| {})?;
     let batch = sieve_train::step_batch(&recipe, &data, args.step)?;

@@ -1,13 +1,13 @@
 //! `sieve data prepare`: text into shards, ahead of training.
-use crate::out_file::on_this_machine;
 use crate::recipe::RecipeArgs;
-use crate::{terminal, text_files};
 use anyhow::Result;
 use clap::Args;
 use indicatif::ProgressBar;
 use sieve_core::recipe::DataFormat;
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, PreparedMeta, Progress, SplitMeta};
+use sieve_host::out_file::on_this_machine;
+use sieve_host::{terminal, text_files};
 use sieve_train::{DataEvent, DataSource, initial_checkpoint};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     };
     // A run that begins with a checkpoint reads the checkpoint's tokenizer.
     let begins_with = initial_checkpoint(&recipe)?;
-    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &crate::environment::variable)?;
+    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &sieve_host::environment::variable)?;
     let source = source.looking_in(args.recipe.known_data(dir.parent().unwrap_or(&dir)));
     for corpus in source.corpora() {
         text_files::warn_of_json(corpus);
@@ -53,7 +53,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let place = (dir.as_path(), on_change);
     let observe = &mut |event| watch.see(event);
     let resumed = None;
-    data.prepare_stages(&recipe, place, resumed, &crate::environment::variable, observe)?;
+    data.prepare_stages(&recipe, place, resumed, &sieve_host::environment::variable, observe)?;
     drop(watch);
     // With --replace, shards that are damaged have been prepared again.
     for found in data.shards().filter(|shards| shards.reused && on_change == OnChange::Refuse) {

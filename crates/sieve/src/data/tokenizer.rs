@@ -1,12 +1,12 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
-use crate::out_file::OutFile;
 use crate::recipe::RecipeArgs;
-use crate::text_files::{Beginning, FormatArg};
-use crate::{terminal, text_files};
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use sieve_core::ShownPath;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
+use sieve_host::out_file::OutFile;
+use sieve_host::text_files::{Beginning, FormatArg};
+use sieve_host::{terminal, text_files};
 use sieve_train::corpus_configs;
 use std::path::Path;
 
@@ -54,7 +54,7 @@ const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
 /// many bytes of text a token holds.
 pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let TokenizerCommand::Train(args) = command;
-    let variable = &crate::environment::variable;
+    let variable = &sieve_host::environment::variable;
     let (config, from_recipe) = match &args.recipe {
         Some(recipe) => {
             let recipe = RecipeArgs::new(recipe.clone(), args.overrides.clone());

@@ -2,21 +2,21 @@
 mod answers;
 mod extrapolation;
 
-use super::{output, so_far, text};
 use crate::data::account;
-use crate::draw::line_chart::{self, Axis, Curve, Plot};
-use crate::exit::Exit;
-use crate::loaded::{PlaceArgs, on_device};
-use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
-use crate::out_file::PictureFile;
-use crate::text_files::FormatArg;
-use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_core::{ShownPath, covered_words};
 use sieve_data::{Corpus, Prepared};
 use sieve_hf::{Kept, LoadedModel};
+use sieve_host::evaluation::{output, so_far, text};
+use sieve_host::exit::Exit;
+use sieve_host::line_chart::{self, Axis, Curve, Plot};
+use sieve_host::loaded::{PlaceArgs, on_device};
+use sieve_host::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
+use sieve_host::out_file::PictureFile;
+use sieve_host::text_files::FormatArg;
+use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{
     EvalDocument, Extrapolation, InferError, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss,
     RollingPerplexity, Selection, first_tokens, perplexity, prepared_documents, text_documents,
@@ -229,7 +229,7 @@ fn with_progress<B: DeviceBackend>(
 fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (
-            PathBuf::from(sieve_core::paths::expand(dir, &crate::environment::variable)?),
+            PathBuf::from(sieve_core::paths::expand(dir, &sieve_host::environment::variable)?),
             "run this where the recipe's data.cache_dir leads to them",
         ),
         None => (

@@ -1,10 +1,10 @@
 //! How many epochs a run reads of its text: exact if the text is tokenised, else estimated from the files' sizes.
-use crate::environment::variable;
-use crate::terminal;
-use crate::text_files::{Beginning, local_tokenizer};
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{Corpus, Prepared, SplitMeta};
+use sieve_host::environment::variable;
+use sieve_host::terminal;
+use sieve_host::text_files::{Beginning, local_tokenizer};
 use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 

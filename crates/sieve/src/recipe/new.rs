@@ -1,11 +1,8 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
-use crate::environment::variable;
-use crate::out_file::OutFile;
 use crate::own_text::{OwnText, gives_steps};
 use crate::plan::epochs;
-use crate::text_files::remark_on_missing;
-use crate::{shipped, terminal};
+use crate::shipped;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -15,6 +12,10 @@ use sieve_core::recipe::{
 };
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, is_hub_tokenizer};
+use sieve_host::environment::variable;
+use sieve_host::out_file::OutFile;
+use sieve_host::terminal;
+use sieve_host::text_files::remark_on_missing;
 use sieve_train::DataSource;
 
 /// Sizes for which the program holds recipes of all kinds.

@@ -1,9 +1,5 @@
 //! Arguments of `sieve train`, and what they ask of a run.
 use super::exporter::MetricsPort;
-use super::on_event::OnEvent;
-use crate::device::DeviceChoice;
-use crate::out_file::on_this_machine;
-use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use anyhow::Result;
 use clap::Args;
@@ -11,9 +7,12 @@ use clap::builder::NonEmptyStringValueParser;
 use sieve_core::{Attention, Recipe, ShownPath};
 use sieve_data::is_hub_model;
 use sieve_hf::Checkpoint;
+use sieve_host::device::DeviceChoice;
+use sieve_host::on_event::OnEvent;
+use sieve_host::out_file::on_this_machine;
+use sieve_host::out_of_memory::MemoryArgs;
 use sieve_train::{BranchOptions, FoundRun, RunRequest, Start};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 /// Arguments of `sieve train`.
 #[derive(Args, Debug)]
@@ -97,12 +96,6 @@ pub(super) enum Resume {
     Auto,
     /// Resume the run in the output folder; without one, fail.
     Latest,
-}
-
-/// Work other than a step (such as preparing text) counts as hung after this time without progress; `seconds` are those
-/// without a heartbeat after which a process counts as lost.
-pub(super) fn long_patience(seconds: u64) -> Duration {
-    Duration::from_secs(20 * seconds)
 }
 
 impl TrainArgs {

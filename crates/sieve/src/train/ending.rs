@@ -1,10 +1,10 @@
 //! The last lines of a run: its losses, their curve, and the next commands.
 use super::lines::mean_of;
 use super::log::Log;
-use crate::ask::Ask;
-use crate::{terminal, text_files};
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::{Prepared, Tokenizer};
+use sieve_host::ask::Ask;
+use sieve_host::{terminal, text_files};
 use sieve_ops::DMA_SCORE_CLAMP;
 use sieve_train::{BestCheckpoint, RunFolder, TrainSummary, TrainingData, ValidationReport, best_checkpoint};
 
@@ -13,7 +13,7 @@ const PROMPT_TOKENS: usize = 12;
 
 /// Prints the ops that ran as their reference.
 pub(super) fn tell_references(log: &Log) {
-    for line in crate::paths::reference_lines() {
+    for line in sieve_host::paths::reference_lines() {
         log.line(&line);
     }
 }

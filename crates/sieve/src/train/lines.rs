@@ -1,6 +1,6 @@
 //! The lines that `sieve train` prints.
-use crate::terminal::{self, gib};
 use sieve_core::{Recipe, ShownPath};
+use sieve_host::terminal::{self, gib};
 use sieve_kernels::LaunchCounts;
 use sieve_ops::MemoryPeak;
 use sieve_train::{MemoryProbe, SkippedStep, StepReport, TrainSummary, ValidationReport};

@@ -1,7 +1,7 @@
 //! A run's printed lines, which also go into its `log` file.
-use crate::terminal;
 use anyhow::{Context, Result};
 use sieve_core::{ShownPath, shown_text};
+use sieve_host::terminal;
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io::Write;

@@ -1,10 +1,10 @@
 //! What a run lacks before it can begin, in one message: memory, its tokenizer, its text.
-use crate::environment::variable;
-use crate::terminal;
 use anyhow::{Error, Result, anyhow, bail};
 use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::{Corpus, CorpusConfig, DataError, Tokenizer, is_hub_tokenizer};
+use sieve_host::environment::variable;
+use sieve_host::terminal;
 use sieve_train::{Origin, TrainError, corpus_configs};
 use std::path::Path;
 

@@ -1,31 +1,34 @@
 //! One run: its session, its lines, and what it writes when it ends.
-use super::arguments::{TrainArgs, long_patience};
+use super::arguments::TrainArgs;
 use super::ending::{curve, finish, next_steps, tell_references};
 use super::exporter::Exporter;
 use super::lines::{
     cost_lines, describe, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
 };
 use super::log::Log;
-use super::on_event::{OnEvent, StallWatch};
 use super::place::{check_gpu, on_cpu, on_cuda, state_of};
 use super::profile::StepProfile;
 use super::samples::Prompts;
 use super::step_bar::StepBar;
-use super::{gpus, missing, samples};
+use super::{missing, samples};
 use crate::data::account;
 use crate::data::prepare::Watch;
-use crate::device::Device;
-use crate::environment::variable;
-use crate::exit::Exit;
-use crate::interrupt::Interrupt;
 use crate::recipe::useless::useless_settings;
-use crate::{allocator, out_of_memory, room, startup, terminal, text_files};
+use crate::{allocator, startup};
 use anyhow::{Context, Result, bail};
 use burn::backend::Autodiff;
 use burn_cuda::CudaDevice;
 use burn_flex::Flex;
 use sieve_comm::Mesh;
 use sieve_core::{Keeping, Recipe, ShownPath};
+use sieve_host::device::Device;
+use sieve_host::environment::variable;
+use sieve_host::exit::Exit;
+use sieve_host::gpus;
+use sieve_host::interrupt::Interrupt;
+use sieve_host::on_event::{OnEvent, StallWatch};
+use sieve_host::ranks::long_patience;
+use sieve_host::{out_of_memory, room, terminal, text_files};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
     DataEvent, DataSource, Group, Hardware, Opened, RunRequest, Session, TrainError, TrainEvent, TrainSummary, Trainer,
@@ -57,7 +60,7 @@ impl<'a> Process<'a> {
             args,
             found: match &mesh {
                 Some(mesh) => gpus::device(args.device, mesh, recipe)?,
-                None => crate::kernels::device_for(args.device, recipe)?,
+                None => sieve_host::kernels_ahead::device_for(args.device, recipe)?,
             },
             interrupt,
             events: args.events(),

@@ -1,12 +1,12 @@
 //! The device that a run trains on, as the trainer takes it.
-use crate::device::Device;
-use crate::terminal;
 use anyhow::{Result, anyhow};
 use burn::backend::Autodiff;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Keeping, ModelShape, Recipe};
+use sieve_host::device::Device;
+use sieve_host::terminal;
 use sieve_kernels::step::require_fp8;
 use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::Cuda;
@@ -47,7 +47,7 @@ pub(super) fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
         memory: MemoryProbe::Process,
         keeping: Keeping::default(),
     };
-    let description = format!("the CPU, {}", terminal::counted(crate::device::num_threads() as u64, "thread"));
+    let description = format!("the CPU, {}", terminal::counted(sieve_host::device::num_threads() as u64, "thread"));
     (hardware, description)
 }
 
@@ -60,7 +60,7 @@ pub(super) fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autod
         peak_flops: peak,
         memory: MemoryProbe::Device(DeviceMemory {
             index: gpu.index,
-            now: crate::device::cuda_memory,
+            now: sieve_host::device::cuda_memory,
             watch: sieve_kernels::MemoryPeak::watch,
             unwatch: sieve_kernels::MemoryPeak::unwatch,
             peak: sieve_kernels::MemoryPeak::seen,

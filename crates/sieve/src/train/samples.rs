@@ -1,11 +1,11 @@
 //! Texts that a model continues the recipe's prompts with, while it trains and at its end.
 use super::log::Log;
-use crate::environment::variable;
 use anyhow::{Result, bail, ensure};
 use burn::module::AutodiffModule;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::Tokenizer;
 use sieve_hf::{ChatMessage, ChatTemplate, end_ids};
+use sieve_host::environment::variable;
 use sieve_infer::{GenerateConfig, Generator, InferError, Sampling};
 use sieve_ops::TrainBackend;
 use sieve_train::{Session, Trainer, chat_template};

@@ -1,6 +1,6 @@
 //! The progress bar of `sieve train`: it moves with each micro-batch, and its time left with each second.
-use crate::terminal;
 use indicatif::{ProgressBar, ProgressState};
+use sieve_host::terminal;
 use sieve_train::TrainEvent;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex, PoisonError};

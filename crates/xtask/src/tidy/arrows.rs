@@ -1,12 +1,16 @@
 //! Checks which crate uses which, and that forbidden features are off.
 use crate::workspace;
 use anyhow::{Context, Result};
+use serde_json::Value;
 
 /// The page with the crate map: a table with a row for each crate, and a sentence that lists which uses which.
 const PAGE: &str = "ARCHITECTURE.md";
 
 /// Crates that may use all others.
-const TOP: &[&str] = &["sieve", "sieve-tests"];
+const TOP: &[&str] = &["sieve", TESTS];
+
+/// The crate of tests that cross crates.
+const TESTS: &str = "sieve-tests";
 
 /// Crates that must not depend on Burn or CUDA. Crates that launch kernels may use cudarc.
 const WITHOUT_BURN: &[&str] = &[
@@ -32,11 +36,19 @@ const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];
 const ON_CPUS: &str = "sieve-hf";
 const OF_CUDA: &[&str] = &["cudarc", "burn-cuda", "burn-cubecl", "cubecl", "cubecl-cuda", "sieve-gpu", "sieve-kernels"];
 
+/// The folder of the crates that compare and measure. Nothing of the engine depends on one of them, but the program,
+/// which mounts their commands by [`MOUNT`].
+const LAB: &str = "/lab/crates/";
+const MOUNT: (&str, &str) = ("sieve", "sieve-lab");
+
 /// Checks the dependencies between the workspace's crates, and the features of external ones.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let page = workspace::read(PAGE)?;
     let map = Map::of(&page).with_context(|| format!("{PAGE} has no sentence `Arrows: ..`"))?;
-    for package in workspace::packages("cargo metadata --format-version 1 --no-deps")? {
+    let packages = workspace::packages("cargo metadata --format-version 1 --no-deps")?;
+    let is_lab = |package: &&Value| package["manifest_path"].as_str().is_some_and(|path| path.contains(LAB));
+    let lab: Vec<&str> = packages.iter().filter(is_lab).filter_map(|package| package["name"].as_str()).collect();
+    for package in &packages {
         let name = package["name"].as_str().unwrap_or_default();
         let uses: Vec<&str> = package["dependencies"]
             .as_array()
@@ -46,6 +58,9 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             .filter_map(|dependency| dependency["name"].as_str())
             .collect();
         check_package(&map, name, &uses, problems);
+        if !is_lab(&package) {
+            check_engine(name, &uses, &lab, problems);
+        }
     }
     let tree = workspace::output("cargo tree --workspace -e features --prefix none")?;
     check_features(&tree, problems);
@@ -64,7 +79,7 @@ impl<'a> Map<'a> {
     /// Reads the rows "| `sieve-core` | .." and the sentence "Arrows: sieve → all; nn → ops, core; ...".
     fn of(page: &'a str) -> Option<Self> {
         let rows = page.lines().filter_map(|line| line.strip_prefix("| `"));
-        let crates = rows.filter_map(|row| Some(row.split_once("` |")?.0));
+        let crates = rows.filter_map(|row| Some(row.split_once('`')?.0));
         let long = |name: &str| format!("sieve-{}", name.trim());
         let (_, sentence) = page.split_once("\nArrows: ")?;
         let arrows = sentence.split('.').next()?.split(';').filter_map(|arrow| {
@@ -100,6 +115,14 @@ fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String
         for dependency in uses.iter().filter(|dependency| is_forbidden(dependency)) {
             problems.push(format!("crate {name} must build without Burn and CUDA, but uses {dependency}"));
         }
+    }
+}
+
+/// Checks that a crate of the engine uses none of the lab's.
+fn check_engine(name: &str, uses: &[&str], lab: &[&str], problems: &mut Vec<String>) {
+    let is_wrong = |used: &&&str| lab.contains(*used) && (name, **used) != MOUNT && name != TESTS;
+    for used in uses.iter().filter(is_wrong) {
+        problems.push(format!("crate {name} is of the engine and must not use {used}, which is of the lab"));
     }
 }
 
@@ -161,6 +184,19 @@ mod tests {
         assert_eq!(problems("sieve-core", &["burn-flex"]).len(), 1);
         assert_eq!(problems("sieve-new", &[]).len(), 1);
         assert!(problems("sieve", &["sieve-train", "burn"]).is_empty());
+    }
+
+    #[test]
+    fn only_the_program_mounts_the_lab() {
+        let found = |name: &str, uses: &[&str]| {
+            let mut problems = Vec::new();
+            check_engine(name, uses, &["sieve-lab", "sieve-eval"], &mut problems);
+            problems.len()
+        };
+        assert_eq!(found("sieve", &["sieve-lab", "sieve-train"]), 0);
+        assert_eq!(found("sieve", &["sieve-lab", "sieve-eval"]), 1);
+        assert_eq!(found("sieve-serve", &["sieve-infer", "sieve-lab"]), 1);
+        assert_eq!(found(TESTS, &["sieve-eval"]), 0);
     }
 
     #[test]

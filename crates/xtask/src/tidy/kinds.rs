@@ -14,7 +14,7 @@ const BEFORE: [(&str, usize); 8] = [
     ("lab/crates/sieve-bench/src/nsa.rs", 1),
     ("lab/crates/sieve-bench/src/run.rs", 4),
     ("crates/sieve-select/src/decode/dma.rs", 2),
-    ("crates/sieve/src/kernels/arguments.rs", 2),
+    ("lab/crates/sieve-lab/src/kernels/arguments.rs", 2),
     ("crates/sieve/src/recipe/new.rs", 1),
 ];
 

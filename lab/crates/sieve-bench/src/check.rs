@@ -3,7 +3,7 @@ use crate::attention;
 use crate::device::{Device, Gpu, portable_only};
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
-use crate::extent::{CheckPart, Extent, GROUPS, Target, WIDTHS, add_attention};
+use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
 use crate::{biases, decode, latent, models, nsa, select, selection, sparse, step};
@@ -12,6 +12,7 @@ use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_core::ShownPath;
+use sieve_kernels::Target;
 use sieve_kernels::{
     Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelPolicy, NeededKernels, NeededKeys, ScoreBias,
     SumOrder,

@@ -517,7 +517,7 @@ pub(crate) mod tests {
         if Command::new("g++").arg("--version").output().is_err() {
             return eprintln!("no g++: the emulator cannot run");
         }
-        let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/emulator");
+        let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../target/emulator");
         let emulator = Emulator::with_shared_bytes(&programs, max_shared_bytes);
         let emulator = emulator.expect("a folder for programs");
         let mut report = Report::default();

@@ -14,16 +14,6 @@ pub enum BenchError {
     /// No kernel takes the requested call.
     #[error("no kernel takes this call")]
     NotTaken(#[source] KernelError),
-    /// No architecture was named, and there is no GPU.
-    // The second line of the error is a hint for a run.
-    #[error(
-        "there is no GPU here to build for: {}\n  hint: name its architecture, such as --arch sm_90a",
-        .0.to_string().lines().next().unwrap_or_default()
-    )]
-    NothingToBuildFor(KernelError),
-    /// No compiler was named, and none is installed.
-    #[error("no compiler\n  hint: install the run-time compiler of a CUDA toolkit (NVRTC)")]
-    NoCompiler(#[source] KernelError),
     /// A file of tensors could not be read or written.
     #[error(transparent)]
     File(#[from] CheckpointError),

@@ -30,25 +30,6 @@ pub enum CheckPart {
     Sinks,
 }
 
-/// The device that a check runs on.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Target {
-    /// The CPU, with the kernels of sieve-cpu.
-    Cpu,
-    /// A CUDA device whose runtime is ready.
-    Cuda(DeviceReport),
-}
-
-impl Target {
-    /// Name of the device.
-    pub fn name(&self) -> String {
-        match self {
-            Self::Cpu => "cpu".to_owned(),
-            Self::Cuda(gpu) => format!("{} ({})", gpu.name, gpu.arch()),
-        }
-    }
-}
-
 /// The number of random calls of a check, and the sizes that they are drawn from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {

@@ -41,19 +41,17 @@ mod step;
 mod tiles;
 
 mod bench;
-mod build;
 mod capture;
 mod check;
 mod run;
 
 pub use bench::bench;
-pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, prefill};
 pub use capture::{Captured, capture, kernel_sources};
 pub use check::{CheckSettings, CheckedPart, check, check_emulated, check_json, short_check};
 pub use clock::Times;
 pub use emulator::replay_emulated;
 pub use error::BenchError;
-pub use extent::{CheckPart, Target};
+pub use extent::CheckPart;
 pub use report::{Report, Row};
 pub use run::{NsaForm, Op, RunSettings, run};
 pub use scores::Scores;

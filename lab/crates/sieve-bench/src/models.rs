@@ -6,7 +6,6 @@
 mod fp8;
 
 use crate::attention::repeat;
-use crate::build::needed_by;
 use crate::error::{BenchError, Result};
 use crate::extent::CheckPart;
 use crate::extent::Extent;
@@ -238,7 +237,7 @@ pub(crate) fn needed_kernels(part: CheckPart, gpu: &DeviceReport) -> NeededKerne
             // A recipe whose kernels cannot be listed gets them compiled at first use.
             let recipe = recipe(&kind, sizes).and_then(|mut recipe| {
                 recipe.training.deterministic = order == SumOrder::Fixed;
-                needed_by(Some(&recipe), &gpu.arch())
+                sieve_plan::needed_kernels(Some(&recipe), &gpu.arch()).map_err(BenchError::Refused)
             });
             list.extend(recipe.unwrap_or_default());
         }

@@ -1,10 +1,10 @@
 //! `--extrapolate`: the loss on the same tokens after contexts longer than a row in training.
 use super::{BATCH_TOKENS, PplArgs, prepared_data};
-use crate::eval::so_far;
-use crate::terminal;
 use anyhow::{Result, bail};
 use sieve_data::Tokenizer;
 use sieve_hf::LoadedModel;
+use sieve_host::evaluation::so_far;
+use sieve_host::terminal;
 use sieve_infer::{EvalDocument, Extrapolation, InferError, extrapolation, prepared_documents, text_documents};
 use sieve_ops::DeviceBackend;
 

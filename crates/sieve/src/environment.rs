@@ -1,9 +1,0 @@
-//! Environment variables.
-
-/// Environment variable that `sieve launch` sets for its processes.
-pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
-
-/// Value of an environment variable; `None` if it is unset or not UTF-8.
-pub(crate) fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok()
-}
