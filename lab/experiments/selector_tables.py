@@ -1,4 +1,4 @@
-"""Tables of docs/published-models.md that are computed from lab/rows/published.jsonl: SmolLM2-135M under
+"""Tables of lab/docs/published-models.md that are computed from lab/rows/published.jsonl: SmolLM2-135M under
 selectors.
 
 `TABLES` holds a function for each, as in run_tables.py.

@@ -201,7 +201,7 @@ def advice():
     for method in ("block_sparse", "bfla", "streamingllm"):
         _, times, _, mass = whole[method]
         lines.append(["half a million tokens, most left out" if method == "block_sparse" else "", f"`{method}`",
-                      f"{times}, attention alone", f"keeps {mass} % of the mass"])
+                      f"{times}, only attention", f"keeps {mass} % of the mass"])
     kept = quality["`oracle_topk:k=16`"]
     return ["you want", "take", "times as fast", "loss added, or what else"], lines + [
         ["fewer keys read while writing", "`quest`", "-", "ranks needles as dense attention does"],

@@ -2,10 +2,10 @@
 
     python3 lab/experiments/layouts/table.py                   prints the tables
     python3 lab/experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
-    python3 lab/experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
+    python3 lab/experiments/layouts/table.py --section         the sections of the two pages, their prose to be written
 
-The tables of docs/choose.md are made of it. The picture is of the race with the longest runs. Needles stand in the
-picture, RULER's tasks in the lines alone. Needs nothing but Python.
+The tables of docs/choose.md and lab/docs/results.md are made of it. The picture is of the race with the longest runs.
+Needles stand in the picture, RULER's tasks in the lines alone. Needs nothing but Python.
 """
 
 import argparse

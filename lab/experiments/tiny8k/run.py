@@ -229,7 +229,7 @@ def tables(rows):
 
 
 def take(given):
-    """checkpoints/tiny8k from the pieces that came back, with its card; the rows behind it, for docs/selectors.md."""
+    """checkpoints/tiny8k from the pieces that came back, with its card; the rows behind it, for lab/docs/selectors.md."""
     kept = (given.take / "rows.jsonl").read_text(encoding="utf-8")
     # Without the folder of the machine that measured: what a command names is below it.
     (folder,) = {path.removesuffix("export") for path in re.findall(r"--checkpoint (\S+)", kept)}
