@@ -483,11 +483,10 @@ impl Reader {
         let mut lines = Vec::new();
         for key in keys {
             let there = kind.example().as_kind().config_key(&key);
-            let value = match &of[there.name] {
-                Value::Null => &there.absent,
-                value => value,
-            };
-            match value {
+            match &of[there.name] {
+                Value::Null if there.is_needed => {
+                    return Err(self.bad_value(format!("attention_kind is {name}, and {} is missing", there.name)));
+                }
                 Value::Null => {}
                 // Numbers, strings, booleans and lists of these have the same form in JSON and TOML.
                 value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
@@ -578,7 +577,7 @@ impl HfConfig {
             reader.number("rms_norm_eps")?,
             reader.number("initializer_range")?,
         );
-        // Exports of Sieve have both keys; older ones do not, and their models have norms and no biases.
+        // Exports of Sieve have keys of their own for what other classes always or never have.
         let flag = |key: &str, of_class: bool| match architecture {
             Architecture::Sieve => reader.value[key].as_bool().unwrap_or(of_class),
             _ => of_class,
