@@ -113,8 +113,8 @@ fn loaded(attention: &str, overrides: &[String]) -> Option<DmaShape> {
     let recipe = Recipe::load(&text(attention), "a recipe", overrides).ok()?;
     // What a run's config.toml holds is read back equal, in any version that knows its keys: all of them are there.
     let config = recipe.to_toml().expect("a loaded recipe can be written");
-    let (again, notes) = Recipe::load_with_notes(&config, "config.toml", &[]).expect("reads back");
-    assert_eq!((&again, &notes.former_form), (&recipe, &None), "{attention} {overrides:?}");
+    let again = Recipe::load(&config, "config.toml", &[]).expect("reads back");
+    assert_eq!(again, recipe, "{attention} {overrides:?}");
     match recipe.attention.own {
         Attention::Dma(dma) => Some(dma),
         other => panic!("{other:?}"),
@@ -213,61 +213,34 @@ fn the_same_keys_are_one_form_in_a_recipe_and_in_python() {
 }
 
 #[test]
-fn a_text_whose_meaning_changed_has_the_overrides_that_give_the_former_one() {
-    let former = |attention: &str, overrides: &[&str]| {
-        let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
-        let text = text(&format!("kind = \"dma\"\n{attention}"));
-        let (recipe, notes) = Recipe::load_with_notes(&text, "a recipe", &overrides).expect("valid");
-        let former = notes.former_form?;
-        // The overrides give the attention that the text stood for, and then there is no other one.
-        let all = [overrides, former.overrides].concat();
-        let (before, again) = Recipe::load_with_notes(&text, "a recipe", &all).expect("valid");
-        assert!(again.former_form.is_none() && before.attention != recipe.attention);
-        Some(before.attention.own)
-    };
-    let published = Attention::Dma(DmaShape::published(48));
-    for attention in
-        ["keep_window_size = 48", "keep_window_size = 48\na_init = 0.0", "keep_window_size = 48\nbias = \"exp\""]
-    {
-        assert_eq!(former(attention, &[]), Some(published), "{attention}");
-    }
-    assert!(former("keep_window_size = 48\na_init = 0.5", &[]).is_some());
-    let before = former("keep_window_size = 48\nrecency = \"slope\"", &[]).expect("another local window");
-    assert!(matches!(before, Attention::Dma(DmaShape { recency: DmaRecency::Slope, local_window_size: 0, .. })));
-    // Overrides were read with the text.
-    assert!(former("keep_window_size = 48", &["attention.local_window_size=2", "attention.recency=slope"]).is_none());
-    assert!(former("keep_window_size = 48", &["attention.preset=paper"]).is_none());
-    for attention in ["", "keep_window_size = 48\npreset = \"paper\"", "bias = \"exp\"", "recency = \"none\""] {
-        assert_eq!(former(attention, &[]), None, "{attention}");
-    }
-    assert_eq!(former("", &["attention.keep_window_size=48"]), None, "overrides never meant the published form");
-}
-
-#[test]
-fn exports_without_the_keys_and_doge_are_the_published_form() {
+fn doge_is_the_published_form_and_an_export_says_its_form_in_full() {
     let of = |config: &Value| {
         let folder = tempfile::tempdir().expect("a folder");
         dense_model(folder.path());
         std::fs::write(folder.path().join("config.json"), config.to_string()).expect("writable");
-        let model = sieve_hf::imported_model(folder.path(), None, &[]).unwrap_or_else(|error| panic!("{error}"));
-        model.0.attention.own
+        let model = sieve_hf::imported_model(folder.path(), None, &[]);
+        model.map(|(recipe, ..)| recipe.attention.own).map_err(|error| error.to_string())
     };
     let folder = tempfile::tempdir().expect("a folder");
     let config = std::fs::read_to_string(dense_model(folder.path()).join("config.json")).expect("written");
     let mut config: Value = serde_json::from_str(&config).expect("JSON");
     config["keep_window_size"] = json!(48);
     config["model_type"] = json!("doge");
-    assert_eq!(of(&config), Attention::Dma(DmaShape::published(48)));
-    // An export from before `bias`, `recency` and `local_window_size` existed; then one with `bias`; then one of today.
+    assert_eq!(of(&config), Ok(Attention::Dma(DmaShape::published(48))));
     config["model_type"] = json!("sieve");
     config["attention_kind"] = json!("dma");
-    assert_eq!(of(&config), Attention::Dma(DmaShape::published(48)));
-    config["bias"] = json!("linear");
-    let no_slope = DmaShape { bias: DmaBias::Linear, ..DmaShape::published(48) };
-    assert_eq!(of(&config), Attention::Dma(no_slope));
-    config["recency"] = json!("slope");
-    config["local_window_size"] = json!(6);
-    assert_eq!(of(&config), Attention::Dma(DmaShape::new(48)));
+    let form = json!({"bias": "linear", "recency": "slope", "local_window_size": 6});
+    let form = form.as_object().expect("keys");
+    for missing in form.keys() {
+        let mut some = config.clone();
+        for (key, value) in form.iter().filter(|(key, _)| *key != missing) {
+            some[key] = value.clone();
+        }
+        let said = of(&some).expect_err(missing);
+        assert!(said.contains(&format!("attention_kind is dma, and {missing} is missing")), "{said}");
+    }
+    config.as_object_mut().expect("keys").extend(form.clone());
+    assert_eq!(of(&config), Ok(Attention::Dma(DmaShape::new(48))));
 }
 
 /// `checkpoints/tiny` was written when layers transposed the weight of the scores.

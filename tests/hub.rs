@@ -87,7 +87,7 @@ fn models_of_the_hub_are_imported_continued_and_measured_by_name() {
     let weights = pickled.remove("model.safetensors").expect("it has weights");
     pickled.insert("pytorch_model.bin".to_owned(), weights);
     let mut other = pickled.clone();
-    other.insert("config.json".to_owned(), br#"{"model_type": "gemma2"}"#.to_vec());
+    other.insert("config.json".to_owned(), br#"{"model_type": "gemma2", "final_logit_softcapping": 30.0}"#.to_vec());
     let repositories =
         [("some/words", &whole), ("gated/words", &whole), ("old/words", &pickled), ("other/family", &other)];
     let address = serve(repositories.map(|(name, files)| (name.to_owned(), files.clone())).into());
@@ -121,7 +121,9 @@ fn models_of_the_hub_are_imported_continued_and_measured_by_name() {
     refuses(&address, "hf://gated/words", "it is gated: | HF_TOKEN");
     refuses(&address, "hf://old/words", "are pickles | from_pretrained(\"old/words\")");
     // Before tokenizer and weights are looked for.
-    refuses(&address, "hf://other/family", "model_type is \"gemma2\" | norms that multiply by 1 + weight | !fetching");
+    let unknown =
+        "model_type is \"gemma2\", which Sieve does not know, nor its keys final_logit_softcapping | !fetching";
+    refuses(&address, "hf://other/family", unknown);
     refuses(&address, "hf://words", "names no model of the hub | hf://OWNER/NAME");
     refuses(nowhere, "hf://some/other", "the listing of main: | given up | the network");
     let mut command = asking(&tiny, &address, &format!("{generate} hf://some/other"));

@@ -5,7 +5,7 @@ usage: config_keys.py PYTHON... > tests/golden/transformers_config_keys.json
 Each PYTHON has a release of transformers; the file has one entry a release. CLASSES are the classes that an import
 reads. A key is a field of the class (version 5) or an argument of its constructor (version 4), of it or of its base
 class, a key that the base class takes out of the others (`kwargs.pop`), a setting of generation, or a key of a rotary
-dictionary. Of all classes an entry has the names: `model_types`, and those of `causal_models`.
+dictionary.
 """
 
 import inspect
@@ -42,9 +42,6 @@ def release():
     from transformers import AutoConfig, GenerationConfig, modeling_rope_utils
     from transformers.configuration_utils import PretrainedConfig
 
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     classes = {}
     for name in CLASSES:
         cls = type(AutoConfig.for_model(name))
@@ -75,8 +72,6 @@ def release():
         "read_by_models": sorted(set(read)),
         "generation": sorted(key for key in GenerationConfig().to_dict() if key != "transformers_version"),
         "rotary": sorted(set(rotary)),
-        "model_types": sorted(CONFIG_MAPPING_NAMES),
-        "causal_models": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     }
 
 

@@ -24,8 +24,6 @@ mod mistake;
 
 mod error;
 
-mod former_form;
-
 mod key_change;
 
 mod lr_schedule;
@@ -44,9 +42,7 @@ pub use crate::kinds::{Attention, AttentionKind, SwaShape};
 pub use attention::AttentionSection;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
-pub use former_form::FormerForm;
 pub use key_change::KeyChange;
-pub use load::RecipeNotes;
 pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake};
 pub use sections::{

@@ -161,7 +161,7 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
         ValidationSource::Fraction(fraction) => {
             hash.update(&fraction.to_le_bytes());
             if corpora.len() > 1 {
-                // An earlier version did not hold text out of every corpus; its data must not count as the same.
+                // Text is held out of every corpus, and not of the first alone.
                 hash.update(b"of each");
             }
             // The text of a stage is not trained on beyond the cuts of the run's data (`base`): of each cut document,

@@ -68,7 +68,7 @@ pub struct CheckpointState {
     pub vocab_size: usize,
     /// Fingerprint of the prepared data that the run reads.
     pub data_fingerprint: String,
-    /// Hashes of the data's tokens; empty in checkpoints of earlier versions.
+    /// Hashes of the data's tokens; empty where no text is prepared.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub data_tokens: String,
     /// Threads the run used; Burn's own GEMMs may round differently with another number.
@@ -607,7 +607,7 @@ mod tests {
                     &error,
                     &format!("{name} is damaged: it was written at step 4, state.json is of step 8"),
                 );
-                // A piece of an earlier version says no step.
+                // A piece that another program wrote says no step.
                 write_tensor_file(&file, &files(8.0).model, None).unwrap();
                 edited["checksums"][&name] = checksum_of(&file).unwrap().into();
                 fs::write(&state, edited.to_string()).unwrap();

@@ -5,7 +5,6 @@
 //! parameters are initialised as in a new model. Tensors are read one at a time, so that no host has to hold the model.
 
 mod config;
-mod families;
 mod keys;
 mod rotary;
 mod weights;

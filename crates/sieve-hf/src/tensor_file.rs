@@ -96,7 +96,7 @@ pub(crate) fn of_step(step: u64) -> HashMap<String, String> {
     HashMap::from([(STEP.to_owned(), step.to_string())])
 }
 
-/// The step that a file of a checkpoint says it was written at; `None` if it says none, as those of earlier versions.
+/// The step that a file of a checkpoint says it was written at; `None` if it says none.
 pub(crate) fn step_of(path: &Path) -> Option<u64> {
     let file = File::open(path).ok()?;
     // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and removed.

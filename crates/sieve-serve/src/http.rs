@@ -8,12 +8,13 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderValue, Method, Response, Uri, Version, header};
+use axum::http::{HeaderValue, Method, Response, StatusCode, Uri, Version, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{get, post};
 use futures_util::StreamExt;
 use serde_json::{Value, json};
 use std::convert::Infallible;
+use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -24,6 +25,8 @@ const MOST_BYTES: usize = 4 << 20;
 const MOST_READ: usize = 64 << 20;
 /// Seconds in which a request must arrive.
 const BODY_SECONDS: u64 = 30;
+/// The type of numbers for Prometheus.
+const NUMBERS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The server's paths.
 pub(crate) fn router(server: Arc<Server>) -> Router {
@@ -40,6 +43,14 @@ pub(crate) fn router(server: Arc<Server>) -> Router {
         })
         .layer(from_fn_with_state(server.clone(), guard))
         .with_state(server)
+}
+
+/// The one path of a server of numbers, which `text` gives.
+pub(crate) fn metrics_alone(text: impl Fn() -> String + Clone + Send + Sync + 'static) -> Router {
+    Router::new()
+        .route("/metrics", get(move || ready(typed(NUMBERS, text().into()))))
+        .fallback(async || (StatusCode::NOT_FOUND, "the numbers are at /metrics\n"))
+        .method_not_allowed_fallback(async || (StatusCode::METHOD_NOT_ALLOWED, "GET /metrics\n"))
 }
 
 /// Checks the head of a request and its key, and counts the answer.
@@ -94,7 +105,7 @@ fn typed(kind: &'static str, body: Body) -> Response<Body> {
 }
 
 async fn metrics(State(server): State<Arc<Server>>) -> Response<Body> {
-    typed("text/plain; version=0.0.4", server.metrics.text(server.queue.len()).into())
+    typed(NUMBERS, server.metrics.text(server.queue.len()).into())
 }
 
 /// What `/v1/models` says about the model.

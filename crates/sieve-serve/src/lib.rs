@@ -20,5 +20,5 @@ mod serve;
 
 pub use error::ServeError;
 pub use listen::listen;
-pub use serve::serve;
+pub use serve::{serve, serve_metrics};
 pub use server::{Engine, Settings, Stop};

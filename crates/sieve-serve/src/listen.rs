@@ -1,7 +1,6 @@
 //! Takes connections, with limits on their number and on how slowly a client may write and read.
 use crate::error::ServeError;
-use crate::http;
-use crate::server::Server;
+use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
@@ -33,14 +32,9 @@ pub fn listen(host: &str, port: u16) -> Result<TcpListener, ServeError> {
 }
 
 /// Takes connections until `stop` asks for the end, then waits for the open ones.
-pub(crate) async fn accept(
-    listener: TcpListener,
-    server: Arc<Server>,
-    mut stop: watch::Receiver<bool>,
-) -> io::Result<()> {
+pub(crate) async fn accept(listener: TcpListener, router: Router, mut stop: watch::Receiver<bool>) -> io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let (places, connections) = (Arc::new(Semaphore::new(MOST_CONNECTIONS)), GracefulShutdown::new());
-    let router = http::router(server);
     loop {
         let next = async {
             let place = places.clone().acquire_owned().await;

@@ -1,5 +1,6 @@
 //! Starts the server's threads, and ends them.
 use crate::error::ServeError;
+use crate::http;
 use crate::listen;
 use crate::metrics::Metrics;
 use crate::queue::Queue;
@@ -7,8 +8,11 @@ use crate::reply::seconds_since_1970;
 use crate::server::{Engine, Server, Settings, Stop};
 use crate::worker::Worker;
 use sieve_ops::DeviceBackend;
+use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::watch;
 
 /// Threads that check requests and cut their texts into tokens.
 const READERS: usize = 4;
@@ -29,14 +33,10 @@ pub fn serve<B: DeviceBackend>(
     let (tokenizer, counted) = (engine.tokenizer.clone(), metrics.clone());
     let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted });
     listener.set_nonblocking(true)?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
-        .enable_time()
-        .max_blocking_threads(READERS)
-        .build()?;
+    let runtime = runtime()?;
     let stop = stop.receiver();
     let requests = std::thread::Builder::new().name("requests".to_owned()).spawn(move || {
-        let done = runtime.block_on(listen::accept(listener, server, stop));
+        let done = runtime.block_on(listen::accept(listener, http::router(server), stop));
         // Drops unanswered requests, and with them the sending end of the queue, so that the worker ends.
         runtime.shutdown_background();
         done
@@ -46,4 +46,26 @@ pub fn serve<B: DeviceBackend>(
         Ok(done) => Ok(done?),
         Err(panic) => std::panic::resume_unwind(panic),
     }
+}
+
+/// Answers `GET /metrics` at `listener` with what `text` says then, in a thread that ends with the process.
+///
+/// # Errors
+/// The system gives no thread.
+pub fn serve_metrics(
+    listener: TcpListener,
+    text: impl Fn() -> String + Clone + Send + Sync + 'static,
+) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let runtime = runtime()?;
+    let serve = move || {
+        let (_stop, never) = watch::channel(false);
+        runtime.block_on(listen::accept(listener, http::metrics_alone(text), never))
+    };
+    std::thread::Builder::new().name("sieve-metrics".to_owned()).spawn(serve)?;
+    Ok(())
+}
+
+fn runtime() -> io::Result<Runtime> {
+    Builder::new_current_thread().enable_io().enable_time().max_blocking_threads(READERS).build()
 }

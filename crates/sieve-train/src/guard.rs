@@ -62,14 +62,7 @@ impl LossMean {
     /// Continues from the mean in `state`; a `guard_spike_factor` of 0 turns the check off.
     pub(crate) fn new(training: &TrainingSection, state: GuardState) -> Self {
         let factor = training.guard_spike_factor;
-        Self {
-            margin: if factor > 0.0 { factor.ln() as f32 } else { f32::INFINITY },
-            state: match state.mean_loss {
-                // An older version stored no mean, so its checkpoints read as 0.
-                0.0 => GuardState::default(),
-                _ => state,
-            },
-        }
+        Self { margin: if factor > 0.0 { factor.ln() as f32 } else { f32::INFINITY }, state }
     }
 
     /// Forgets all losses, because the next ones are of other data or of another model.

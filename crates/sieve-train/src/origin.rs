@@ -42,8 +42,8 @@ pub struct Origin {
     pub is_branch: bool,
     /// Whether a branch begins without the checkpoint's moments.
     pub fresh_optimizer: bool,
-    /// The run's `model.initial_weights`, with the folder in full; `None` if the run was begun by an earlier version
-    /// that did not keep it.
+    /// The run's `model.initial_weights`, with the folder in full; `None` if the `config.toml` that it resumes from
+    /// lacks the key.
     initial_weights: Option<String>,
     /// `model.initial_weights` as the recipe of a new run gives it, even if `--branch-from` names another checkpoint.
     recipe_key: Option<String>,
@@ -277,7 +277,7 @@ impl Origin {
         if recipe.model.initial_weights.is_some() {
             return initial_weights(recipe);
         }
-        // A run that was begun by an earlier version has no such key.
+        // A run whose `config.toml` lacks the key.
         let of = |path: &Path, step| InitialWeights::Folder { path: path.shown().to_string(), step: Some(step) };
         let begins = !RunFolder::holds_run(folder.path());
         match (Begun::read(folder), &self.checkpoint) {
@@ -390,9 +390,7 @@ impl Begun {
 /// `recipe` names other weights, it keeps them, and the run refuses it. `saved` is the recipe in the run's folder.
 fn with_initial_weights(saved: &mut Recipe, recipe: &mut Recipe, begun: Option<&Begun>) {
     let of_branch = begun.filter(|begun| begun.is_branch);
-    let saved_key = saved.model.initial_weights.take();
-    // Earlier versions did not keep the key.
-    let then = saved_key.or_else(|| Some(initial::key_of(&of_branch?.checkpoint)));
+    let then = saved.model.initial_weights.take();
     let is_same = match recipe.model.initial_weights.as_deref() {
         None => true,
         Some(RANDOM_WEIGHTS) if of_branch.is_none() && then.is_none() => true,
@@ -423,7 +421,7 @@ fn latest_of_two(
     };
     if folder.had_no_identity() && std::fs::read_dir(fallback).is_ok_and(|mut entries| entries.next().is_some()) {
         notices.push(format!(
-            "warning: {} is not searched: {} does not say which run this is, as in a run of an earlier version\n  \
+            "warning: {} is not searched: {} does not say which run this is\n  \
              hint: --resume=DIR names a checkpoint to continue from",
             fallback.shown(),
             folder.lock_path().shown()

@@ -44,7 +44,7 @@ pub struct RunFolder {
     /// What sets this run apart from earlier and later ones in the same folder: the contents of its lock file. Empty
     /// until the folder is locked.
     identity: String,
-    /// Whether the folder held a run without an identity: one of an earlier version, or whose lock file was removed.
+    /// Whether the folder held a run without an identity, whose lock file was emptied or removed.
     had_no_identity: bool,
     /// Held until the run ends; the system releases it when the process is killed.
     lock: Option<File>,
@@ -424,7 +424,7 @@ mod tests {
         assert!(!second.had_no_identity());
         let of_second = second.fallback_name();
         drop(second);
-        // A run of an earlier version has an empty lock file, and a user may remove the file.
+        // A user may empty or remove the lock file.
         fs::write(path.join("run.lock"), "").unwrap();
         let earlier = begun(&Start::Resume);
         assert!(earlier.had_no_identity());

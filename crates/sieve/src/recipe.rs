@@ -6,8 +6,8 @@ use crate::{elsewhere, shipped};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
-use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
-use sieve_core::{Attention, Recipe, RecipeError, ShownPath, did_you_mean};
+use sieve_core::recipe::{json_schema, keys_page};
+use sieve_core::{Recipe, RecipeError, ShownPath, did_you_mean};
 use sieve_data::is_hub_model;
 use sieve_host::environment::variable;
 use sieve_host::{hub, terminal};
@@ -91,12 +91,6 @@ impl RecipeArgs {
 
     /// As [`load`](Self::load), but returns the keys that `--set` made useless instead of naming them in a warning.
     pub(crate) fn load_unsaid(&self) -> Result<(Recipe, Vec<String>)> {
-        let (recipe, RecipeNotes { left_out, .. }) = self.load_with_notes()?;
-        Ok((recipe, left_out))
-    }
-
-    /// Finds, reads and checks the recipe, and prints nothing.
-    fn load_with_notes(&self) -> Result<(Recipe, RecipeNotes)> {
         let found = match self.found.get() {
             Some(found) => found,
             None => {
@@ -104,8 +98,8 @@ impl RecipeArgs {
                 self.found.get_or_init(|| found)
             }
         };
-        let loaded = Recipe::load_with_notes(&found.text, &found.origin, &self.overrides);
-        let (mut recipe, notes) = loaded.map_err(|error| match error {
+        let loaded = Recipe::load_with_left_out(&found.text, &found.origin, &self.overrides);
+        let (mut recipe, left_out) = loaded.map_err(|error| match error {
             RecipeError::Syntax { .. } if self.is_text() => {
                 let word = terminal::quoted(Path::new(&self.recipe));
                 anyhow!(
@@ -129,17 +123,7 @@ impl RecipeArgs {
             };
             recipe.model.initial_weights = Some(path);
         }
-        Ok((recipe, notes))
-    }
-
-    /// Whether an earlier version read the text as this attention, and this version does not.
-    pub(crate) fn formerly_had(&self, attention: Attention) -> bool {
-        let Ok((_, RecipeNotes { former_form: Some(former), .. })) = self.load_with_notes() else {
-            return false;
-        };
-        let mut before = self.clone();
-        before.overrides.extend(former.overrides);
-        before.load_with_notes().is_ok_and(|(recipe, _)| recipe.attention.own == attention)
+        Ok((recipe, left_out))
     }
 
     /// A path of `model.initial_weights` in full: one in the recipe's text starts from the `folder` of its file, one of

@@ -3,7 +3,6 @@ mod arrows;
 mod dependencies;
 mod files;
 pub(crate) mod headers;
-mod kinds;
 mod links;
 mod targets;
 
@@ -16,7 +15,6 @@ pub(crate) fn run() -> Result<()> {
     dependencies::check(&mut problems)?;
     files::check(&mut problems)?;
     headers::check(&mut problems)?;
-    kinds::check(&mut problems)?;
     links::check(&mut problems)?;
     targets::check(&mut problems)?;
     if problems.is_empty() {

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use crate::model::{ModelShape, window_pairs};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -194,8 +194,8 @@ impl Settings for DmaShape {
         Self::published(1)
     }
 
-    /// Writes out the keys of DMA's form that the text leaves out; see [`former_form`] for the result.
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    /// Writes out the keys of DMA's form that the text leaves out.
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         derived(attention, "keep_window_size", || sizes.part_of_row(4));
         let window = number(attention, "keep_window_size").and_then(|window| usize::try_from(window).ok());
         let given = DmaForm {
@@ -208,7 +208,6 @@ impl Settings for DmaShape {
         choice(attention, "recency", form.recency);
         choice(attention, "bias", form.bias);
         derived(attention, "local_window_size", || whole(window.map(|_| form.local_window_size)?));
-        former_form(form, given)
     }
 
     /// The local window fits into the window; slopes need the linear bias and periods in ascending order.
@@ -251,21 +250,6 @@ impl Settings for DmaShape {
             format!("shortest_period is 64 by default, longest_period four times keep_window_size = {window}"),
         );
     }
-}
-
-/// How a text that gives DMA's window was read before 0.1.0, if it is read differently now: what it left out of
-/// `recency` and `local_window_size` was as published. To be removed in the release after 0.1.0.
-fn former_form(now: DmaShape, given: DmaForm) -> Option<FormerForm> {
-    let recency = given.recency.or(Some(DmaRecency::None));
-    let local_window_size = given.local_window_size.or(Some(0));
-    let window = now.keep_window_size;
-    let before = DmaShape::with_form(window, DmaForm { recency, local_window_size, ..given });
-    let [then, today] = [before, now].map(|form| Table::try_from(form).expect("its values are those of TOML"));
-    let differing = then.into_iter().filter(|(key, value)| today.get(key) != Some(value)).collect::<Table>();
-    if differing.is_empty() {
-        return None;
-    }
-    Some(FormerForm { overrides: differing.iter().map(|(key, value)| format!("attention.{key}={value}")).collect() })
 }
 
 /// Share of the GPU's peak FLOP/s that attention over gathered keys reaches.
@@ -432,13 +416,8 @@ impl Kind for DmaShape {
     }
 
     fn config_key<'a>(&self, key: &'a str) -> ConfigKey<'a> {
-        // Older exports lack these keys; their models are as published, without recency and local window.
-        let absent = match key {
-            "recency" => Value::from("none"),
-            "local_window_size" => Value::from(0),
-            _ => Value::Null,
-        };
-        ConfigKey { name: key, absent }
+        // A recipe's defaults for these depend on each other: an export says all of them.
+        ConfigKey { name: key, is_needed: ["bias", "recency", "local_window_size"].contains(&key) }
     }
 
     /// transformers computes DMA in its class Doge alone: without recency and local window, with the exponential of the

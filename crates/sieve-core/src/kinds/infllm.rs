@@ -13,7 +13,7 @@ use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::model::{BranchDensity, ModelShape};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -86,11 +86,10 @@ impl Settings for InfllmV2Shape {
         Self::published()
     }
 
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         pooled_sizes(attention, sizes, MAX_CHOSEN_BLOCKS);
         let selected = number(attention, "num_selected_blocks");
         derived(attention, "num_local_blocks", || Some((selected? / 2).max(1)));
-        None
     }
 
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {

@@ -24,14 +24,14 @@ pub struct LayerFlops {
 pub struct ConfigKey<'a> {
     /// Name of the key.
     pub name: &'a str,
-    /// What an export means that lacks the key; null leaves it to the recipe's default.
-    pub absent: Value,
+    /// Whether an export that lacks the key is refused; else a recipe's default holds.
+    pub is_needed: bool,
 }
 
 impl<'a> ConfigKey<'a> {
-    /// The key of this name, without a meaning where it lacks.
+    /// The key of this name, which an export may lack.
     pub fn named(name: &'a str) -> Self {
-        Self { name, absent: Value::Null }
+        Self { name, is_needed: false }
     }
 }
 

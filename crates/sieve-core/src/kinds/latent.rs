@@ -9,7 +9,7 @@ use super::{
 };
 use crate::keys::{MAX_WIDTH, keys};
 use crate::model::{ModelShape, window_pairs};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -67,10 +67,9 @@ impl Settings for MlaShape {
         Self::published(head_dim)
     }
 
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         derived(attention, "kv_lora_rank", || whole((sizes.hidden_size? / 4).max(1)));
         derived(attention, "qk_rope_head_dim", || whole(MlaShape::half_a_head(sizes.head_dim?)));
-        None
     }
 
     /// The keys of `[model]` about norms, biases and rotation do not go with MLA, and every head has a key of its own.
@@ -253,8 +252,8 @@ impl Kind for MlaShape {
 
     fn config_key<'a>(&self, key: &'a str) -> ConfigKey<'a> {
         match key {
-            // Older exports lack the key; their models have no norms of queries and keys.
-            "qk_norm" => ConfigKey { name: "mla_qk_norm", absent: Value::Bool(false) },
+            // `qk_norm` in an export is the one of `[model]`.
+            "qk_norm" => ConfigKey { name: "mla_qk_norm", is_needed: true },
             key => ConfigKey::named(key),
         }
     }

@@ -7,7 +7,7 @@ use super::dense::Dense;
 use super::kind::{FULL_ATTENTION, Kind, SLIDING_ATTENTION};
 use super::settings::{Settings, Sizes};
 use crate::keys::{Key, Section, choices, joined};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use shapes::*;
 
 /// Defines from one list of attention kinds: [`Attention`], the section with a kind's keys; [`AttentionKind`], the bare
@@ -96,12 +96,11 @@ macro_rules! attention_kinds {
                 self.published(head_dim)
             }
 
-            /// Writes out the keys of a recipe's table that follow from others. Returns how an earlier version read the
-            /// table, if it read it differently.
-            pub(crate) fn resolve(self, table: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+            /// Writes out the keys of a recipe's table that follow from others.
+            pub(crate) fn resolve(self, table: &mut Table, sizes: Sizes) {
                 match self {
                     $($(Self::$kind => <$shape as Settings>::resolve(table, sizes),)?)+
-                    _ => None,
+                    _ => {}
                 }
             }
 

@@ -12,7 +12,7 @@ use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::model::{BranchDensity, ModelShape};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -61,9 +61,8 @@ impl Settings for MobaShape {
         Self::published()
     }
 
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         block_sizes(attention, sizes);
-        None
     }
 
     fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {

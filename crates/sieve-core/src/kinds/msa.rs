@@ -12,7 +12,7 @@ use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use crate::model::{BranchDensity, ModelShape};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -112,9 +112,8 @@ impl Settings for MsaShape {
         Self::published()
     }
 
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         block_sizes(attention, sizes);
-        None
     }
 
     /// The forced blocks are among the selected ones, and the indexer can score blocks of this size.

@@ -11,7 +11,7 @@ use super::{
 use crate::NsaBlocks;
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
 use crate::model::{BranchDensity, ModelShape, window_pairs};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -127,7 +127,7 @@ impl Settings for NsaShape {
     }
 
     /// Writes out the sizes that follow from others; blocks are compressed by an MLP if its width is given.
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         pooled_sizes(attention, sizes, MOST_DEFAULT_BLOCKS);
         derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
         let compress = match attention.contains_key("compress_hidden_size") {
@@ -138,7 +138,6 @@ impl Settings for NsaShape {
         if attention.get("compress").and_then(toml::Value::as_str) == Some("mlp") {
             derived(attention, "compress_hidden_size", || whole(sizes.head_dim?.checked_mul(2)?));
         }
-        None
     }
 
     /// The strides divide the blocks, and `compress_hidden_size` goes with `compress = "mlp"` alone.

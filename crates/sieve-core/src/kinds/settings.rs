@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use crate::keys::{Section, choices, value_of};
-use crate::recipe::{FormerForm, ModelSection, Rules};
+use crate::recipe::{ModelSection, Rules};
 
 choices! {
     /// Sets several keys of a kind at once.
@@ -25,9 +25,8 @@ pub(crate) trait Settings: Section + Sized {
     /// all of a kind without a published form.
     fn example(head_dim: usize) -> Self;
 
-    /// Writes out the keys of a recipe's table that follow from others. Returns how an earlier version read the table,
-    /// if it read it differently.
-    fn resolve(table: &mut Table, sizes: Sizes) -> Option<FormerForm>;
+    /// Writes out the keys of a recipe's table that follow from others.
+    fn resolve(table: &mut Table, sizes: Sizes);
 
     /// Checks the rules between the values. `model` is `None` where `[model]` could not be read.
     fn check(&self, _model: Option<&ModelSection>, _rules: &mut Rules<'_>) {}

@@ -8,7 +8,6 @@ use super::{
 };
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::model::{ModelShape, window_pairs};
-use crate::recipe::FormerForm;
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -27,9 +26,8 @@ impl Settings for SwaShape {
         Self { sliding_window: 1 }
     }
 
-    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+    fn resolve(attention: &mut Table, sizes: Sizes) {
         derived(attention, "sliding_window", || sizes.part_of_row(4));
-        None
     }
 }
 

@@ -20,8 +20,6 @@ pub(super) struct Document {
     pub(super) mistakes: Vec<Mistake>,
     /// Keys that do not go with the kind of attention that an override chose.
     pub(super) left_out: Vec<String>,
-    /// Whether the text, without overrides, is of kind DMA and gives its window: earlier versions read it differently.
-    pub(super) gives_window: bool,
     /// The kind of the text without overrides.
     kind: Option<AttentionKind>,
     /// Where each section, stage and key was written, by its path.
@@ -43,14 +41,7 @@ impl Document {
         let mut locations = BTreeMap::new();
         record_lines(spans.get_ref(), "", &LineStarts::new(text), &mut locations);
         let kind = resolve::kind_of(&table);
-        Ok(Self {
-            gives_window: resolve::gives_window(&table, kind),
-            table,
-            mistakes: Vec::new(),
-            left_out: Vec::new(),
-            kind,
-            locations,
-        })
+        Ok(Self { table, mistakes: Vec::new(), left_out: Vec::new(), kind, locations })
     }
 
     /// Applies `section.key=value` items in order; an item that cannot be applied becomes a mistake.

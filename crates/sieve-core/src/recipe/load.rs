@@ -5,19 +5,9 @@ use toml::Table;
 use super::check;
 use super::document::Document;
 use super::error::RecipeError;
-use super::former_form::FormerForm;
 use super::mistake::{Location, Mistake};
 use super::rules::{self, Parts};
 use super::{Recipe, resolve, schema};
-
-/// What [`Recipe::load_with_notes`] found in a valid recipe.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RecipeNotes {
-    /// The keys that were removed because they do not go with the overridden `attention.kind`.
-    pub left_out: Vec<String>,
-    /// How an earlier version read the text, if that version read it as another form of DMA.
-    pub former_form: Option<FormerForm>,
-}
 
 impl Recipe {
     /// Reads a recipe, applies `overrides` (`section.key=value`, later ones win) and checks every rule.
@@ -31,20 +21,25 @@ impl Recipe {
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text
     /// and of the overrides at once: unknown names, missing keys, wrong types, broken rules.
     pub fn load(text: &str, origin: &str, overrides: &[String]) -> Result<Self, RecipeError> {
-        Self::load_with_notes(text, origin, overrides).map(|(recipe, _)| recipe)
+        Self::load_with_left_out(text, origin, overrides).map(|(recipe, _)| recipe)
     }
 
-    /// As [`load`](Self::load). Also returns what should be told about the text though it is valid.
+    /// As [`load`](Self::load). Also returns the keys that were removed because they do not go with the overridden
+    /// `attention.kind`.
     ///
     /// # Errors
     /// The errors of [`load`](Self::load).
-    pub fn load_with_notes(text: &str, origin: &str, overrides: &[String]) -> Result<(Self, RecipeNotes), RecipeError> {
+    pub fn load_with_left_out(
+        text: &str,
+        origin: &str,
+        overrides: &[String],
+    ) -> Result<(Self, Vec<String>), RecipeError> {
         let mut document = Document::parse(text, origin)?;
         document.apply(overrides);
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
-        let former_form = resolve::attention(&mut document.table, document.gives_window, &mut mistakes);
+        resolve::attention(&mut document.table, &mut mistakes);
         resolve::defaults(&mut document.table);
 
         rules::check(&Parts::from(&document.table), &mut mistakes);
@@ -54,7 +49,7 @@ impl Recipe {
                     let recipe: Self = recipe;
                     mistakes.extend(recipe.impossible_stages());
                     if mistakes.is_empty() {
-                        return Ok((recipe, RecipeNotes { left_out: document.left_out, former_form }));
+                        return Ok((recipe, document.left_out));
                     }
                 }
                 Err(error) => mistakes.push(Mistake::new("recipe", error.message(), "")),

@@ -2,7 +2,6 @@
 
 use toml::{Table, Value};
 
-use super::former_form::FormerForm;
 use super::mistake::Mistake;
 use super::sections::OWN_LAYER;
 use super::{AttentionKind, Recipe, schema};
@@ -91,10 +90,7 @@ const MOST_REPEATS: usize = 1000;
 
 /// Writes out the sizes of `[model]` that follow from others, and the keys of `[attention]` that follow from its preset
 /// or its kind's defaults. Works on checked values.
-///
-/// `gives_window`: whether the text has kind DMA and sets its window. Returns how an earlier version read such a
-/// text; `None` for other texts, and for a text that was read as it is now.
-pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) -> Option<FormerForm> {
+pub(super) fn attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let kind = kind_of(table);
     if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
         model_sizes(model, kind, mistakes);
@@ -114,22 +110,15 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
                 of_kind(&format!("attention.{name}"), table, kind, sizes, mistakes);
             }
         }
-        return of_kind("attention", attention, kind, sizes, mistakes).filter(|_| gives_window);
+        of_kind("attention", attention, kind, sizes, mistakes);
     }
-    None
 }
 
 /// Writes out the keys of `[attention]`, or of a table `owner` in it, that follow from its preset or its kind's
-/// defaults. Returns how an earlier version read a text of kind DMA.
-fn of_kind(
-    owner: &str,
-    attention: &mut Table,
-    kind: AttentionKind,
-    sizes: Sizes,
-    mistakes: &mut Vec<Mistake>,
-) -> Option<FormerForm> {
+/// defaults.
+fn of_kind(owner: &str, attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &mut Vec<Mistake>) {
     preset(owner, attention, kind, sizes, mistakes);
-    kind.resolve(attention, sizes)
+    kind.resolve(attention, sizes);
 }
 
 /// Writes out the missing sizes of `[model]` that follow from its width and its number of heads.
@@ -176,13 +165,6 @@ fn preset(owner: &str, attention: &mut Table, kind: AttentionKind, sizes: Sizes,
             attention.insert(name.to_owned(), own.clone());
         }
     }
-}
-
-/// Whether a recipe's text has kind DMA and sets its window.
-pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
-    const WINDOW: &str = "keep_window_size";
-    let has_key = kind.is_some_and(|kind| schema::key(kind.keys(), WINDOW).is_some());
-    has_key && text["attention"].get(WINDOW).is_some()
 }
 
 /// The key of `[attention]` whose value stands for several others.

@@ -1,6 +1,5 @@
 //! Converts `config.json` of `transformers` into a recipe, with the meaning that transformers 5 gives it.
-use super::families::lacking;
-use super::keys::{Use, defaults, use_of};
+use super::keys::{Use, defaults, is_known, use_of};
 use crate::CheckpointError;
 use crate::export::config::LAYER_KEYS;
 use crate::export::config::{AMPLITUDE, DERIVED, NO_ROPE};
@@ -125,8 +124,11 @@ impl Reader {
         let model_type = value["model_type"].as_str();
         let known = Architecture::ALL.into_iter().find(|known| Some(known.class().model_type) == model_type);
         let Some(architecture) = known else {
-            let lacking = model_type.and_then(lacking).map(|words| format!(": {words}")).unwrap_or_default();
-            let problem = format!("model_type is {}{lacking}", value["model_type"]);
+            let keys = value.as_object().into_iter().flatten();
+            let unknown = keys.filter(|(key, value)| !is_known(key) && !is_off(value)).map(|(key, _)| key.as_str());
+            let unknown = unknown.collect::<Vec<_>>().join(", ");
+            let nor = if unknown.is_empty() { "" } else { ", nor its keys " };
+            let problem = format!("model_type is {}, which Sieve does not know{nor}{unknown}", value["model_type"]);
             return Err(CheckpointError::not_importable(path, problem, hint()));
         };
         let given = value.as_object().cloned().unwrap_or_default();
@@ -481,11 +483,10 @@ impl Reader {
         let mut lines = Vec::new();
         for key in keys {
             let there = kind.example().as_kind().config_key(&key);
-            let value = match &of[there.name] {
-                Value::Null => &there.absent,
-                value => value,
-            };
-            match value {
+            match &of[there.name] {
+                Value::Null if there.is_needed => {
+                    return Err(self.bad_value(format!("attention_kind is {name}, and {} is missing", there.name)));
+                }
                 Value::Null => {}
                 // Numbers, strings, booleans and lists of these have the same form in JSON and TOML.
                 value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
@@ -576,7 +577,7 @@ impl HfConfig {
             reader.number("rms_norm_eps")?,
             reader.number("initializer_range")?,
         );
-        // Exports of Sieve have both keys; older ones do not, and their models have norms and no biases.
+        // Exports of Sieve have keys of their own for what other classes always or never have.
         let flag = |key: &str, of_class: bool| match architecture {
             Architecture::Sieve => reader.value[key].as_bool().unwrap_or(of_class),
             _ => of_class,

@@ -303,6 +303,11 @@ pub(super) fn use_of(architecture: Architecture, key: &str) -> Option<Use> {
     found.map(|(.., usage)| *usage)
 }
 
+/// Whether any class has the key.
+pub(super) fn is_known(key: &str) -> bool {
+    KEYS.iter().any(|(_, names, _)| names.contains(&key))
+}
+
 /// The use of a key of a rotary dictionary; `None` for a key that `transformers` does not know.
 pub(super) fn rotary_use(key: &str) -> Option<RotaryUse> {
     ROTARY_KEYS.into_iter().find(|(name, _)| *name == key).map(|(_, usage)| usage)

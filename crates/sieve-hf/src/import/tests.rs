@@ -584,3 +584,11 @@ fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
     let names = ["dt_proj.weight", "a"].map(|name| format!("layers.0.self_attn.{name}"));
     assert_eq!(report.added, names);
 }
+
+#[test]
+fn the_page_names_every_class_that_is_read() {
+    let page = include_str!("../../../../docs/export.md");
+    for class in Architecture::ALL.map(Architecture::class) {
+        assert!(page.contains(class.name), "docs/export.md lacks {}", class.name);
+    }
+}

@@ -1,12 +1,10 @@
 //! Arguments of `sieve train`, and what they ask of a run.
 use super::exporter::MetricsPort;
 use crate::recipe::RecipeArgs;
-use anyhow::Result;
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
-use sieve_core::{Attention, Recipe, ShownPath};
+use sieve_core::ShownPath;
 use sieve_data::is_hub_model;
-use sieve_hf::Checkpoint;
 use sieve_host::device::DeviceChoice;
 use sieve_host::on_event::OnEvent;
 use sieve_host::out_file::on_this_machine;
@@ -102,36 +100,6 @@ impl TrainArgs {
     /// The run's output folder: `--out`, or the recipe's own.
     pub(super) fn out_folder(&self) -> PathBuf {
         self.out.clone().unwrap_or_else(|| self.recipe.default_out())
-    }
-
-    /// The recipe of a run in `out`, and a line about its text.
-    pub(super) fn load_recipe(&self, source: &RecipeArgs, out: &Path) -> Result<(Recipe, Option<String>)> {
-        let (mut recipe, text) = source.load_with_text()?;
-        self.keep_begun_attention(source, &mut recipe, out);
-        Ok((recipe, text))
-    }
-
-    /// A run that is resumed keeps the attention that it began with where an earlier version read the recipe so.
-    pub(super) fn keep_begun_attention(&self, source: &RecipeArgs, recipe: &mut Recipe, out: &Path) {
-        if let Some(begun) = self.attention_of_resumed(out)
-            && source.formerly_had(begun)
-        {
-            recipe.attention.own = begun;
-        }
-    }
-
-    /// The attention of the run that this command resumes; `None` if it resumes none, or the run cannot be read, which
-    /// [`Origin::find`](sieve_train::Origin::find) reports.
-    fn attention_of_resumed(&self, out: &Path) -> Option<Attention> {
-        let recipe = match (&self.resume_from, self.resume) {
-            (Some(path), _) => Checkpoint::peek(path).ok()?.recipe_and_shape().ok()?.0,
-            (None, Some(_)) => {
-                let text = std::fs::read_to_string(out.join("config.toml")).ok()?;
-                Recipe::load(&text, "config.toml", &[]).ok()?
-            }
-            (None, None) => return None,
-        };
-        Some(recipe.attention.own)
     }
 
     /// The command of `--on-event`.

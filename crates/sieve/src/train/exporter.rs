@@ -1,18 +1,12 @@
 //! `--metrics-port`: serves the numbers of a run in Prometheus' text format at `/metrics`.
 use anyhow::{Context, Result};
+use sieve_serve::serve_metrics;
 use sieve_train::TrainEvent;
 use std::fmt::Write as _;
-use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-
-/// Time limit for receiving a request, and again for sending its answer. One request is served at a time, so a slow
-/// client must not block the others.
-const LIMIT: Duration = Duration::from_secs(2);
-/// Most bytes of an HTTP request.
-const MAX_REQUEST: usize = 8 << 10;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The addresses of a parsed `--metrics-port`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,7 +65,7 @@ impl Numbers {
     }
 }
 
-/// Collects a run's numbers and serves them from a thread.
+/// Collects a run's numbers and serves them from a thread, where a slow client delays nobody.
 #[derive(Clone, Default)]
 pub(super) struct Exporter(Arc<Mutex<Numbers>>);
 
@@ -87,52 +81,9 @@ impl Exporter {
             format!("--metrics-port {port}: nothing can listen there\n  hint: another port, or 0 for a free one")
         })?;
         let address = listener.local_addr()?;
-        let this = self.clone();
-        let serve = move || {
-            loop {
-                match listener.accept() {
-                    // A client that disconnects is no error of the run.
-                    Ok((stream, _)) => drop(this.answer(&stream, LIMIT)),
-                    // There may be too many open files: waits, then tries again.
-                    Err(_) => std::thread::sleep(Duration::from_secs(1)),
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name("sieve-metrics".to_owned());
-        thread.spawn(serve).context("starting a thread")?;
+        let numbers = self.clone();
+        serve_metrics(listener, move || numbers.lock().text()).context("serving the numbers of the run")?;
         Ok(address)
-    }
-
-    /// Reads one request and answers it, each within `limit`.
-    fn answer(&self, mut stream: &TcpStream, limit: Duration) -> std::io::Result<()> {
-        let until = Instant::now() + limit;
-        let mut request = Vec::new();
-        let mut piece = [0; 1024];
-        while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || request.len() > MAX_REQUEST {
-                return Err(ErrorKind::TimedOut.into());
-            }
-            stream.set_read_timeout(Some(left))?;
-            match stream.read(&mut piece)? {
-                0 => return Err(ErrorKind::UnexpectedEof.into()),
-                len => request.extend(&piece[..len]),
-            }
-        }
-        let request = String::from_utf8_lossy(&request);
-        let mut words = request.split([' ', '?']);
-        let (status, body) = match (words.next(), words.next()) {
-            (Some("GET"), Some("/metrics")) => ("200 OK", self.lock().text()),
-            (Some("GET"), _) => ("404 Not Found", "the numbers are at /metrics\n".to_owned()),
-            _ => ("405 Method Not Allowed", "GET /metrics\n".to_owned()),
-        };
-        stream.set_write_timeout(Some(limit))?;
-        let kind = "text/plain; version=0.0.4; charset=utf-8";
-        let length = body.len();
-        let head = format!(
-            "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
-        );
-        stream.write_all((head + &body).as_bytes())
     }
 
     /// Updates the numbers from an event of the run.
@@ -181,10 +132,12 @@ impl Exporter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
 
     fn asked(address: SocketAddr, request: &str) -> String {
         let mut stream = TcpStream::connect(address).expect("it listens");
-        stream.write_all(request.as_bytes()).expect("it reads");
+        write!(stream, "{request}\r\nHost: a\r\nConnection: close\r\n\r\n").expect("it reads");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("it answers");
         answer
@@ -202,11 +155,11 @@ mod tests {
         let _silent = TcpStream::connect(address).expect("it listens");
         let mut long = TcpStream::connect(address).expect("it listens");
         // The exporter may close the connection before all is sent.
-        let _ = long.write_all(&[b'x'; 4 * MAX_REQUEST]);
-        let answer = asked(address, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
+        let _ = long.write_all(&[b'x'; 1 << 20]);
+        let answer = asked(address, "GET /metrics HTTP/1.1");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
         assert!(head.starts_with("HTTP/1.1 200 OK") && head.contains("version=0.0.4"), "{head}");
-        assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
+        assert!(head.contains(&format!("content-length: {}\r\n", body.len())), "{head}");
         for line in [
             "# TYPE sieve_checkpoint_step gauge",
             "sieve_checkpoint_step 12",
@@ -215,8 +168,10 @@ mod tests {
         ] {
             assert!(body.lines().any(|found| found == line), "{line}: {body}");
         }
-        assert!(asked(address, "GET / HTTP/1.0\r\n\r\n").starts_with("HTTP/1.1 404"));
-        assert!(asked(address, "POST /metrics HTTP/1.0\r\n\r\n").starts_with("HTTP/1.1 405"));
+        for (request, status) in [("GET /", 404), ("HEAD /metrics", 200), ("POST /metrics", 405)] {
+            let answer = asked(address, &format!("{request} HTTP/1.1"));
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{request}: {answer}");
+        }
         let taken = exporter.listen(&address.to_string().parse().expect("an address"));
         let error = format!("{:#}", taken.expect_err("it is taken"));
         assert!(error.contains(&address.to_string()) && error.contains("hint"), "{error}");

@@ -83,7 +83,7 @@ impl<'a> Process<'a> {
 /// Trains one run, in this process alone or as a rank of `mesh`.
 pub(super) fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Exit> {
     let out = args.out_folder();
-    let (mut recipe, text) = args.load_recipe(&args.recipe, &out)?;
+    let (mut recipe, text) = args.recipe.load_with_text()?;
     let request = args.request(&out);
     request.extend(&mut recipe)?;
     if let Some(mesh) = &mesh {

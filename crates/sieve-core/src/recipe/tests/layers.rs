@@ -90,7 +90,7 @@ fn each_layer_may_have_a_kind_of_its_own() {
     let other = LayerType::of(alone);
     assert_eq!(shared.layer_pattern().types(), [other, OWN, LayerType { is_shared: true, ..other }]);
     // An override that makes "swa" the model's own kind replaces the table [attention.swa].
-    let (windows, notes) = Recipe::load_with_notes(
+    let (windows, left_out) = Recipe::load_with_left_out(
         &MINIMAL.replacen(DMA, &format!("{DMA}\n{tables}\n"), 1).replacen(
             "[attention]",
             &format!("layer_types = {types}\n[attention]"),
@@ -101,7 +101,7 @@ fn each_layer_may_have_a_kind_of_its_own() {
     )
     .unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(windows.layer_pattern().types(), [OWN, other, OWN]);
-    assert!(notes.left_out.contains(&"attention.swa".to_owned()), "{notes:?}");
+    assert!(left_out.contains(&"attention.swa".to_owned()), "{left_out:?}");
     for [types, tables, wanted] in rows("tables of layers") {
         refusal(load(types, tables, &[]), wanted);
     }
@@ -129,10 +129,10 @@ fn some_layers_have_no_positions() {
     refusal(load("[true, true, false]", mla), "model.rope_layers: does not go with kind = \"mla\"");
     // An override to that kind leaves the key out.
     let text = MINIMAL.replacen("[attention]", "rope_layers = [false]\n[attention]", 1);
-    let (latent, notes) = Recipe::load_with_notes(&text, "r.toml", &["attention.kind=mla".to_owned()])
+    let (latent, left_out) = Recipe::load_with_left_out(&text, "r.toml", &["attention.kind=mla".to_owned()])
         .unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(latent.model.rope_layers, None);
-    assert!(notes.left_out.contains(&"model.rope_layers".to_owned()), "{notes:?}");
+    assert!(left_out.contains(&"model.rope_layers".to_owned()), "{left_out:?}");
     // Weights that learned with positions are not resumed without them.
     refusal(recipe.check_resume(&load("[false]", DMA).expect("valid"), 1), "model.rope_layers was");
 }

@@ -57,9 +57,8 @@ const ONE_DENSE: [LayerType; 3] = [LayerType::OWN, LayerType::of(Attention::DENS
 fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
     let left_out = |text: &str, overrides: &[&str]| {
         let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
-        let loaded = Recipe::load_with_notes(text, "r.toml", &overrides);
-        let (recipe, notes) = loaded.unwrap_or_else(|error| panic!("{overrides:?}: {error}"));
-        (recipe, notes.left_out)
+        let loaded = Recipe::load_with_left_out(text, "r.toml", &overrides);
+        loaded.unwrap_or_else(|error| panic!("{overrides:?}: {error}"))
     };
     let patterned = MINIMAL.replacen("[attention]", "layer_types = [\"dma\", \"mha\", \"dma\"]\n[attention]", 1);
     let staged = format!("{patterned}[[stage]]\nsteps = 40\nwindow = 8\n").replacen("steps = 40\n", "", 1);
@@ -167,8 +166,8 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
     for kind in ["mha", "swa"] {
         let kind = format!("attention.kind={kind}");
         let overrides = [kind, paper.to_owned()];
-        let (_, notes) = Recipe::load_with_notes(MINIMAL, "r.toml", &overrides).expect("without a preset");
-        assert!(notes.left_out.contains(&"attention.preset".to_owned()), "{notes:?}");
+        let (_, left_out) = Recipe::load_with_left_out(MINIMAL, "r.toml", &overrides).expect("without a preset");
+        assert!(left_out.contains(&"attention.preset".to_owned()), "{left_out:?}");
     }
     let text = with_attention("kind = \"nsa\"\npreset = \"paper\"\nwindow_size = 8");
     refusal(load_with(&text, &[]), "attention.window_size: is 8, but preset = \"paper\" sets it to 512");

@@ -33,7 +33,6 @@ pub(super) fn planned(args: &TrainArgs, base: &Path) -> Result<Planned> {
         let overrides = used(overrides, &left_out);
         let out = base.join(folder_name(&overrides));
         let text = source.choose_text(&mut recipe)?;
-        args.keep_begun_attention(&source, &mut recipe, &out);
         if shares_data && recipe.data.cache_dir.is_none() {
             let shared = base.join("data").to_string_lossy().into_owned();
             recipe.data.cache_dir = Some(shared.replace('$', "$$"));
