@@ -115,6 +115,21 @@ def test_padding_is_documents_of_one_token(kind):
             assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", ["mha with sinks", "moba", "mla with norms"])
+def test_one_graph_is_compiled(kind):
+    """Without a break, with gradients."""
+    _, ours, _ = both(kind)
+    torch.compiler.reset()
+    results = []
+    for layer in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+        x = hidden().requires_grad_()
+        o = layer(x)
+        o.sum().backward()
+        results.append((o.detach(), x.grad))
+    for expected, got in zip(*results):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_a_layer_from_the_device_meta_begin_as_a_new_ones(kind):
     _, ours, _ = both(kind)

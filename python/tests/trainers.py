@@ -5,8 +5,8 @@ PyTorch from the same seed.
 
 PROGRAM is `sieve`, which makes the exports in --folder; those that are there are taken as they are, so that a machine
 without the program can have them. Without a GPU `on_cpu()` computes. TRL is left out where it is not installed. Prints
-one line for each kind and trainer: "works" with the first and the last losses, or the error. Ends with 1 where losses of
-the two differ, or do not fall.
+one line for each kind and trainer: "works" with the first and the last losses, or the error. Ends with 1 where losses
+of the two differ, or do not fall.
 """
 
 import argparse
