@@ -51,13 +51,8 @@ MOST_HEADS = 1 << 14
 WANTED = {
     **dict.fromkeys(["window", "keep", "block", "num_selected", "mla_decode.rank"], _whole(1)),
     **dict.fromkeys(["local", "tokens"], _whole(0)),
-    **dict.fromkeys(["q", "k", "v", "k_cache", "v_cache", "compressed_k", "compressed_v", "gates"], _tensor(4)),
-    **dict.fromkeys(["indices", "index_q", "index_k"], _tensor(4)),
-    **dict.fromkeys(["bias", "rank", "z_cache", "positions", "latents", "key_scale", "block_mask.mask"], _tensor(3)),
-    "counts": _tensor(3),
+    **{argument: _tensor(axes.count(", ") + 1) for argument, axes in _axes.AXES.items()},
     "selected_attention.block": ("16, 32, 64 or 128", lambda x: x in (16, 32, 64, 128)),
-    **dict.fromkeys(["w_dt", "z", "gate_bias"], _tensor(2)),
-    **dict.fromkeys(["a", "length", "cu_seqlens", "sinks"], _tensor(1)),
     **{
         argument: (" or ".join(f'"{name}"' for name in names), lambda x, names=names: x in names)
         for argument, names in (

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-# The axes of an argument, by its name or by function and name.
+# The axes of an argument, by its name or by function and name; a tensor with another number of them is refused.
 AXES = {
     **dict.fromkeys(["q", "gates"], "[batch, tokens, heads, {last}]"),
     **dict.fromkeys(["k", "v", "index_q"], "[batch, tokens, KV heads, {last}]"),

@@ -2,7 +2,9 @@
 
 Shapes are FlashAttention's: q `[batch, tokens, heads, width]`, k and v `[batch, tokens, KV heads, width]`, any group
 of heads that KV heads divide. q, k and v may be slices of one packed tensor; what the kernels cannot follow by strides
-is copied. `documents` bounds what a token sees, for packed rows: None is one document a row, else `documents(...)`.
+is copied. `documents` bounds what a token sees, for packed rows: None is one document a row, else `documents(...)`, or
+the first token and the end of each token's document, two int32 `[batch, tokens]`, for rows with documents of their own.
+Padding behind a row's tokens is seen by none of them; padding before them is documents of one token each.
 
 `deterministic=True` takes backward kernels whose sums have a fixed order: two runs are equal to the bit.
 

@@ -8,7 +8,18 @@ standard deviation of 0.02, as in Sieve; norms at 1, biases, sinks and DMA's fac
     y = layer(x)                                  # x: [batch, tokens, hidden_size]
     y = layer(packed, documents=cu_seqlens)       # one row of several documents
     cache = Cache(4096)
-    y = layer(prompt, cache=cache)                # then token by token, behind what the cache has
+    with torch.no_grad():
+        y = layer(prompt, cache=cache)            # then token by token, behind what the cache has
+
+Every layer takes `forward(x, *, documents=None, cache=None)`:
+
+x: `[batch, tokens, hidden_size]`, as is what it returns. A row of f32 hidden states needs autocast to bf16 on a GPU.
+documents: cu_seqlens of one packed row, or `sieve_attention.documents(cu_seqlens, tokens)`, made once for all layers;
+or first tokens and ends of your own, two int32 `[batch, tokens]`, which serve rows with padding: a token of padding is
+a document of one token. Padding behind a row's tokens needs neither, as no token sees it. Positions begin at 0 in each
+document.
+cache: a `Cache` of this layer alone, which gets what the call brings; rows in it have equal lengths, and one document.
+What no kernel does is a SieveError, as of the functions.
 """
 
 import math
@@ -46,7 +57,11 @@ __all__ = [
 
 
 class Cache:
-    """What one layer keeps of the tokens before a call, for rows of equal length: `capacity` tokens at most."""
+    """What one layer keeps of the tokens before a call, for rows of equal length: `capacity` tokens at most.
+
+    A layer fills it; `length` counts the tokens that it has seen. The tensors are made by the first call, with its
+    batch, type and device. DMA keeps `keep_window_size` tokens of them and needs no capacity.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
@@ -134,10 +149,36 @@ def _listed(chosen: Tensor, count: int) -> Tensor:
     return torch.where(chosen.gather(2, order), order, -1).to(torch.int32)
 
 
-class DenseAttention(nn.Module):
-    """Causal attention over all tokens before, with RMSNorm of each head's query and key before the rotation, as Qwen3.
+class _Layer(nn.Module):
+    """How the weights of every layer begin."""
 
-    attention_sinks: a learned logit of each head, whose value is zero (gpt-oss, arXiv:2508.10925).
+    def __init__(self, initializer_range: float) -> None:
+        super().__init__()
+        self.initializer_range = initializer_range
+
+    def reset_parameters(self) -> None:
+        """Gives all weights the values of a new layer: for one that was made on the device "meta" and has got memory
+        since by `to_empty`, as torchtitan and FSDP do it."""
+        self.apply(self._begin)
+
+    def _begin(self, module: nn.Module) -> None:
+        for name, x in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Linear) and name == "weight":
+                nn.init.normal_(x, std=self.initializer_range)
+            else:
+                nn.init.constant_(x, 1.0 if isinstance(module, RMSNorm) else 0.0)
+
+
+class DenseAttention(_Layer):
+    """Causal attention over all tokens before (arXiv:1706.03762), in groups of heads (arXiv:2305.13245).
+
+    num_key_value_heads: as many as heads without it; head_dim: `hidden_size / num_attention_heads` without it; a
+    multiple of 16 up to 256, and 64 or 128 for kinds that choose blocks. rope_theta: the base of the rotation's angles
+    (arXiv:2104.09864), whose pairs are the halves of a head, or rope_frequencies: `head_dim / 2` angles a position in
+    radians, and rope_amplitude: a factor on cosines and sines; rotates: False for a layer without positions. qk_norm:
+    RMSNorm of each head's query and key before the rotation, as Qwen3; qkv_bias: biases of these projections.
+    attention_sinks: a learned logit of each head, whose value is zero (gpt-oss, arXiv:2508.10925). initializer_range:
+    the standard deviation with which matrices begin. All other layers of queries, keys and values take these too.
     """
 
     window_size: int | None = None
@@ -148,23 +189,16 @@ class DenseAttention(nn.Module):
         rope_amplitude: float = 1.0, rotates: bool = True, qk_norm: bool = True, qkv_bias: bool = False,
         attention_sinks: bool = False, rms_norm_eps: float = 1e-6, initializer_range: float = 0.02,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(initializer_range)
         kv_heads, width = num_key_value_heads or num_attention_heads, head_dim or hidden_size // num_attention_heads
         self.num_heads, self.num_kv_heads, self.head_dim, self.scale = num_attention_heads, kv_heads, width, width**-0.5
-        self.initializer_range = initializer_range
         self.rotary = Rotary(rope_theta, rope_frequencies, rope_amplitude, rotates)
         self.q_proj = nn.Linear(hidden_size, num_attention_heads * width, bias=qkv_bias)
         self.k_proj, self.v_proj = (nn.Linear(hidden_size, kv_heads * width, bias=qkv_bias) for _ in range(2))
         self.q_norm, self.k_norm = (RMSNorm(width, rms_norm_eps) if qk_norm else nn.Identity() for _ in range(2))
         self.sinks = nn.Parameter(torch.zeros(num_attention_heads)) if attention_sinks else None
         self.o_proj = nn.Linear(num_attention_heads * width, hidden_size, bias=False)
-        self.apply(self._begin)
-
-    def _begin(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=self.initializer_range)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        self.reset_parameters()
 
     def heads(self, x: Tensor) -> Tensor:
         """`[batch, tokens, heads, head_dim]`"""
@@ -231,8 +265,9 @@ class WindowAttention(DenseAttention):
 class DynamicMaskAttention(DenseAttention):
     """DMA (arXiv:2508.02124): each query sees the best-ranked `keep_window_size` tokens before it.
 
-    The arguments are those of `dma_attention`; periods: tokens over which a rank grows by one, for each KV head. As
-    in the paper A and so all scores begin at 0; they learn from the bias.
+    The arguments are those of `dma_attention`, `keep_window_size` its `keep` and `local_window_size` its `local`;
+    periods: tokens over which a rank grows by one, for each KV head. As in the paper A and so all scores begin at 0;
+    they learn from the bias. recency="none" is the published form.
     """
 
     def __init__(
@@ -313,8 +348,13 @@ class _BlocksAttention(DenseAttention):
 
 
 class InfLLMv2Attention(_BlocksAttention):
-    """InfLLM-V2 (arXiv:2509.24663): each group of heads reads the blocks that its pooled keys choose. It has the
-    weights of a dense layer."""
+    """InfLLM-V2 (arXiv:2509.24663, section 3.2): each group of heads reads the blocks that its pooled keys choose. It
+    has the weights of a dense layer.
+
+    Sizes in tokens: compress_block_size and compress_stride of the means of keys, of which the stride divides both
+    other sizes; select_block_size of the blocks that are read, num_selected_blocks of them for each query, among them
+    the first and the last num_local_blocks.
+    """
 
     def __init__(
         self, *sizes: int, compress_block_size: int = 32, compress_stride: int = 16, select_block_size: int = 64,
@@ -342,8 +382,11 @@ class InfLLMv2Attention(_BlocksAttention):
 
 
 class MoBA(_BlocksAttention):
-    """MoBA (arXiv:2502.13189): each query head reads its own block and those whose mean key scores highest. It has the
-    weights of a dense layer."""
+    """MoBA (arXiv:2502.13189, eq. 5, 6): each query head reads its own block and those whose mean key scores highest.
+    It has the weights of a dense layer.
+
+    num_selected_blocks blocks of select_block_size tokens for each query, its own among them.
+    """
 
     def __init__(
         self, *sizes: int, select_block_size: int = 512, num_selected_blocks: int = 3, **shared: "Unpack[Shared]"
@@ -369,7 +412,8 @@ class MSA(_BlocksAttention):
     """MSA (arXiv:2606.13392): an indexer, a query head for each KV head and one key head, chooses blocks by their best
     token.
 
-    The indexer learns by `indexer_loss` alone: add it to the model's loss, by a weight of 1 as in Sieve.
+    num_selected_blocks blocks of select_block_size tokens for each query, the last num_local_blocks among them. The
+    indexer learns by `indexer_loss` alone: add it to the model's loss, by a weight of 1 as in Sieve.
     """
 
     def __init__(
@@ -465,8 +509,11 @@ class _BlockMlp(nn.Module):
 class NativeSparseAttention(_BlocksAttention):
     """NSA (arXiv:2502.11089): compressed tokens, the blocks that these choose, and a window, each by a learned gate.
 
-    compress: "mlp", a network with learned positions inside a block, as in the paper, or "mean", without weights.
-    shared_kv: whether the branches have one key and value, or each its own as in the paper.
+    Sizes in tokens: compress_block_size and compress_stride of the compressed blocks, select_block_size of those that
+    are read, num_selected_blocks of them for each query, window_size of the window. compress: "mlp", a network with
+    learned positions inside a block, as in the paper (eq. 7), or "mean", without weights; compress_hidden_size: of the
+    network, head_dim without it. shared_kv: whether the branches have one key and value, or each its own as in the
+    paper. Gates are the sigmoids of a projection of x, three for each head.
     """
 
     def __init__(
@@ -488,7 +535,7 @@ class NativeSparseAttention(_BlocksAttention):
         elif compress != "mean":
             raise SieveError(f'NativeSparseAttention: compress is "{compress}", and must be "mlp" or "mean"')
         self.gate_proj = nn.Linear(hidden_size, self.num_heads * 3)
-        self.apply(self._begin)
+        self.reset_parameters()
 
     def branch(self, x: Tensor, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of a branch, rotated but for an MLP, whose keys have learned positions, and values."""
@@ -570,10 +617,11 @@ class NativeSparseAttention(_BlocksAttention):
         return self.gated(x, coarse, selected, self.read(q, cache, window=self.window_size))
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(_Layer):
     """MLA (arXiv:2405.04434, section 2.1): keys and values from a latent of `kv_lora_rank` numbers a token, which is
-    what a cache holds, with one rotated key of `qk_rope_head_dim` for all heads. mla_qk_norm: RMSNorm of each head's
-    query and key, all with one weight.
+    what a cache holds, with one rotated key of `qk_rope_head_dim` for all heads. head_dim: of values, and of keys
+    without the rotated part. mla_qk_norm: RMSNorm of each head's query and key, all with one weight. Other arguments as
+    of `DenseAttention`.
     """
 
     def __init__(
@@ -581,7 +629,7 @@ class LatentAttention(nn.Module):
         mla_qk_norm: bool = False, rope_theta: float = 10000.0, rope_frequencies: Sequence[float] | None = None,
         rope_amplitude: float = 1.0, rms_norm_eps: float = 1e-6, initializer_range: float = 0.02,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(initializer_range)
         self.num_heads, self.head_dim, self.rank, self.rope = (
             num_attention_heads,
             head_dim,
@@ -597,9 +645,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(num_attention_heads * head_dim, hidden_size, bias=False)
         if mla_qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(head_dim + qk_rope_head_dim, rms_norm_eps) for _ in range(2))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=initializer_range)
+        self.reset_parameters()
 
     def heads(self, x: Tensor) -> Tensor:
         """`[batch, tokens, heads, width]`"""

@@ -53,6 +53,20 @@ def test_the_small_gpt_learns_with_each_layer(layer):
     assert float(lines[-1].split()[2].rstrip(",")) < 4.0 and "tokens/s" in lines[-1], done.stdout
 
 
+def test_a_layer_in_torchtitans_model_learns_as_its_own_attention():
+    """With the same weights; and a layer of another kind, whose own weights begin on the device meta."""
+    pytest.importorskip("torchtitan")
+    environment = {**notebook.environment(), "OMP_NUM_THREADS": "1"}
+    for layer, steps in (("dense", 3), ("dma", 2)):
+        command = [sys.executable, EXAMPLE.with_name("torchtitan_layer.py"), "--layer", layer, "--device", "cpu"]
+        command += ["--steps", str(steps), "--depth", "1", "--context", "64"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        rows = [line.split() for line in done.stdout.splitlines()[1:3]]
+        for own, ours in ((float(row[1]), float(row[2])) for row in rows):
+            assert abs(own - ours) <= (2e-4 if layer == "dense" else 0.2), done.stdout
+
+
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch):
     """Its kept outputs are what its cells print, but for the last digits of numbers."""
     monkeypatch.setattr(_library.Op, "emulator", None)

@@ -100,6 +100,52 @@ def test_a_row_of_documents_equals_each_by_itself(kind):
     assert (packed - torch.cat(alone, 1)).norm() <= 1e-5 * packed.norm()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_documents_of_one_token(kind):
+    """Rows of documents of their own: before 15 tokens of padding each, which count no positions, and behind none."""
+    _, ours, _ = both(kind)
+    x, index = hidden(), torch.arange(40)
+    is_padding = index < torch.tensor([[0], [15]])
+    start = torch.where(is_padding, index, torch.tensor([[0], [15]])).int()
+    end = torch.where(is_padding, index + 1, 40).int()
+    with torch.no_grad():
+        padded, alone = ours(x, documents=(start, end)), [ours(x[:1]), ours(x[1:, 15:])]
+        behind = ours(x)[:, :25]
+        for got, expected in ((padded[:1], alone[0]), (padded[1:, 15:], alone[1]), (behind, ours(x[:, :25]))):
+            assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["mha with sinks", "moba", "mla with norms"])
+def test_one_graph_is_compiled(kind):
+    """Without a break, with gradients."""
+    _, ours, _ = both(kind)
+    torch.compiler.reset()
+    results = []
+    for layer in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+        x = hidden().requires_grad_()
+        o = layer(x)
+        o.sum().backward()
+        results.append((o.detach(), x.grad))
+    for expected, got in zip(*results):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_a_layer_from_the_device_meta_begin_as_a_new_ones(kind):
+    _, ours, _ = both(kind)
+    config = exported().SieveConfig(**SIZES, attention_kind=kind.split()[0].rstrip(","), **KINDS[kind]).to_dict()
+    new = layers.of_config(config)
+    with torch.device("meta"):
+        made = layers.of_config(config)
+    made = made.to_empty(device="cpu")
+    for x in made.parameters():
+        torch.nn.init.constant_(x, 7.0)
+    made.reset_parameters()
+    for (name, x), y in zip(made.named_parameters(), new.parameters(), strict=True):
+        is_drawn = name.endswith("proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+        assert (x.std() - y.std()).abs() < 2e-3 and 0.017 < x.std() < 0.023 if is_drawn else torch.equal(x, y), name
+
+
 @pytest.mark.parametrize("kind", ["dma", "nsa", "msa", "mla"])
 def test_twenty_steps_equal_an_exports(kind):
     """A whole model of an export, and the same with our layers in it."""

@@ -143,6 +143,9 @@ WRONG = {
     ),
     "decode: with k and v, chosen and block have no kernel": lambda: decode(**CHOSEN),
     "decode: chosen and window together have no kernel": lambda: decode(given=(False, False), window=4, **CHOSEN),
+    "decode: chosen is a tensor [1, 2, 1, 1]; it must be a tensor of 3 axes": lambda: (
+        decode(given=(False, False), **{**CHOSEN, "chosen": CHOSEN["chosen"][..., None]})
+    ),
     "decode: of k and v one is None": lambda: decode(given=(False, True)),
     "decode: length is 3; it must be a tensor of 1 axis": lambda: decode(length=3),
     "decode: has no gradient": lambda: sieve.decode(*[x.requires_grad_() for x in tensors()], *[None] * 3),

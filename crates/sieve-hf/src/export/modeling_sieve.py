@@ -640,11 +640,11 @@ class DynamicMaskAttention(DenseAttention):
         self.A = nn.Parameter(torch.zeros(kv_heads))
 
     def rank(self, v, rows):
-        """Ranks of the call's keys, [batch, KV heads, tokens], in f32."""
-        z = content_scores(v.float(), self.dt_proj.weight.float(), self.A.float())
-        if self.config.periods is None:
-            return z
-        return z + rows.positions[:, None].float() / z.new_tensor(self.config.periods)[:, None]
+        """Ranks of the call's keys, [batch, KV heads, tokens], in f32. A GPU is waited for once, to get the periods."""
+        z, periods = content_scores(v.float(), self.dt_proj.weight.float(), self.A.float()), self.config.periods
+        if periods and (key := tuple(periods)) not in rows.tables:
+            rows.tables[key] = rows.positions[:, None].float() / z.new_tensor(periods)[:, None]
+        return z + rows.tables[key] if periods else z
 
     def forward(self, x, rows, cache):
         keep, local = self.config.keep_window_size, self.config.local_window_size
