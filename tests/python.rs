@@ -133,7 +133,7 @@ fn readme_and_the_board_show_the_stored_runs() {
     let [readme, front, board, drawn] = copies.each_ref().map(|copy| copy.display().to_string());
     let rows = format!("{root}/lab/rows");
     let words = ["--out", &rows, "--front", &readme, &front, "--fill", &board, "--draw", &drawn];
-    run(&python, "board.py", &words.map(String::from));
+    run(&python, "../../lab/experiments/board.py", &words.map(String::from));
     for (page, copy) in pages.iter().zip(&copies) {
         let [stored, made] =
             [Path::new(root).join(page), copy.clone()].map(|path| std::fs::read(path).expect("readable"));

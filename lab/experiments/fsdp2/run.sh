@@ -23,7 +23,7 @@ rival() {
 }
 
 ours() {
-  env GPUS="$gpus" LIMIT="${LIMIT:-150}" WAYS="3:none" STEPS="${STEPS:-3}" "${@:2}" "$here/../../tests/gpu/sharding.sh" "$sieve" \
+  env GPUS="$gpus" LIMIT="${LIMIT:-150}" WAYS="3:none" STEPS="${STEPS:-3}" "${@:2}" "$here/../../../tests/gpu/sharding.sh" "$sieve" \
     "$text" "$out" "$1" || failed=1
 }
 

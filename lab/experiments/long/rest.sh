@@ -14,7 +14,7 @@ here="$(cd "$(dirname "$0")" && pwd)"
 mkdir -p "$out"
 [ -d "$out/model/checkpoint" ] || "$sieve" train --recipe "$here/long_80m.toml" --out "$out/model" --stop-after 1 \
   --device "${DEVICE:-cuda}" --set "data.paths=[\"$text\"]" --set "data.cache_dir=\"$out/cache\"" \
-  --set "tokenizer.path=\"$here/../../checkpoints/tiny/tokenizer.json\"" --set validation.tokens=8192 \
+  --set "tokenizer.path=\"$here/../../../checkpoints/tiny/tokenizer.json\"" --set validation.tokens=8192 \
   --set training.local_batch_size=1 --set training.global_batch_size=1 ${SETS:-} > "$out/model.txt" 2>&1 ||
   { tail -5 "$out/model.txt"; exit 1; }
 export GPUS=1 PARTS=time WINDOWS=1 DEVICE="${DEVICE:-cuda}"

@@ -4,7 +4,7 @@
 # There: bash DIR/unpack.sh && . DIR/paths.sh
 set -e
 dir=$(realpath -m "$1"); here=$(cd "$(dirname "$0")" && pwd)
-bash "$here/../../tests/gpu/rivals/pack.sh" "$dir"
+bash "$here/../../rivals/pack.sh" "$dir"
 mkdir -p "$dir/wheels"; cd "$dir/wheels"
 from="--python-version 3.12 --only-binary=:all: --no-deps -q"
 for libc in 2_28 2_27 2_24 2_17; do from="$from --platform manylinux_${libc}_x86_64"; done

@@ -25,7 +25,7 @@ if [ -f "$model/config.json" ]; then
 else
   "$sieve" export --checkpoint "$model" --out "$dir/exported" -q
 fi
-cp "$root/tests/gpu/trl/steps.py" "$dir/"
+cp "$root/lab/rivals/trl/steps.py" "$dir/"
 cat > "$dir/run.sh" <<'RUN'
 cd "$(dirname "$0")"
 PYTHONPATH="$PWD/site" python3 steps.py exported "$@"

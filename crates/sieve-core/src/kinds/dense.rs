@@ -101,7 +101,7 @@ const DENSE_PAIRS: f64 = 0.6;
 /// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
 /// the card's power limits them as it limits GEMMs.
 const LONG_ROW: usize = 32_768;
-/// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md), as a share of the peak FLOP/s.
+/// Dense attention over 131,072 keys, in a step on four H200s (lab/docs/scale.md), as a share of the peak FLOP/s.
 const LONG_DENSE_PAIRS: f64 = 0.51;
 
 /// Share of the GPU's peak FLOP/s that attention over all earlier keys reaches.

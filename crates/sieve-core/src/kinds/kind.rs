@@ -223,7 +223,7 @@ pub trait Kind: std::fmt::Debug {
     }
 
     /// By how much the estimated speeds of processes that share rows exceeded the measured ones on two H200s, with rows
-    /// of 65,536 and 131,072 tokens (docs/scale.md); `None` if by at most 6 %.
+    /// of 65,536 and 131,072 tokens (lab/docs/scale.md); `None` if by at most 6 %.
     fn shared_rows_too_fast(&self) -> Option<&'static str> {
         None
     }

@@ -6,7 +6,7 @@ use crate::{
 };
 use burn::tensor::{DType, Int, Tensor};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaWindow, KeepOLow};
+use sieve_core::{DmaWindow, Draw, KeepOLow};
 
 const HEAD_DIM: usize = 16;
 const KV_HEADS: usize = 3;
@@ -125,7 +125,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
 }
 
 #[test]
-fn likeliest_takes_the_first_of_equal_logits_and_nothing_from_a_row_with_nan_or_infinity() {
+fn drawing_takes_the_first_of_equal_logits_and_nothing_from_a_row_with_nan_or_infinity() {
     let none = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
     let mut rows = vec![vec![-3.0, 2.0, -0.0, 2.0, 9.0], vec![-3.0, -0.0, 0.0, -1.0, f32::NAN]];
     rows.extend(none.map(|x| vec![1.0, x, 2.0, 3.0, 0.0]));
@@ -133,7 +133,15 @@ fn likeliest_takes_the_first_of_equal_logits_and_nothing_from_a_row_with_nan_or_
     let count = rows.len();
     let data = burn::tensor::TensorData::new(rows.concat(), [count, 5]);
     let logits = Tensor::<Flex, 2>::from_data(data, &Default::default());
-    assert_eq!(crate::likeliest(logits.clone(), 4), expected);
+    let greedy = vec![Draw::LIKELIEST; count];
+    assert_eq!(crate::draw(logits.clone(), &greedy, 4), expected);
+    // Where the rows' draws differ, each has its own. The first row has two likeliest tokens, the last one a number only
+    // where no draw looks.
+    let mut mixed = greedy;
+    mixed[0] = Draw::new(0.01, None, 1.0, u64::MAX);
+    let of_mixed = [Some(3), expected[1], None, None, None];
+    assert_eq!(crate::draw(logits.clone(), &mixed, 4), of_mixed);
+    assert_eq!(crate::draw_on_host(&rows[0][..4], &mixed[0]), Some(3));
     let ids = super::reference::likeliest::<Flex>(primitive(logits), 4);
     let ids = Tensor::<Flex, 2, Int>::from_primitive(ids);
     assert_eq!(host_ints(ids), [1, 1, -1, -1, -1]);

@@ -579,7 +579,7 @@ fn several_processes_share_masters_and_moments() {
     assert!(four < alone, "{four} {alone}");
 }
 
-/// Four H200s, one row of 131,072 tokens in four parts; the measurements are in docs/scale.md.
+/// Four H200s, one row of 131,072 tokens in four parts; the measurements are in lab/docs/scale.md.
 #[test]
 fn context_parallel_rows_have_the_measured_memory_and_speed() {
     let planned_on = |target: &Target, degree: usize, more: &[&str]| {
