@@ -6,12 +6,12 @@
 //            upper halves of top_p (all ones: 1) and of the random number; ids i32 [rows]
 // Buffers    x, draws, ids
 // Defines    none
-// Tiling     grid (rows); 1024 threads; a histogram of the 8192 largest keys in shared memory, then of the next ones
+// Tiling     grid (rows); 512 threads; a histogram of the 8192 largest keys in shared memory, then of the next ones
 // Numerics   weights and sums are whole numbers: equal logits give the token of sieve-cpu's `draw`, in any order of sums
 // Edges      fewer logits than threads; -0 is as large as +0; many equal logits; weights that are all 0 but one
 #include "common/types.cuh"
 
-constexpr int THREADS = 1024, NUM_WARPS = THREADS / 32;
+constexpr int THREADS = 512, NUM_WARPS = THREADS / 32;
 constexpr int BINS = 8192, THREAD_BINS = BINS / THREADS;
 constexpr u32 NOT_FINITE = 0x10000;  // larger than every key
 

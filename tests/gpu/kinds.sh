@@ -18,9 +18,12 @@ sets=()
 for set in ${SETS:-}; do sets+=(--set "$set"); done
 for kind in "${kinds[@]}"; do
   run="$out/$kind"
+  # An indexer learns under dense attention first, where no token is decoded by its chosen blocks.
+  stages=()
+  [ "$kind" != msa ] || stages=(--set stage.1.steps=5)
   "$sieve" recipe new --size 80m --kind "$kind" --data "$text" --out "$out/$kind.toml" > "$run.txt" 2>&1
   if ! "$sieve" train --recipe "$out/$kind.toml" --device "$device" --out "$run" --set "data.cache_dir=\"$out/cache\"" \
-    --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }" --set metrics.log_freq=5 "${sets[@]}" \
+    --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }" --set metrics.log_freq=5 "${sets[@]}" "${stages[@]}" \
     --stop-after "$steps" >> "$run.txt" 2>&1; then
     echo "$kind: FAILED to train, see $run.txt"
     failed=1

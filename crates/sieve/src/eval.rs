@@ -7,7 +7,7 @@ use clap::Subcommand;
 use sieve_host::evaluation::so_far;
 use sieve_host::exit::Exit;
 
-/// Subcommands of `sieve eval`.
+/// Subcommands of `sieve eval`: first what every user of a model asks, then the lab's.
 #[derive(Subcommand, Debug)]
 pub(crate) enum EvalCommand {
     /// Perplexity and bits per byte on text

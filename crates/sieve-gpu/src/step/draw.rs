@@ -33,4 +33,4 @@ pub fn draw(logits: &CudaTensor, draws: &CudaTensor, num_tokens: usize) -> Resul
     Ok(ids)
 }
 
-const DRAW: SourceKernel = SourceKernel::new(NAME).threads(1024);
+const DRAW: SourceKernel = SourceKernel::new(NAME).threads(512);
