@@ -44,7 +44,7 @@ for sieve in "$@"; do
   done
   "$sieve" serve --checkpoint "$checkpoint" --device "$device" --port "$port" --max-texts 64 --max-context 512 > "$out/serve.log" 2>&1 &
   server=$!
-  for _ in $(seq 120); do curl -s "localhost:$port/health" > "$out/health" 2>&1 && break; sleep 0.5; done
+  for _ in $(seq 240); do (exec 3<> "/dev/tcp/localhost/$port") 2> /dev/null && break; sleep 0.5; done
   for draw in "0 1" "0.8 0.95" "1 1"; do
     read -r temperature top_p <<< "$draw"
     count="${CLIENTS:-64}"
