@@ -1,13 +1,14 @@
 // draw: one token of each row of logits, with temperature, top-k and nucleus sampling (arXiv:1904.09751).
-// Math       w_i = floor(2^44 exp2((x[r, i] - max_j x[r, j]) * scale_r)); tokens in order of falling logit, of equal ones by
-//            id; K: the first top_k tokens; N: the fewest first ones of K whose w reach top_p * sum(K); the drawn token is
-//            the first whose prefix sum of w exceeds random * sum(N) / 2^64; -1 where an x[r, j] is NaN or infinite
-// Layout     x bf16 [rows, width], rows x_stride apart; draws u32 [rows, 6]: scale's bits, top_k (0: all), and the lower and
-//            upper halves of top_p (all ones: 1) and of the random number; ids i32 [rows]
+// Math       w_i = floor(2^44 exp2((x[r, i] - max_j x[r, j]) * scale_r)); tokens in order of falling logit, of equal
+//            ones by id; K: the first top_k tokens; N: the fewest first ones of K whose w reach top_p * sum(K); the
+//            drawn token is the first whose prefix sum of w exceeds random * sum(N) / 2^64; -1 where an
+//            x[r, j] is NaN or infinite
+// Layout     x bf16 [rows, width], rows x_stride apart; draws u32 [rows, 6]: scale's bits, top_k (0: all), and the
+//            lower and upper halves of top_p (all ones: 1) and of the random number; ids i32 [rows]
 // Buffers    x, draws, ids
 // Defines    none
 // Tiling     grid (rows); 512 threads; a histogram of the 8192 largest keys in shared memory, then of the next ones
-// Numerics   weights and sums are whole numbers: equal logits give the token of sieve-cpu's `draw`, in any order of sums
+// Numerics   weights and sums are whole numbers, so equal logits give the token of sieve-cpu's `draw`
 // Edges      fewer logits than threads; -0 is as large as +0; many equal logits; weights that are all 0 but one
 #include "common/types.cuh"
 

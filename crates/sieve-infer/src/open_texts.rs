@@ -129,8 +129,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         Continuation::read_each(&mut texts, &tokens, &mut self.rows, |at, logits| next(owned[at], logits))
     }
 
-    /// As [`step`](Self::step), but tokens are drawn on the device, among the first `num_tokens`: `draw_of` says how for
-    /// each text, and `next` takes the token; `None` after a NaN logit.
+    /// As [`step`](Self::step), but tokens are drawn on the device, among the first `num_tokens`: `draw_of` says how
+    /// for each text, and `next` takes the token; `None` after a NaN logit.
     ///
     /// # Errors
     /// As [`step`](Self::step).

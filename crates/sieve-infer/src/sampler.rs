@@ -72,8 +72,8 @@ impl Sampler {
         if has_ended { Draw::LIKELIEST } else { self.next_draw() }
     }
 
-    /// Draws one token from logits on the host; `None` if a logit is NaN or infinite. Of equal logits the lower id counts
-    /// as likelier.
+    /// Draws one token from logits on the host; `None` if a logit is NaN or infinite. Of equal logits the lower id
+    /// counts as likelier.
     ///
     /// Panics on an empty slice.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {

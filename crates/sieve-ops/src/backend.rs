@@ -360,7 +360,8 @@ device_ops! {
         /// The op [`crate::draw`]; `draws` are i32 `[rows, 6]`, the words of each; token ids, `[rows, 1]`, -1 where a
         /// logit is NaN or infinite.
         fn draw(logits: Float<Self>, draws: Ints<Self>, num_tokens: usize) -> Ints<Self>;
-        /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit is NaN or infinite.
+        /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit
+        /// is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
         /// The op [`crate::attention_decode`].
         fn attention_decode(

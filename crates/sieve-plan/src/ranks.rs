@@ -14,7 +14,8 @@ const EXCHANGE_RATE: f64 = 316e9;
 /// Bytes per second between hosts with one 400 Gb/s network card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;
 /// Seconds that a step gets longer for each second of overlapped all-reduces and all-gathers, which take
-/// multiprocessors and bandwidth from the model's kernels. Measured: 0.7 to 1.0 on two and four H200s (lab/docs/scale.md).
+/// multiprocessors and bandwidth from the model's kernels. Measured: 0.7 to 1.0 on two and four H200s
+/// (lab/docs/scale.md).
 const LENGTHENING: f64 = 0.8;
 
 /// Number of ranks and hosts of a run.
@@ -121,8 +122,8 @@ impl RanksPlan {
 mod tests {
     use super::*;
 
-    /// lab/docs/scale.md, lab/notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and of
-    /// four.
+    /// lab/docs/scale.md, lab/notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and
+    /// of four.
     #[test]
     fn measured_runs_on_several_gpus_are_met_within_three_percent() {
         for (parameters, size, micro_batches, alone, together) in [

@@ -135,8 +135,7 @@ fn drawing_takes_the_first_of_equal_logits_and_nothing_from_a_row_with_nan_or_in
     let logits = Tensor::<Flex, 2>::from_data(data, &Default::default());
     let greedy = vec![Draw::LIKELIEST; count];
     assert_eq!(crate::draw(logits.clone(), &greedy, 4), expected);
-    // Where the rows' draws differ, each has its own. The first row has two likeliest tokens, the last one a number only
-    // where no draw looks.
+    // Where the rows' draws differ, each has its own. The first row has two likeliest tokens.
     let mut mixed = greedy;
     mixed[0] = Draw::new(0.01, None, 1.0, u64::MAX);
     let of_mixed = [Some(3), expected[1], None, None, None];
