@@ -3,9 +3,10 @@
 //! `kernels/draw.cu` computes the same whole numbers: equal logits and draws give the same token on every device.
 use crate::first_of_largest;
 use sieve_core::Draw;
+use std::f32::consts::LN_2;
 
 /// Coefficients of 2^f for f from -0.5 to 0.5, from the highest power on: ln(2)^n / n!.
-const EXP2: [f32; 7] = [1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_471_8e-1, 1.0];
+const EXP2: [f32; 7] = [1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, LN_2, 1.0];
 /// Adding and subtracting it rounds a number of less than 2^22 to a whole one.
 const ROUND: f32 = 12_582_912.0;
 /// The weight of the largest logit, 2^44.
@@ -34,42 +35,75 @@ pub fn draw(logits: &[f32], draw: &Draw) -> Option<u32> {
         return Some(likeliest);
     }
     let largest = logits[likeliest as usize];
-    let mut weights: Vec<u64> = logits.iter().map(|&logit| weight(logit, largest, draw.scale)).collect();
+    let weights: Vec<u64> = logits.iter().map(|&logit| weight(logit, largest, draw.scale)).collect();
+    let all = || (0..).zip(logits).map(|(token, &logit)| place(token, logit));
     let top_k = draw.top_k as usize;
-    if (1..logits.len()).contains(&top_k) {
-        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-        order.select_nth_unstable_by(top_k, |&a, &b| likelier(logits, a, b));
-        order[top_k..].iter().for_each(|&token| weights[token as usize] = 0);
-    }
-    let total = weights.iter().sum();
-    let kept = match draw.top_p {
-        Draw::WHOLE => total,
-        top_p => first_to_reach(logits, &weights, total, upper(top_p, total).max(1)).1,
+    let (mut places, total): (Vec<u64>, u64) = if (1..logits.len()).contains(&top_k) {
+        let mut places: Vec<u64> = all().collect();
+        places.select_nth_unstable(top_k);
+        places.truncate(top_k);
+        let total = places.iter().map(|place| weights[token(*place) as usize]).sum();
+        (places, total)
+    } else {
+        (Vec::new(), weights.iter().sum())
     };
-    Some(first_to_reach(logits, &weights, total, upper(draw.random, kept) + 1).0)
+    let mut kept = total;
+    let target = |kept| upper(draw.random, kept) + 1;
+    let first = match draw.top_p {
+        Draw::WHOLE => target(total),
+        top_p => upper(top_p, total).max(1),
+    };
+    if places.is_empty() {
+        // All tokens of less weight than this together are less than what may be missing, so the others reach `first`.
+        let least = ((total - first) / weights.len() as u64).max(1);
+        places = all().zip(&weights).filter(|(_, weight)| **weight >= least).map(|(place, _)| place).collect();
+    }
+    if draw.top_p != Draw::WHOLE {
+        let (last, sum) = first_to_reach(&mut places, &weights, first);
+        places.truncate(last + 1);
+        kept = sum;
+    }
+    let (drawn, _) = first_to_reach(&mut places, &weights, target(kept));
+    Some(token(places[drawn]))
 }
 
-/// The first token up to which the weights, of `total` in all, reach `wanted`, and their sum up to it.
-fn first_to_reach(logits: &[f32], weights: &[u64], total: u64, wanted: u64) -> (u32, u64) {
-    // All tokens of less weight than this together are less than what may be missing, so the others reach `wanted`.
-    let least = ((total - wanted) / weights.len() as u64).max(1);
-    let tokens = (0..).zip(weights).filter(|(_, weight)| **weight >= least);
-    let mut tokens: Vec<u32> = tokens.map(|(token, _)| token).collect();
-    tokens.sort_unstable_by(|&a, &b| likelier(logits, a, b));
-    let mut sum = 0;
-    for token in tokens {
-        sum += weights[token as usize];
+/// A token's place among all: the larger its logit, the smaller; of equal logits the lower token has the smaller one.
+/// -0 is as large as +0.
+fn place(token: u32, logit: f32) -> u64 {
+    let bits = (logit + 0.0).to_bits();
+    let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    u64::from(!rising) << 32 | u64::from(token)
+}
+
+/// The token of a place.
+fn token(place: u64) -> u32 {
+    place as u32
+}
+
+/// Puts first what the smallest places have until their tokens' weights reach `wanted`; returns the last one's index,
+/// and the sum up to it. Halves what is looked at until it is short, and sorts only that.
+fn first_to_reach(places: &mut [u64], weights: &[u64], wanted: u64) -> (usize, u64) {
+    const SHORT: usize = 64;
+    let of = |place: &u64| weights[token(*place) as usize];
+    let (mut low, mut high, mut sum) = (0, places.len(), 0);
+    while high - low > SHORT {
+        let middle = (high - low) / 2;
+        places[low..high].select_nth_unstable(middle);
+        let left: u64 = places[low..low + middle].iter().map(of).sum();
+        if sum + left >= wanted {
+            high = low + middle;
+        } else {
+            (low, sum) = (low + middle, sum + left);
+        }
+    }
+    places[low..high].sort_unstable();
+    for (at, place) in places.iter().enumerate().take(high).skip(low) {
+        sum += of(place);
         if sum >= wanted {
-            return (token, sum);
+            return (at, sum);
         }
     }
     unreachable!("the weights of all tokens reach their sum")
-}
-
-/// Orders tokens by larger logit, then by lower id. -0 is as large as +0.
-fn likelier(logits: &[f32], a: u32, b: u32) -> std::cmp::Ordering {
-    let value = |token: u32| logits[token as usize] + 0.0;
-    value(b).total_cmp(&value(a)).then(a.cmp(&b))
 }
 
 #[cfg(test)]
