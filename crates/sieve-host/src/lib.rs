@@ -33,7 +33,7 @@ pub mod ranks;
 pub mod evaluation;
 pub mod line_chart;
 
-/// The backends and devices that [`on_device`](loaded::on_device) chooses from.
+/// The backends and devices that [`on_device`] chooses from.
 pub mod backends {
     pub use burn_cuda::CudaDevice;
     pub use burn_flex::{Flex, FlexDevice};

@@ -103,7 +103,7 @@ impl OnEvent {
         result
     }
 
-    /// Watches a run until the watch is dropped: if no event arrives for `least` and for [`LONGEST_PAUSES`] times the
+    /// Watches a run until the watch is dropped: if no event arrives for `least` and for `LONGEST_PAUSES` times the
     /// longest earlier pause, the command runs, once until the next event.
     pub fn watch(&self, least: Duration) -> Result<StallWatch> {
         let (sender, happened) = channel();
