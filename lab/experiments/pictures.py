@@ -89,17 +89,17 @@ def masks():
 
     def msa(query):
         keys = lambda block: range(block * BLOCK, min((block + 1) * BLOCK, query + 1))
-        return by_blocks(query, lambda block: max(dot(index_q[query], index_k[key]) for key in keys(block)), 4)
+        return by_blocks(query, lambda block: max(dot(index_q[query], index_k[key]) for key in keys(block)), 4, local=2)
 
     return {
         "mha": (("every earlier key",), lambda query: window(query, TOKENS)),
         "swa": (("the last keys",), lambda query: window(query, 12)),
         "dma": (("the last keys,", "and the best older ones"), dma),
-        "nsa": (("a window, chosen blocks,", "and the means of all blocks"), nsa),
+        "nsa": (("a window, first and chosen", "blocks, the means of all"), nsa),
         "mla": (("every earlier key,", "as a narrow latent"), lambda query: dict.fromkeys(range(query + 1), WHOLE)),
-        "infllm_v2": (("the first and last blocks,", "others by means of keys"), infllm_v2),
+        "infllm_v2": (("the first and last blocks,", "others by their pooled keys"), infllm_v2),
         "moba": (("the query's own block,", "others by their mean key"), moba),
-        "msa": (("the query's own block,", "others by an indexer"), msa),
+        "msa": (("the last blocks,", "others by an indexer"), msa),
     }
 
 
@@ -173,18 +173,18 @@ def arrow(x, y, to_x, to_y):
 def draw_way():
     parts = []
     for x, width, name, lines in (
-            (10, 124, "text", ("files, folders,", "data sets")),
-            (164, 138, "recipe", ("sieve recipe new", "every key explained")),
-            (332, 152, "train", ("sieve train", "kinds and seeds swept")),
-            (514, 124, "compare", ("sieve eval …", "sieve compare"))):
-        parts += box(x, 62, width, 78, name, lines)
-    parts += box(668, 12, 152, 78, "serve", ("sieve serve", "OpenAI's interface"))
-    parts += box(668, 112, 152, 78, "export", ("sieve export", "transformers, vLLM"))
-    parts += box(164, 164, 138, 62, "trained model", ("sieve import",))
-    parts += arrow(134, 101, 164, 101) + arrow(302, 101, 332, 101) + arrow(484, 101, 514, 101)
-    parts += arrow(638, 92, 668, 62) + arrow(638, 110, 668, 140)
-    parts += arrow(302, 186, 356, 142)
-    return picture(240, parts, "From text to a served model")
+            (10, 130, "text", ("files, folders,", "data sets")),
+            (186, 150, "recipe", ("sieve recipe new", "every key explained")),
+            (392, 160, "train", ("sieve train", "kinds and seeds swept"))):
+        parts += box(x, 102, width, 78, name, lines)
+    parts += box(640, 12, 180, 78, "compare", ("sieve eval …", "sieve compare"))
+    parts += box(640, 102, 180, 78, "generate, serve", ("sieve generate", "sieve serve"))
+    parts += box(640, 192, 180, 78, "export", ("sieve export", "transformers, vLLM"))
+    parts += box(186, 204, 150, 62, "trained model", ("sieve import",))
+    parts += arrow(140, 141, 186, 141) + arrow(336, 141, 392, 141)
+    parts += arrow(552, 122, 640, 62) + arrow(552, 141, 640, 141) + arrow(552, 160, 640, 220)
+    parts += arrow(336, 226, 416, 182)
+    return picture(284, parts, "From text to a served model")
 
 
 def main():
