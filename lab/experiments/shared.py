@@ -51,6 +51,12 @@ def layout_without_slope():
     return (f"{rate['windows, 1 of 4 dense, no slope'] / rate['dense']:.2f}",)
 
 
+def sampled_by_clients():
+    """Tokens a second of 64 clients of `serve`, at the defaults and greedily."""
+    row = next(row for row in noted()["sampling"][1] if row["texts"] == "64 clients")
+    return f"{row['0.8, top-p 0.95, tokens/s']:,}", f"{row['greedy']:,}"
+
+
 def verdicts():
     head, lines = papers.verdicts()
     (of_all,) = (dict(zip(head, line)) for line in lines if line[0] == "all")
@@ -80,6 +86,8 @@ def dma_over_cudnn():
 
 
 FACTS = [
+    (r"of an 85M model get ([\d,]+) tokens a\s+second together on one H200, where greedy decoding gives ([\d,]+)",
+     sampled_by_clients),
     (r"the ([\d.]+)M training tokens|\| training \| ([\d.]+)M tokens", lambda: (f"{TRAINING_TOKENS / 1e6:.1f}",)),
     (r"([\d.]+)M (?:parameters )?besides (?:the|a) tied embedding|each of its ([\d.]+)M parameters",
      lambda: (f"{PARAMETERS / 1e6:.1f}",)),
