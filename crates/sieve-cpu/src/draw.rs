@@ -2,6 +2,7 @@
 //!
 //! `kernels/draw.cu` computes the same whole numbers: equal logits and draws give the same token on every device.
 use crate::first_of_largest;
+use rayon::prelude::*;
 use sieve_core::Draw;
 use std::f32::consts::LN_2;
 
@@ -65,6 +66,16 @@ pub fn draw(logits: &[f32], draw: &Draw) -> Option<u32> {
     }
     let (drawn, _) = first_to_reach(&mut places, &weights, target(kept));
     Some(token(places[drawn]))
+}
+
+/// Draws a token of each row of `width` logits, among its first `num_tokens`; rows are divided among threads, and no draw
+/// depends on which one makes it.
+///
+/// Panics where there is not one draw for each row.
+pub fn draw_rows(logits: &[f32], width: usize, num_tokens: usize, draws: &[Draw]) -> Vec<Option<u32>> {
+    assert_eq!(logits.len(), width * draws.len(), "one draw for each row");
+    let rows = logits.par_chunks(width).zip(draws);
+    rows.map(|(row, one)| draw(&row[..num_tokens], one)).collect()
 }
 
 /// A token's place among all: the larger its logit, the smaller; of equal logits the lower token has the smaller one.
@@ -166,6 +177,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn rows_are_drawn_as_each_alone() {
+        let logits: Vec<f32> = (0..5 * 9).map(|at| ((at * 37) % 11) as f32 * 0.3).collect();
+        let draws: Vec<Draw> = (0..5).map(|row| Draw::new(1.0, None, 0.9, row * (u64::MAX / 5))).collect();
+        let alone = |row: usize| draw(&logits[9 * row..][..7], &draws[row]);
+        assert_eq!(draw_rows(&logits, 9, 7, &draws), (0..5).map(alone).collect::<Vec<_>>());
     }
 
     #[test]

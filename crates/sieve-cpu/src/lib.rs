@@ -46,7 +46,7 @@ pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::sinks::{join_sinks, sinks_backward};
 pub use attention::{ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward};
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
-pub use draw::draw;
+pub use draw::{draw, draw_rows};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};

@@ -11,15 +11,13 @@ use sieve_core::{DmaBias, Draw};
 /// Reference of [`crate::draw`], on the host, in whole numbers; ids `[rows, 1]`, -1 for none.
 pub(crate) fn draw<B: Backend>(logits: Float<B>, draws: Ints<B>, num_tokens: usize) -> Ints<B> {
     let (logits, draws) = (tensor::<B, 2>(logits), Tensor::<B, 2, Int>::from_primitive(draws));
-    let ([rows, _], device) = (logits.dims(), logits.device());
-    let logits = logits.narrow(1, 0, num_tokens).cast(DType::F32).into_data();
-    let logits: Vec<f32> = logits.into_vec().expect("they were converted");
+    let ([rows, width], device) = (logits.dims(), logits.device());
+    let logits: Vec<f32> = logits.cast(DType::F32).into_data().into_vec().expect("they were converted");
     let words: Vec<i32> = draws.into_data().iter::<i32>().collect();
-    let draws = words.as_chunks().0.iter().map(|words| Draw::of_words(*words));
-    let ids =
-        logits.chunks(num_tokens).zip(draws).map(|(row, draw)| sieve_cpu::draw(row, &draw).map_or(-1, |id| id as i32));
-    let ids = TensorData::new(ids.collect::<Vec<_>>(), [rows, 1]);
-    Tensor::<B, 2, Int>::from_data(ids, &device).into_primitive()
+    let draws: Vec<Draw> = words.as_chunks().0.iter().map(|words| Draw::of_words(*words)).collect();
+    let drawn = sieve_cpu::draw_rows(&logits, width, num_tokens, &draws);
+    let ids: Vec<i32> = drawn.into_iter().map(|token| token.map_or(-1, |token| token as i32)).collect();
+    Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, 1]), &device).into_primitive()
 }
 
 /// Reference of the largest of the first logits, of equal ones the first; ids `[rows, 1]`, -1 for none.
