@@ -68,8 +68,8 @@ pub fn draw(logits: &[f32], draw: &Draw) -> Option<u32> {
     Some(token(places[drawn]))
 }
 
-/// Draws a token of each row of `width` logits, among its first `num_tokens`; rows are divided among threads, and no draw
-/// depends on which one makes it.
+/// Draws a token of each row of `width` logits, among its first `num_tokens`; rows are divided among threads, and no
+/// draw depends on which one makes it.
 ///
 /// Panics where there is not one draw for each row.
 pub fn draw_rows(logits: &[f32], width: usize, num_tokens: usize, draws: &[Draw]) -> Vec<Option<u32>> {
