@@ -6,6 +6,7 @@
 #
 # TOKENS (300) a text, DEVICE (cuda), PORT (8123). DEVICE=cpu TOKENS=8 COUNTS="1 2" tries the script. About 90 s a program on an H200.
 set -uo pipefail
+[ "$#" -ge 3 ] || { sed -n '/^#   tests/s/^# *//p' "$0"; exit 2; }
 checkpoint="$1" out="$2"
 shift 2
 device="${DEVICE:-cuda}" tokens="${TOKENS:-300}" port="${PORT:-8123}"

@@ -3,9 +3,9 @@
 /// One draw of a token: temperature, top-k, nucleus (arXiv:1904.09751) and a random number.
 ///
 /// A token's weight is `2^44 exp2((logit - largest) * scale)`, rounded down to a whole number, so that sums of weights
-/// do not depend on their order. Tokens are in the order of falling logits, of equal ones by id. Of these the first
-/// `top_k` stay, of them the fewest first ones that reach `top_p` of their weight; the drawn token is the first whose
-/// prefix sum exceeds `random / 2^64` of what stays.
+/// do not depend on their order. Tokens are sorted by falling logit, and by id where logits are equal. The first
+/// `top_k` tokens stay; of these, as few from the front as reach `top_p` of their weight. The drawn token is the first
+/// whose prefix sum exceeds `random / 2^64` of the weight that stays.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
     /// `log2(e) / temperature`.

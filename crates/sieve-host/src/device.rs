@@ -40,7 +40,7 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// Number type of the loaded weights: all in f32, or those of GEMMs in bf16.
+/// The number type of loaded weights: f32 for all, or bf16 for the weights of GEMMs and f32 for the others.
 #[expect(missing_docs, reason = "clap shows the comment of a variant as help")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DtypeArg {

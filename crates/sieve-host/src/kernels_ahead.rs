@@ -2,7 +2,6 @@
 use crate::device::{Device, DeviceChoice};
 use crate::terminal;
 use anyhow::{Result, anyhow, bail};
-use indicatif::ProgressBar;
 use sieve_core::{Recipe, ShownPath};
 use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{Cubins, DeviceReport, KernelCache, KernelError, NeededKernels, SourceKernel};
@@ -23,19 +22,6 @@ pub struct BuildSettings {
     pub root: PathBuf,
 }
 
-/// What is reported while kernels are compiled.
-#[derive(Clone, Debug)]
-pub enum BuildEvent {
-    /// How many kernels are done, and out of how many.
-    Progress(usize, usize),
-    /// All kernels of an architecture are done; the table of the resources that each uses follows.
-    Table,
-    /// A kernel was compiled: its line of the table.
-    Kernel(String),
-    /// The last event of an architecture: a line that says how many kernels were compiled, and in how many seconds.
-    Done(String),
-}
-
 /// What became of one kernel: found in the cache, compiled, or failed.
 enum Outcome {
     Kept,
@@ -43,11 +29,11 @@ enum Outcome {
     Failed(KernelError),
 }
 
-/// Puts machine code into kernel caches, one for each architecture. Needs no GPU.
+/// Puts machine code into kernel caches, one for each architecture, and prints what each kernel uses. Needs no GPU.
 ///
 /// # Errors
 /// An unknown architecture, no compiler, a folder that cannot be written, kernels that do not compile.
-pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
+pub fn build(settings: &BuildSettings) -> Result<()> {
     let architectures = architectures(&settings.arch)?;
     let version = installed_nvrtc().map_err(|error| {
         anyhow!(error).context("no compiler\n  hint: install the run-time compiler of a CUDA toolkit (NVRTC)")
@@ -56,7 +42,7 @@ pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Resul
     for arch in architectures {
         let needed = needed_kernels(settings.recipe.as_ref(), &arch).map_err(anyhow::Error::msg)?;
         let cubins = Cubins::below(&settings.root, &arch, version);
-        failed += build_one(&arch, &needed, &cubins, say)?;
+        failed += build_one(&arch, &needed, &cubins)?;
     }
     if failed > 0 {
         bail!("{failed} kernels were not compiled");
@@ -64,23 +50,24 @@ pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Resul
     Ok(())
 }
 
-/// Compiles what is missing into a cache that is about to be used, on all cores.
+/// Compiles the kernels of `needed` that a cache lacks, on all cores.
 ///
 /// # Errors
 /// No compiler, a folder that cannot be written, or a kernel that does not compile.
-fn prefill(cubins: &Cubins, arch: &str, needed: &NeededKernels, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
+fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
+    let cubins = cache.cubins();
     let keys = keys_of(&needed.kernels)?;
     let missing = keys.iter().filter(|key| !cubins.has(**key)).count();
     if missing == 0 {
         return Ok(());
     }
     let started = Instant::now();
-    for outcome in compile_all(arch, &needed.kernels, &keys, cubins, say) {
+    for outcome in compile_all(arch, &needed.kernels, &keys, cubins) {
         if let Outcome::Failed(error) = outcome {
             return Err(error.into());
         }
     }
-    say(BuildEvent::Done(format!("{missing} kernels compiled in {:.1} s", started.elapsed().as_secs_f64())));
+    terminal::line(&format!("{missing} kernels compiled in {:.1} s", started.elapsed().as_secs_f64()));
     Ok(())
 }
 
@@ -88,37 +75,34 @@ fn keys_of(kernels: &[SourceKernel]) -> Result<Vec<u128>> {
     Ok(kernels.iter().map(SourceKernel::code_key).collect::<Result<_, _>>()?)
 }
 
-/// Compiles one architecture's kernels into the cache and says what they use; returns how many failed.
-fn build_one(arch: &str, needed: &NeededKernels, cubins: &Cubins, say: &mut dyn FnMut(BuildEvent)) -> Result<usize> {
+/// Compiles one architecture's kernels into the cache and prints what they use; returns how many failed.
+fn build_one(arch: &str, needed: &NeededKernels, cubins: &Cubins) -> Result<usize> {
     let started = Instant::now();
     let keys = keys_of(&needed.kernels)?;
-    let outcomes = compile_all(arch, &needed.kernels, &keys, cubins, say);
-    say(BuildEvent::Table);
+    let outcomes = compile_all(arch, &needed.kernels, &keys, cubins);
+    terminal::line(&build_table_head());
     let (mut compiled, mut kept, mut failed) = (0, 0, 0);
     for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
         match outcome {
             Outcome::Kept => kept += 1,
             Outcome::Compiled(machine_code) => {
                 compiled += 1;
-                say(BuildEvent::Kernel(row(arch, kernel, &machine_code)));
+                terminal::line(&row(arch, kernel, &machine_code));
             }
             Outcome::Failed(error) => {
                 failed += 1;
-                let line = format!("{arch:7} {:32} FAILED {error}", kernel.name());
-                say(BuildEvent::Kernel(line));
+                terminal::line(&format!("{arch:7} {:32} FAILED {error}", kernel.name()));
             }
         }
     }
     for error in &needed.refused {
-        say(BuildEvent::Kernel(format!(
-            "{arch:7} none for this architecture: {error}; such calls take the reference path"
-        )));
+        terminal::line(&format!("{arch:7} none for this architecture: {error}; such calls take the reference path"));
     }
-    say(BuildEvent::Done(format!(
+    terminal::line(&format!(
         "{arch}: {compiled} kernels compiled in {:.1} s, {kept} were there, {failed} failed; in {}",
         started.elapsed().as_secs_f64(),
         cubins.folder().shown()
-    )));
+    ));
     Ok(failed)
 }
 
@@ -150,14 +134,8 @@ fn build_table_head() -> String {
     )
 }
 
-/// Compiles the kernels that the cache lacks, on all cores; returns the outcomes in the order of `kernels`.
-fn compile_all(
-    arch: &str,
-    kernels: &[SourceKernel],
-    keys: &[u128],
-    cubins: &Cubins,
-    say: &mut dyn FnMut(BuildEvent),
-) -> Vec<Outcome> {
+/// Compiles the kernels that the cache lacks, on all cores, with a bar; returns the outcomes in the order of `kernels`.
+fn compile_all(arch: &str, kernels: &[SourceKernel], keys: &[u128], cubins: &Cubins) -> Vec<Outcome> {
     let next = AtomicUsize::new(0);
     let (send, receive) = mpsc::channel();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -185,10 +163,12 @@ fn compile_all(
             });
         }
         drop(send);
+        let bar = terminal::progress_bar(kernels.len() as u64, "{pos}/{len} kernels {wide_bar} {eta}");
         for outcome in receive {
             done.push(outcome);
-            say(BuildEvent::Progress(done.len(), kernels.len()));
+            bar.set_position(done.len() as u64);
         }
+        bar.finish_and_clear();
     });
     done.sort_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, outcome)| outcome).collect()
@@ -229,33 +209,9 @@ fn architectures(named: &[String]) -> Result<Vec<String>> {
         .collect()
 }
 
-/// An observer that prints a compilation's messages and shows a progress bar.
-pub fn build_printer() -> impl FnMut(BuildEvent) {
-    let mut bar: Option<ProgressBar> = None;
-    move |event| match event {
-        BuildEvent::Progress(done, all) => {
-            let template = "{pos}/{len} kernels {wide_bar} {eta}";
-            let shown = bar.get_or_insert_with(|| terminal::progress_bar(all as u64, template));
-            shown.set_position(done as u64);
-            if done == all {
-                shown.finish_and_clear();
-                bar = None;
-            }
-        }
-        BuildEvent::Table => terminal::line(&build_table_head()),
-        BuildEvent::Kernel(line) | BuildEvent::Done(line) => terminal::line(&line),
-    }
-}
-
 /// A callback that compiles the kernels of a check or a benchmark before its first case.
 pub fn prepare(needed: impl Fn(&DeviceReport) -> NeededKernels) -> impl Fn(&KernelCache, &DeviceReport) -> Result<()> {
     move |cache, gpu| fill(cache, &gpu.arch(), &needed(gpu))
-}
-
-/// Compiles the kernels of `needed` that are not in the cache.
-fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
-    let say = &mut build_printer();
-    prefill(cache.cubins(), arch, needed, say)
 }
 
 /// The device of a run. On a GPU, first compiles the recipe's kernels, on all cores.

@@ -1,7 +1,7 @@
 //! What every program of Sieve needs of its machine: a terminal, files to write, devices, kernels compiled ahead,
 //! memory that is predicted before it is taken, loaded models, and the ranks that use one together.
 //!
-//! The commands of `sieve` and those of the lab stand on it. It prints; libraries below it do not.
+//! The commands of `sieve` and of the lab use this crate. It may print; the libraries that it uses may not.
 
 pub mod environment;
 pub mod exit;

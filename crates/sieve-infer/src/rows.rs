@@ -44,8 +44,8 @@ impl<P: Copy> Rows<P> {
     }
 
     /// Adds the part `input` of the text `tokens` to the first row with enough room, or to a new row. `places`
-    /// describes
-    /// the prediction after each input from the position `first_scored` on; where it has none, nothing is predicted.
+    /// describes the prediction after each input from the position `first_scored` on; where it has none, nothing is
+    /// predicted.
     /// Returns false if no row has room.
     pub fn push(
         &mut self,

@@ -2,7 +2,7 @@
 use crate::recipe::RecipeArgs;
 use anyhow::Result;
 use clap::{Args, Subcommand};
-use sieve_host::kernels_ahead::{BuildSettings, build, build_printer};
+use sieve_host::kernels_ahead::{BuildSettings, build};
 use std::path::PathBuf;
 
 /// Subcommands of `sieve kernels`.
@@ -51,5 +51,5 @@ fn run_build(args: BuildArgs) -> Result<()> {
             None => sieve_host::device::cache_root()?,
         },
     };
-    build(&settings, &mut build_printer())
+    build(&settings)
 }

@@ -130,10 +130,9 @@ impl OwnText {
         most.map(|most| format!("tokenizer.train.vocab_size={most}")).into_iter().collect()
     }
 
-    /// The keys of a recipe for a text of which the answers alone are predicted, as `section.key=value`: steps that
-    /// read
-    /// it two to three times, and a kept checkpoint that is the best one on held-out answers. Keys that `overrides`
-    /// give are left out; without answers there is none.
+    /// The keys of a recipe that learns to predict only the answers of a text, as `section.key=value`: so many steps
+    /// that the text is read two to three times, and a kept checkpoint, the best one on held-out answers. Keys that
+    /// `overrides` give are left out. A text without answers has no such keys.
     pub(crate) fn keys_for_answers(&self, recipe: &Recipe, overrides: &[String]) -> Vec<String> {
         let training = &recipe.training;
         let mut keys = Vec::new();

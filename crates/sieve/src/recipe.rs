@@ -214,8 +214,8 @@ impl RecipeArgs {
         Some(format!("train {words} --out {}", terminal::quoted(&free)))
     }
 
-    /// The folders in which the data of a run in `out` may lie already: that of the recipe's own runs, where `sieve
-    /// data prepare` puts them, and those of the runs beside `out`.
+    /// The folders that may hold the prepared tokens of a run in `out` already: the folder of the recipe's own runs,
+    /// where `sieve data prepare` puts them, and the folders of the runs beside `out`.
     pub(crate) fn known_data(&self, out: &Path) -> Vec<PathBuf> {
         let beside = match out.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,

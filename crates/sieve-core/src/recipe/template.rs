@@ -229,8 +229,7 @@ pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) 
 
 /// The steps and the rows of a step, `rows` or fewer, that read chats or questions of `num_tokens` two to three times.
 /// Their answers are learned in fewer passes than a text is, and by heart in more. A step of few rows is for a text
-/// that
-/// `rows` would read in less than `FEW_STEPS`.
+/// that `rows` would read in less than `FEW_STEPS`.
 pub fn steps_for_answers(num_tokens: f64, rows: usize, seq_len: usize) -> (usize, usize) {
     let steps = |rows: usize| (ANSWER_EPOCHS * num_tokens / (rows * seq_len).max(1) as f64).round() as usize;
     let mut fit = rows.max(1);

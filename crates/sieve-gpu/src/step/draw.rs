@@ -11,7 +11,8 @@ const NAME: &str = "draw";
 /// infinite.
 ///
 /// # Errors
-/// Other types or shapes, no logits, more than 2^18 of them in a row, of which the sum of weights could overflow.
+/// Other types or shapes, no logits, or more than 2^18 logits in a row, because the sum of their weights could
+/// overflow.
 pub fn draw(logits: &CudaTensor, draws: &CudaTensor, num_tokens: usize) -> Result<CudaTensor, KernelError> {
     const MOST: usize = 1 << 18;
     let [rows, vocab_size] = logits.dims(NAME, "logits")?;
