@@ -117,7 +117,7 @@ def choose_imported():
         "window with DMA's slope": of("window with DMA's slope")}
     lines = [[name, *(f"{float(losses[at] - dense[at]):+.3f}" for at in (0, 1))] for name, losses in found.items()]
     lines.insert(0, ["`infllm_v2`", *(f"{loss:+}" for loss in blocks)])
-    return ["imported as", "loss at once, over dense", "after 50 steps, over dense"], lines
+    return ["imported as", "loss over dense at once, nats", "after 50 steps, nats"], lines
 
 
 @table("choose_selector")
@@ -127,7 +127,7 @@ def choose_selector():
     lines = [["an 80M model after 400 steps", f"{steps['400 steps (dense loss 3.98)'][0]:+}"],
              ["the same after 4000 steps", f"{steps['4000 steps (dense loss 2.33)'][0]:+}"],
              ["SmolLM2-135M", added(groups()["time", "xattention:tau=0.7", None, 8192])]]
-    return ["`xattention:tau=0.7`, 8192 tokens", "loss, over dense"], lines
+    return ["`xattention:tau=0.7`, 8192 tokens", "loss over dense, nats"], lines
 
 
 @table("choose_muon")
@@ -164,18 +164,18 @@ def weak_sides():
     return ["kind", "bad at", "measured"], [
         ["`mha`, no slope", "long rows",
          f"{behind['dense']} nats behind DMA after 400 steps in rows of 32,768 ([results]({own}))"],
-        ["`swa`", "anything beyond its window", f"{needles_found('window 128')} needles of 81 ({needle})"],
+        ["`swa`", "anything beyond its window", f"finds {needles_found('window 128')} needles of 81 ({needle})"],
         ["`mla`", "learning, in its published form",
          f"{five['MLA as published'] - five['dense']:.2f} nats behind dense after 520 steps "
          "([results](../lab/docs/results.md#five-kinds-three-seeds))"],
         ["`nsa`", "speed in rows up to 8192",
          f"{nsa:.2f} times as fast as cuDNN's dense attention ([the race](../lab/docs/race.md#whole-methods))"],
         ["`dma`, all layers", "retrieval from far back",
-         f"{needles_found('DMA, slope, r 32')} needles of 81 beyond a window ({needle})"],
+         f"finds {needles_found('DMA, slope, r 32')} needles of 81 beyond a window ({needle})"],
         ["`dma` as published", "text",
          f"{first['DMA as published, w 1024'] - first['sliding window 1024']:.2f} nats behind a window in rows of "
          "8192, one seed ([results](../lab/docs/results.md))"],
-        ["`infllm_v2`", "MQAR's hard form", f"{100 * hard:.0f} % at best ([hard form](../lab/docs/benchmarks.md#the-hard-form))"],
+        ["`infllm_v2`", "MQAR's hard form", f"answers {100 * hard:.0f} % at best ([hard form](../lab/docs/benchmarks.md#the-hard-form))"],
         ["`moba`", "rows of 32,768", f"{behind['MoBA']} nats behind DMA after 400 steps ([results]({own}))"],
         ["`msa`", "rows of 8192 at equal time",
          f"{min(msa):.2f} to {max(msa):.2f} nats behind dense after one minute ([equal time](../lab/docs/results.md#equal-time))"]]
@@ -195,19 +195,19 @@ def which(links=None):
     lines = [
         ["up to 2048 tokens", "`mha` (dense)",
          f"another kind trains at most {faster:.0f} % faster there; a hybrid of windows "
-         f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, DMA's by none after 1.77B"],
-        ["about 8192 tokens", "`dma`, one layer in four dense, as the `dma_*` recipes have it",
-         f"level with dense attention that has its slope, at {over_slope} times the tokens a second"],
+         f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, the DMA hybrid by none after 1.77B"],
+        ["about 8192 tokens", "`dma`, one layer in four dense, as in the `dma_*` recipes",
+         f"level with dense attention with DMA's slope, at {over_slope} times the tokens a second"],
         ["32,768 tokens and more",
          "`dma` or a window with DMA's slope in all layers; or windows, with `infllm_v2` in one layer of four",
-         f"DMA's attention is {speeds.span(dma)} times as fast as cuDNN's dense attention; the last led five layouts"],
+         f"DMA's attention is {speeds.span(dma)} times as fast as cuDNN's dense attention; the last one led a comparison of five layouts"],
         ["exact recall of pairs", "`msa`", "learns MQAR's hard form with each of three seeds"],
         ["decoding with a small cache", "`mla`, `swa`, or `dma` in all layers",
-         "`mla` has a narrow cache, the others one that does not grow"],
+         "`mla` has a narrow cache, the caches of the others do not grow"],
         ["a dense model, made sparse by training", "`sieve import --attention infllm_v2`",
          f"no new parameter; SmolLM2 loses {imported:.2f} nats after 50 steps"],
         ["a dense model, long prompts", "a [selector](docs/selectors.md)",
-         "no training; `sieve eval selectors` says what yours loses"]]
+         "no training; `sieve eval selectors` prints what your model loses"]]
     if links:
         lines = [[f"[{need}](#{to})", take.replace("docs/", ""), why] for (need, take, why), to in zip(lines, links)]
     return ["your rows, or need", "take", "one reason"], lines
