@@ -124,7 +124,7 @@ fn models_of_the_hub_are_imported_continued_and_measured_by_name() {
     let unknown =
         "model_type is \"gemma2\", which Sieve does not know, nor its keys final_logit_softcapping | !fetching";
     refuses(&address, "hf://other/family", unknown);
-    refuses(&address, "hf://words", "names no model of the hub | hf://OWNER/NAME");
+    refuses(&address, "hf://words", "is not a valid hub path for a model | hf://OWNER/NAME");
     refuses(nowhere, "hf://some/other", "the listing of main: | given up | the network");
     let mut command = asking(&tiny, &address, &format!("{generate} hf://some/other"));
     refused(command.env("HF_HUB_OFFLINE", "1"), "not on this disk, and HF_HUB_OFFLINE");

@@ -166,8 +166,8 @@ const RESUMES: &str = r#"
     changed => recipe => none => in => change => note: the run began with | model.safetensors is damaged \
         | continuing at step 1 \
         => - no checkpoint yet | which it began with, cannot be used | model.safetensors is damaged
-    replaced => recipe => none => in => replace => another checkpoint is there now | continuing at step 1 \
-        => - which it began with, cannot be used: another checkpoint is there now
+    replaced => recipe => none => in => replace => a different checkpoint is there now | continuing at step 1 \
+        => - which it began with, cannot be used: a different checkpoint is there now
     missing => recipe => none => in => remove => note: the run began with | it is gone | continuing at step 1 \
         => - which it began with, cannot be used | put that checkpoint back
     other weights => recipe => none => in => other => - model.initial_weights was | is now | other/step-0 \

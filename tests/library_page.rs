@@ -37,7 +37,7 @@ fn the_page_shows_lines_of_the_examples() {
     let read = |path: &str| fs::read_to_string(root.join(path)).expect("the file is there");
     let page = read("docs/library.md");
     for (heading, path) in [
-        ("\n## An attention kind of one's own\n", "crates/sieve-nn/examples/own_attention.rs"),
+        ("\n## An attention kind of your own\n", "crates/sieve-nn/examples/own_attention.rs"),
         ("\n## The kernels from another Burn program\n", "crates/sieve-ops/examples/kernels_in_burn.rs"),
     ] {
         let example = read(path);

@@ -30,7 +30,7 @@ fn a_run_gives_its_numbers_and_tells_its_end() {
     // A port that is in use is refused before the run begins.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let taken = format!("--metrics-port {}", listener.local_addr().expect("its address"));
-    refused(&mut tiny.train("none", &taken), "--metrics-port | nothing can listen there");
+    refused(&mut tiny.train("none", &taken), "--metrics-port | it cannot be listened on");
     assert_eq!(tiny.names("none"), ["data", "run.lock"]);
     let port = format!("{LONG} --set validation.interval=1000000 --metrics-port 0");
     // With two ranks only rank 0 answers.

@@ -267,7 +267,7 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
         (post(completion, r#"{"prompt": ["t1", "t2", "t3"]}"#), 400, r#""param":"prompt""#),
         (post(completion, r#"{"prompt": "t1", "logit_bias": {"5": 1}}"#), 400, "has no logit_bias"),
         (post(completion, r#"{"prompt": "t1", "temprature": 1}"#), 400, "temprature"),
-        (post(completion, r#"{"prompt": "t1", "stop": ""}"#), 400, "stop is no text"),
+        (post(completion, r#"{"prompt": "t1", "stop": ""}"#), 400, "stop is not a string"),
         (post(completion, &json!({"prompt": "t1", "stop": "x".repeat(4097)}).to_string()), 400, "longer than 4096"),
         (
             post(completion, r#"{"prompt": "t1", "stream_options": {"include_usage": "yes"}}"#),
@@ -300,7 +300,10 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
     );
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port();
-    tiny.refuses(&format!("serve --checkpoint run --device cpu --port {port}"), "cannot listen at | hint: use another");
+    tiny.refuses(
+        &format!("serve --checkpoint run --device cpu --port {port}"),
+        "cannot listen at | hint: use a different",
+    );
 }
 
 /// Fields of OpenAI and of other servers: with a value that changes nothing they are taken, with another they are
@@ -606,7 +609,7 @@ fn a_chat_is_answered_by_the_models_template() {
         (json!({"role": "user", "content": image}), "messages[1].content: message 2 has a"),
         (json!({"role": "User", "content": "x"}), "messages[1].role: message 2 has the role"),
         (json!({"content": "x"}), "messages[1].role: message 2 has no"),
-        (json!("x"), "messages[1]: message 2 is no object"),
+        (json!("x"), "messages[1]: message 2 is not an object"),
         (json!({"role": "assistant", "content": null, "tool_calls": [{}]}), "messages[1].tool_calls: message 2 has"),
         (
             json!({"role": "assistant", "content": "x", "reasoning_content": "y"}),

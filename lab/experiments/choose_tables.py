@@ -72,8 +72,8 @@ def choose_32768():
         behind = mean((row["loss"] - of_dma[row["seed"]] for row in at_best_rate(name, 32768)[1]), 3)
         lines.append([name.replace("+", "with"), mean(after(name, 32768, 1.0), 3), mean(nine, 3) or "-",
                       numbers.get(len(nine), "-"), "0" if name == "DMA" else behind])
-    return ["kind, rows of 32,768", "one minute, mean of three seeds", "nine minutes", "seeds of the nine minutes",
-            "400 steps, behind DMA"], lines
+    return ["kind, rows of 32,768", "one minute: loss, mean of three seeds", "nine minutes: loss", "seeds of the nine minutes",
+            "400 steps: nats behind DMA"], lines
 
 
 @table("choose_recall")
@@ -95,12 +95,12 @@ def choose_recall():
 
 @table("choose_cache")
 def choose_cache():
-    caches = {"dense": ("dense", "grows with the text"), "window": ("`swa`", "the last `window_size` keys"),
+    caches = {"dense": ("dense", "grows with the sequence"), "window": ("`swa`", "the last `window_size` keys"),
               "DMA": ("`dma` in all layers", "`keep_window_size` keys a head"),
               "MLA": ("`mla`", "grows, one narrow latent a token"), "NSA": ("`nsa`", "grows")}
     lines = [[name, cache, str(noted_row("decode_kinds", kind=kind)["tokens/s"])]
              for kind, (name, cache) in caches.items()]
-    return ["kind, 80M recipe", "cache", "tokens/s, one text, 300 tokens"], lines
+    return ["kind, 80M recipe", "cache", "tokens/s, one sequence, 300 tokens"], lines
 
 
 @table("choose_imported")
@@ -117,7 +117,7 @@ def choose_imported():
         "window with DMA's slope": of("window with DMA's slope")}
     lines = [[name, *(f"{float(losses[at] - dense[at]):+.3f}" for at in (0, 1))] for name, losses in found.items()]
     lines.insert(0, ["`infllm_v2`", *(f"{loss:+}" for loss in blocks)])
-    return ["imported as", "loss at once, over dense", "after 50 steps, over dense"], lines
+    return ["imported as", "loss over dense at once, nats", "after 50 steps, nats"], lines
 
 
 @table("choose_selector")
@@ -127,7 +127,7 @@ def choose_selector():
     lines = [["an 80M model after 400 steps", f"{steps['400 steps (dense loss 3.98)'][0]:+}"],
              ["the same after 4000 steps", f"{steps['4000 steps (dense loss 2.33)'][0]:+}"],
              ["SmolLM2-135M", added(groups()["time", "xattention:tau=0.7", None, 8192])]]
-    return ["`xattention:tau=0.7`, 8192 tokens", "loss, over dense"], lines
+    return ["`xattention:tau=0.7`, 8192 tokens", "loss over dense, nats"], lines
 
 
 @table("choose_muon")
@@ -164,18 +164,18 @@ def weak_sides():
     return ["kind", "bad at", "measured"], [
         ["`mha`, no slope", "long rows",
          f"{behind['dense']} nats behind DMA after 400 steps in rows of 32,768 ([results]({own}))"],
-        ["`swa`", "anything behind its window", f"{needles_found('window 128')} needles of 81 ({needle})"],
+        ["`swa`", "anything beyond its window", f"finds {needles_found('window 128')} needles of 81 ({needle})"],
         ["`mla`", "learning, in its published form",
          f"{five['MLA as published'] - five['dense']:.2f} nats behind dense after 520 steps "
          "([results](../lab/docs/results.md#five-kinds-three-seeds))"],
         ["`nsa`", "speed in rows up to 8192",
          f"{nsa:.2f} times as fast as cuDNN's dense attention ([the race](../lab/docs/race.md#whole-methods))"],
         ["`dma`, all layers", "retrieval from far back",
-         f"{needles_found('DMA, slope, r 32')} needles of 81 behind a window ({needle})"],
+         f"finds {needles_found('DMA, slope, r 32')} needles of 81 beyond a window ({needle})"],
         ["`dma` as published", "text",
          f"{first['DMA as published, w 1024'] - first['sliding window 1024']:.2f} nats behind a window in rows of "
          "8192, one seed ([results](../lab/docs/results.md))"],
-        ["`infllm_v2`", "MQAR's hard form", f"{100 * hard:.0f} % at best ([hard form](../lab/docs/benchmarks.md#the-hard-form))"],
+        ["`infllm_v2`", "MQAR's hard form", f"answers {100 * hard:.0f} % at best ([hard form](../lab/docs/benchmarks.md#the-hard-form))"],
         ["`moba`", "rows of 32,768", f"{behind['MoBA']} nats behind DMA after 400 steps ([results]({own}))"],
         ["`msa`", "rows of 8192 at equal time",
          f"{min(msa):.2f} to {max(msa):.2f} nats behind dense after one minute ([equal time](../lab/docs/results.md#equal-time))"]]
@@ -187,7 +187,7 @@ def which(links=None):
     faster = 100 * (max(rates.values()) / rates["dense"] - 1)
     speed = {kind: statistics.mean(row["tokens_per_second"] for row in of) for kind, of in board.front_runs(
         board.finished(ROWS / "board.jsonl", board.KEY), 9.0).items()}
-    over_slope = f"{speed['DMA, 1 of 4 dense'] / speed['dense + slope']:.1f}"
+    over_slope = f"{speed['DMA, 1 of 4 dense'] / speed['dense + slope']:.2f}"
     (hybrid,) = (line for line in choose_2048()[1] if line[0] == "windows with slope, hybrid")
     steps = round(1600 * 32768 / 1e6)  # lab/docs/results.md, "What was trained"
     dma = [ratio for heads in ("16/8", "64/4") for ratio in speeds.dma_over_cudnn(32768, heads)]
@@ -195,19 +195,19 @@ def which(links=None):
     lines = [
         ["up to 2048 tokens", "`mha` (dense)",
          f"another kind trains at most {faster:.0f} % faster there; a hybrid of windows "
-         f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, DMA's by none after 1.77B"],
-        ["about 8192 tokens", "`dma`, one layer in four dense, as the `dma_*` recipes have it",
-         f"level with dense attention that has its slope, at {over_slope} times the tokens a second"],
+         f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, the DMA hybrid by none after 1.77B"],
+        ["about 8192 tokens", "`dma`, one layer in four dense, as in the `dma_*` recipes",
+         f"level with dense attention with DMA's slope, at {over_slope} times the tokens a second"],
         ["32,768 tokens and more",
          "`dma` or a window with DMA's slope in all layers; or windows, with `infllm_v2` in one layer of four",
-         f"DMA's attention is {speeds.span(dma)} times as fast as cuDNN's dense attention; the last led five layouts"],
+         f"DMA's attention is {speeds.span(dma)} times as fast as cuDNN's dense attention; the last one led a comparison of five layouts"],
         ["exact recall of pairs", "`msa`", "learns MQAR's hard form with each of three seeds"],
         ["decoding with a small cache", "`mla`, `swa`, or `dma` in all layers",
-         "`mla` has a narrow cache, the others one that does not grow"],
-        ["a dense model, trained on as sparse", "`sieve import --attention infllm_v2`",
+         "`mla` has a narrow cache, the caches of the others do not grow"],
+        ["a dense model, made sparse by training", "`sieve import --attention infllm_v2`",
          f"no new parameter; SmolLM2 loses {imported:.2f} nats after 50 steps"],
         ["a dense model, long prompts", "a [selector](docs/selectors.md)",
-         "no training; `sieve eval selectors` says what yours loses"]]
+         "no training; `sieve eval selectors` prints what your model loses"]]
     if links:
         lines = [[f"[{need}](#{to})", take.replace("docs/", ""), why] for (need, take, why), to in zip(lines, links)]
     return ["your rows, or need", "take", "one reason"], lines

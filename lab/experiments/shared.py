@@ -59,6 +59,13 @@ def after_nine_minutes():
     return tuple(f"{of['dense']['loss'] - of[kind]['loss']:.3f}" for kind in ("DMA", "window + slope"))
 
 
+def hybrids_over_slope():
+    """Speed of both hybrids over that of dense attention with DMA's slope, rows of 8192."""
+    speed = {kind: statistics.mean(row["tokens_per_second"] for row in of) for kind, of in board.front_runs(
+        board.finished(ROWS / "board.jsonl", board.KEY), 9.0).items()}
+    return tuple(f"{speed[kind] / speed['dense + slope']:.2f}" for kind in ("DMA, 1 of 4 dense", "window + slope, 1 of 4 dense"))
+
+
 def layout_without_slope():
     """Speed of windows with one layer in four dense over dense attention's, without a slope."""
     rate = {row["attention"]: row["tokens/s"] for row in noted()["far_tokens"][1]}
@@ -111,13 +118,14 @@ FACTS = [
     (r"the hybrid takes ([\d.]+) times as many tokens", lambda: (
         f"{of_board('DMA, 1 of 4 dense, repeated', 'tokens') / of_board('dense + slope, 1 of 4 without', 'tokens'):.2f}",)),
     (r"instead of ([\d.]+) \(same series", lambda: (f"{of_board('DMA, 1 of 4 dense, repeated', 'bits_per_byte'):.3f}",)),
-    (r"windows and DMA have (0\.\d+) to (0\.\d+) and (0\.\d+) to (0\.\d+), dense attention with the slope (0\.\d+) to (0\.\d+) "
-     r"\(three seeds each\) and without it (0\.\d+)", lambda: (
+    (r"windows reach (0\.\d+) to (0\.\d+) bits per byte and DMA (0\.\d+) to (0\.\d+)\. Dense attention reaches (0\.\d+) to "
+     r"(0\.\d+) with the slope and (0\.\d+) without it", lambda: (
          *(bits for entry in ("window + slope", "DMA", "dense + slope") for bits in ends_of_board(entry, 32768)),
          f"{of_board('dense', 'bits_per_byte', 32768):.3f}")),
     (r"worst of the six sparse runs is (0\.\d+) below the best dense one", sparse_lead),
-    (r"models train there at ([\d.]+) times the speed", lambda: (
+    (r"sparse (?:models train|kinds process) ([\d.]+) times as (?:fast at that length|many tokens)", lambda: (
         f"{of_board('window + slope', 'tokens_per_second', 32768) / of_board('dense + slope', 'tokens_per_second', 32768):.1f}",)),
+    (r"the hybrids, which process ([\d.]+) to ([\d.]+) times as many tokens a second", hybrids_over_slope),
     (r"takes ([\d.]+) of the tokens that it takes with AdamW", lambda: (
         f"{of_board('DMA, 1 of 4 dense, Muon', 'tokens') / of_board('DMA, 1 of 4 dense', 'tokens'):.2f}",)),
     (r"dense attention learns, at ([\d.]+) times its speed", layout_without_slope),
@@ -129,7 +137,7 @@ FACTS = [
      lambda: longest_prompt("xattention", "pbs")),
     # Measured outside of the rows: the pages that say it agree.
     (r"step takes ([\d.]+) times (?:as long|AdamW's time)", None),
-    (r"DMA, with its choice, take ([\d.]+) to ([\d.]+) ms", lambda: tuple(
+    (r"DMA, (?:with its|including the) selection of keys, take ([\d.]+) to ([\d.]+) ms", lambda: tuple(
         f"{ms:.1f}"
         for ms in sorted(speeds.timed()[task, rival, "16/8", 32768]["both_ms"] for task, rival in speeds.DMA))),
     (r"which is ([\d.]+) and ([\d.]+) times as fast", dma_over_cudnn),

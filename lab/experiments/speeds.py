@@ -76,14 +76,14 @@ def head_shapes(width, *columns):
 
 
 def table():
-    """README's. Each line has the recipes' order of sums; any order stands beside it where it was measured."""
+    """README's. Each line has the recipes' order of sums; any order is next to it where it was measured."""
     about, steps, on_cpu = call(), noted()["published_steps"][1], noted()["cpu_training"][1][0]
     card = about["card"].removeprefix("NVIDIA ").split()[0]
     nsa = lambda tokens: [over_cudnn("own", "Sieve NSA", "16/8", tokens)]
     in_any = lambda tokens: [nsa_in_any_order("16/8", tokens)[1]]
     trained = lambda column: [float(row[column] / row["transformers"]) for row in steps]
     lines = [
-        ["DMA with its choice, 1024 keys of 8192, 16/8 heads, both passes", CUDNN, span(dma_over_cudnn(8192)),
+        ["DMA with its selection of keys, 1024 keys of 8192, 16/8 heads, both passes", CUDNN, span(dma_over_cudnn(8192)),
          span(dma_in_any_order(8192))],
         ["the same, 1024 keys of 32,768", CUDNN, span(dma_over_cudnn(32768)), span(dma_in_any_order(32768))],
         ["the same, with 64/4 heads", CUDNN, span(dma_over_cudnn(32768, "64/4")), "-"],
@@ -104,5 +104,5 @@ def table():
         ["training on two CPU cores, dense", "PyTorch",
          span([float(on_cpu["ours, dense, tokens/s"] / on_cpu["PyTorch, dense"])]), "-"]]
     return ["what", "against",
-            f"times as fast, in the recipes' order of sums: an {card}, {about['date']}, {about['commit']}",
-            "in any order: other calls, an H200 or an H100"], lines
+            f"times as fast, deterministic as in the recipes: an {card}, {about['date']}, {about['commit']}",
+            "nondeterministic: other calls, an H200 or an H100"], lines

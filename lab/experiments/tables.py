@@ -203,8 +203,8 @@ def advice():
         lines.append(["half a million tokens, most left out" if method == "block_sparse" else "", f"`{method}`",
                       f"{times}, only attention", f"keeps {mass} % of the mass"])
     kept = quality["`oracle_topk:k=16`"]
-    return ["you want", "take", "times as fast", "loss added, or what else"], lines + [
-        ["fewer keys read while writing", "`quest`", "-", "ranks needles as dense attention does"],
+    return ["you want", "take", "times as fast", "loss added in nats, or what else"], lines + [
+        ["fewer keys read while generating", "`quest`", "-", "ranks needles as dense attention does"],
         ["a cache that does not grow", "`snapkv`, `h2o`", "-", "retrieve less than half of the needles"],
         ["what blocks could do at best", "`oracle_topk`", "slow: it reads every score",
          f"{kept['loss − dense']:+} at {kept['density']} % of the pairs"]]

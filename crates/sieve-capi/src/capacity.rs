@@ -61,7 +61,7 @@ impl Capacity {
             };
             assert_eq!((launch.grid, launch.words.len()), (less.grid, less.words.len()), "a grid of keys");
             for (word, (&more, &less)) in launch.words.iter().zip(&less.words).enumerate() {
-                assert!(more == less || more == less + 1, "word {word} is no number of keys");
+                assert!(more == less || more == less + 1, "word {word} is not a number of keys");
                 self.words.extend((more != less).then_some([index, word]));
             }
         }

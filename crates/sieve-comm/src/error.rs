@@ -29,7 +29,7 @@ pub enum CommError {
     /// Rank 0 cannot listen on its port.
     #[error(
         "rank 0 cannot listen on {address} (MASTER_ADDR:MASTER_PORT): {problem}\n  \
-         hint: another program may have the port; set MASTER_PORT to a free one"
+         hint: another program may be using the port; set MASTER_PORT to a free one"
     )]
     Listen {
         /// Host and port that rank 0 listens on.

@@ -37,7 +37,7 @@ pub(crate) fn receive(stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
 pub(crate) fn receive_at_most(max_bytes: u64, mut stream: impl Read) -> io::Result<(u8, Vec<u8>)> {
     let (kind, len) = receive_head(&mut stream)?;
     if len > max_bytes {
-        return Err(io::Error::other("a message of another protocol"));
+        return Err(io::Error::other("a message of a different protocol"));
     }
     let mut bytes = vec![0; len as usize];
     stream.read_exact(&mut bytes)?;

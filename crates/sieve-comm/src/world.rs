@@ -72,7 +72,7 @@ impl World {
             return bad("RANK", world.rank, problem);
         }
         if world.size > 1 && world.master_port == 0 {
-            return bad("MASTER_PORT", 0, "is no port that others can connect to".to_owned());
+            return bad("MASTER_PORT", 0, "is not a port that others can connect to".to_owned());
         }
         if world.local_rank >= world.local_size {
             let problem = format!("is not a rank of {} on this host", world.local_size);
@@ -243,7 +243,7 @@ mod tests {
             ("WORLD_SIZE", "1", "RANK=5 is not a rank of 1 processes (WORLD_SIZE)"),
             ("WORLD_SIZE", "0", "RANK=5 is not a rank of 0 processes (WORLD_SIZE)"),
             ("WORLD_SIZE", "1000000000000", "WORLD_SIZE=1000000000000 is more than 1048576 processes"),
-            ("MASTER_PORT", "0", "MASTER_PORT=0 is no port that others can connect to"),
+            ("MASTER_PORT", "0", "MASTER_PORT=0 is not a port that others can connect to"),
             ("LOCAL_RANK", "4", "LOCAL_RANK=4 is not a rank of 4 on this host"),
         ] {
             let error = with(name, value).expect_err(problem).to_string();

@@ -80,7 +80,7 @@ pub fn dma_scores_backward(
 
 fn check(shape: AttentionShape, op: &str, qkv: &[f32], w: &[f32], a: &[f32], z: &[f32]) {
     let (heads, tokens) = (shape.num_kv_heads, shape.batch * shape.seq_len);
-    assert_eq!(qkv.len(), tokens * shape.token_len(), "{op}: qkv has another size");
+    assert_eq!(qkv.len(), tokens * shape.token_len(), "{op}: qkv has the wrong size");
     assert_eq!(w.len(), heads * heads * shape.head_dim, "{op}: w is not [num_kv_heads, num_kv_heads * head_dim]");
     assert_eq!(a.len(), heads, "{op}: a is not [num_kv_heads]");
     assert_eq!(z.len(), tokens * heads, "{op}: z is not [batch, num_kv_heads, seq_len]");

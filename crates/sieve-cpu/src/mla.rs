@@ -43,10 +43,10 @@ pub fn mla_decode(shape: &MlaDecode, q: &[f32], latents: &[f32], key_scale: Opti
     assert_eq!(
         (q.len(), latents.len(), o.len()),
         (rows * width, batch * len * width, rows * rank),
-        "mla_decode: q, latents or o has another size"
+        "mla_decode: q, latents or o has the wrong size"
     );
     if let Some(scale) = key_scale {
-        assert_eq!(scale.len(), batch * len * num_heads, "mla_decode: key_scale has another size");
+        assert_eq!(scale.len(), batch * len * num_heads, "mla_decode: key_scale has the wrong size");
     }
     let heads = o.par_chunks_exact_mut(rank).zip(q.par_chunks_exact(width)).enumerate();
     heads.for_each(|(at, (o, q))| {

@@ -55,7 +55,7 @@ impl QkNormRope<'_> {
         assert!(self.head_dim > 0 && self.head_dim.is_multiple_of(2), "qk_norm_rope: head_dim must be even");
         assert_eq!(self.cos.len(), self.sin.len(), "qk_norm_rope: cos and sin differ in length");
         assert_eq!(documents.start.len(), tokens, "qk_norm_rope: documents.start is not [batch, seq_len]");
-        assert_eq!(qkv.len(), tokens * self.token_len(), "qk_norm_rope: qkv has another size");
+        assert_eq!(qkv.len(), tokens * self.token_len(), "qk_norm_rope: qkv has the wrong size");
     }
 
     fn check_weights(&self) {
@@ -142,7 +142,7 @@ pub fn qk_norm_rope_backward(
     assert_eq!(
         (d_out.len(), d_qkv.len(), d_q_weight.len(), d_k_weight.len()),
         (qkv.len(), qkv.len(), head_dim, head_dim),
-        "qk_norm_rope_backward: a gradient has another size"
+        "qk_norm_rope_backward: a gradient has the wrong size"
     );
     let tasks = d_qkv
         .par_chunks_mut(TOKENS * token_len)

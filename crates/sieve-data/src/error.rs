@@ -15,7 +15,7 @@ pub enum DataError {
     /// A path or glob matches no file.
     #[error(
         "{pattern:?} matches no file{searched}\n  hint: {}", match pattern.ends_with("**") {
-            true => format!("** at the end matches folders alone: write {pattern}/*"),
+            true => format!("** at the end matches only folders: write {pattern}/*"),
             false => "check the path; in folders only files with a known ending are taken, a glob takes any".to_owned(),
         }
     )]
@@ -110,13 +110,13 @@ impl DataError {
 
     /// The error of a plain text file where the setting `key` names a column.
     pub(crate) fn no_column(path: &Path, column: &str, key: &str) -> Self {
-        let hint = format!("{key} is for JSONL and Parquet: leave it out, or name such files alone").into();
+        let hint = format!("{key} is for JSONL and Parquet: leave it out, or name only JSONL and Parquet files").into();
         Self::BadFile { path: path.to_path_buf(), what: format!("plain text has no column {column:?}"), hint }
     }
 
     /// The error of a malformed shard file.
     pub(crate) fn shard(path: &Path, what: impl Into<String>) -> Self {
-        let hint = "the file is damaged or no Megatron-LM shard; a damaged one is prepared again by \
+        let hint = "the file is damaged or not a Megatron-LM shard; a damaged one is prepared again by \
                     sieve data prepare --recipe RECIPE --data-dir DIR --replace, after which a run that has begun \
                     continues with --resume";
         Self::file(path, what, hint)
@@ -144,7 +144,7 @@ impl DataError {
 
     /// The error of a corpus that names a data set of the hub but was opened without access to the hub.
     pub(crate) fn not_connected(path: &str) -> Self {
-        let what = format!("{path:?} lies on the Hugging Face hub, which is not read here");
+        let what = format!("{path:?} is on the Hugging Face hub, which is not read here");
         Self::refused(what, "prepare the data first, or name local files")
     }
 

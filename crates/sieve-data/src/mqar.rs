@@ -73,11 +73,15 @@ impl MqarConfig {
             return bad("mqar seq_len", format!("{seq_len} is odd; use an even one"));
         }
         if num_pairs == 0 || num_pairs > seq_len / 4 {
+            let hint = match num_pairs {
+                0 => "use at least one pair",
+                _ => "use fewer pairs, or longer samples",
+            };
             return bad(
                 "mqar num_pairs",
                 format!(
-                    "{num_pairs} pairs do not fit: seq_len {seq_len} holds 1 to {}, two tokens a pair and two a \
-                     query\n  hint: use fewer pairs, or longer samples",
+                    "{num_pairs} pairs do not fit: with seq_len {seq_len} the number of pairs must be from 1 to {}, \
+                     because each pair takes two tokens and its query two more\n  hint: {hint}",
                     seq_len / 4
                 ),
             );

@@ -91,7 +91,7 @@ fn prepare_at_pace(
     if let ValidationSource::Fraction(fraction) = config.validation
         && !(fraction > 0.0 && fraction < 1.0)
     {
-        let reason = format!("{fraction} does not lie between 0 and 1");
+        let reason = format!("{fraction} is not between 0 and 1");
         return Err(DataError::setting("validation_fraction", reason));
     }
     for (key, column) in [
@@ -101,7 +101,7 @@ fn prepare_at_pace(
         let first = column(corpora[0].config());
         if corpora.iter().chain(config.validation.corpus()).any(|corpus| column(corpus.config()) != first) {
             let what = if key == "prompt_column" { "prompts" } else { "messages" };
-            return Err(DataError::setting(key, format!("some of the corpora have {what} and some have none")));
+            return Err(DataError::setting(key, format!("some of the corpora have {what}, but not all of them")));
         }
     }
     let eos_id = tokenizer.eos_id()?;

@@ -103,8 +103,8 @@ impl Tokenizer {
         })?;
         if let Some(dropout) = tokenizer.dropout {
             log::warn!(
-                "{}: dropout = {dropout} of its merges is of its training and is off here: a text always has the same \
-                 tokens",
+                "{}: dropout = {dropout} of its merges was for its training and is off here: a text always gets the \
+                 same tokens",
                 path.shown()
             );
         }

@@ -13,7 +13,7 @@ pub fn in_place_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     if begins("<!doctype html") || begins("<html") || begins("<?xml") {
         return Some((
             "it is a web page",
-            "fetch the file itself: on the hub its address has /resolve/ where the page's has /blob/",
+            "fetch the file itself: on the hub its address contains /resolve/ where the page's contains /blob/",
         ));
     }
     if bytes.starts_with(b"PK\x03\x04") {
@@ -27,7 +27,7 @@ pub fn in_place_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     }
     match bytes.iter().all(|byte| *byte == 0) {
         true if bytes.is_empty() => Some(("it is empty", AGAIN)),
-        true => Some(("it holds zeros alone", AGAIN)),
+        true => Some(("it contains only zeros", AGAIN)),
         false => None,
     }
 }

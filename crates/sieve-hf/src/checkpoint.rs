@@ -351,12 +351,12 @@ impl Checkpoint {
         let all = list_checkpoints(folder)?;
         let Some((_, latest)) = all.last() else {
             if path.to_str().is_some_and(|path| path.starts_with("hf://")) {
-                let what = format!("{} is a model of the hub, and no checkpoint of a run", path.shown());
+                let what = format!("{} is a model on the Hugging Face hub, not a checkpoint of a run", path.shown());
                 let hint = format!("sieve import --from {} --out RUN makes a run folder of it", path.shown());
                 return Err(CheckpointError::refused(what, hint));
             }
             if path.join("config.json").is_file() {
-                let what = format!("{} is a model of transformers, and no checkpoint of a run", path.shown());
+                let what = format!("{} is a model of transformers, not a checkpoint of a run", path.shown());
                 let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
                 return Err(CheckpointError::refused(what, hint));
             }

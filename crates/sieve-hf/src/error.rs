@@ -60,7 +60,7 @@ pub enum CheckpointError {
         ([], []) => "name a folder step-N, or a run folder with checkpoint/step-N inside; a model of the Hugging Face \
                      hub is named hf://OWNER/NAME"
             .to_owned(),
-        ([], names) => format!("the latest checkpoints beside it are {}", names.join(", ")),
+        ([], names) => format!("the latest checkpoints next to it are {}", names.join(", ")),
         ([first, ..], _) => format!(
             "name one of them, as --checkpoint {}: {}",
             sieve_core::quoted(&path.join(first)),
@@ -111,7 +111,7 @@ impl CheckpointError {
     pub(crate) fn other_model(path: &Path, problem: impl Display) -> Self {
         Self::refused(
             format!("{} does not hold this model's weights: {problem}", path.shown()),
-            "the checkpoint belongs to a recipe with another [model] or [attention]",
+            "the checkpoint belongs to a recipe with a different [model] or [attention]",
         )
     }
 

@@ -75,11 +75,11 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     if shape.attentions().iter().any(|(attention, _)| attention.index_warmup() == Some(true)) {
         return Err(CheckpointError::refused(
             format!(
-                "{} is of an indexer's warm-up, in which queries read all keys (index_warmup): the exported model \
+                "{} is from an indexer's warm-up, in which queries read all keys (index_warmup): the exported model \
                  would choose keys by an indexer that is still learning",
                 checkpoint.path.shown()
             ),
-            "train on to the stage behind the warm-up, and export a checkpoint of it",
+            "continue training to the stage after the warm-up, and export a checkpoint of that stage",
         ));
     }
     let architecture = Architecture::of(&shape, options.form)?;

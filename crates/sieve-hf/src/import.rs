@@ -186,7 +186,7 @@ pub(crate) fn load<B: Backend>(
     let seed = 0;
     let mut source = |name: &str, dims: &[usize]| {
         if found.tensors.get(name).is_none_or(|joined| joined.shape != dims) {
-            let problem = format!("{name} is missing or of another shape");
+            let problem = format!("{name} is missing or of a different shape");
             let hint = "config.json and the weights must be of one model";
             return Err(CheckpointError::not_importable(from, problem, hint));
         }
@@ -466,7 +466,7 @@ impl Problems {
         let parts = [
             ("missing", &self.missing),
             ("unknown", &self.unknown),
-            ("of another shape", &self.shapes),
+            ("of a different shape", &self.shapes),
             ("there twice", &self.conflicts),
         ];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
@@ -477,7 +477,7 @@ impl Problems {
             return Ok(());
         }
         if !assumed.is_empty() {
-            text.push(format!("config.json leaves out sizes, and the class has {assumed}"));
+            text.push(format!("config.json leaves out sizes, and the class assumes {assumed}"));
         }
         let hint = self.prefix_hint(from);
         let hint = hint.unwrap_or_else(|| "config.json and the weights must be of one model".to_owned());

@@ -19,7 +19,7 @@ const ADAPTER: &str = "adapter_config.json";
 pub fn refuse_odd_model(path: &Path) -> Result<(), CheckpointError> {
     if let Some(gguf) = gguf_at(path) {
         return Err(CheckpointError::refused(
-            format!("{} is a GGUF file, which holds quantised weights in another layout", gguf.shown()),
+            format!("{} is a GGUF file, which holds quantised weights in a different layout", gguf.shown()),
             "open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages gguf \
              and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and take that folder",
         ));

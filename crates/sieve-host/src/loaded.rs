@@ -20,7 +20,7 @@ use std::path::Path;
 pub fn checkpoint_help() -> String {
     format!(
         "A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of {}; \
-         hf://OWNER/NAME or hf://OWNER/NAME@REVISION is one of the hub",
+         hf://OWNER/NAME or hf://OWNER/NAME@REVISION is a model on the hub",
         importable_families()
     )
 }
@@ -151,7 +151,7 @@ pub fn load<B: Backend>(checkpoint: &Path, device: &B::Device, kept: Kept) -> Re
 pub fn chat_template(checkpoint: &Path, flag: &str) -> Result<ChatTemplate> {
     ChatTemplate::of_model(checkpoint)?.with_context(|| {
         format!(
-            "{} has no chat template\n  hint: leave {flag} out, or put the model's chat_template.jinja beside its \
+            "{} has no chat template\n  hint: leave {flag} out, or put the model's chat_template.jinja next to its \
              tokenizer.json",
             checkpoint.shown()
         )

@@ -105,7 +105,7 @@ impl PictureFile {
             let named = file.with_extension("svg");
             let name = named.file_name().unwrap_or_default().to_string_lossy().into_owned();
             return Err(CannotWrite(format!(
-                "a picture is written as SVG\n  hint: name it {}, and make another format of that",
+                "a picture is written as SVG\n  hint: name it {}, and convert it to the format you want",
                 Path::new(&name).shown()
             )));
         }

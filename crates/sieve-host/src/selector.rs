@@ -13,12 +13,12 @@ const ABOUT: &str = "A sparse method in place of dense attention, NAME:key=value
     0-3=dense/4-=NAME:…; `help` lists all";
 
 /// Help text of `--chunk`.
-pub const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before \
-    it; prefill methods";
+pub const ABOUT_CHUNK: &str = "Process prompts in chunks of N tokens, each in its own call with all keys before it; \
+    for prefill methods";
 
 /// Help text of `--stream`.
-const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on a \
-    GPU under quest and exact_top, else on the CPU); it is dense otherwise. `eval ppl` does so anyway";
+const ABOUT_STREAM: &str = "Decode methods also process the prompt, token by token (on a GPU under quest and \
+    exact_top, else on the CPU); without this flag the prompt is dense. `eval ppl` always works this way";
 
 /// `--selector` with its options, for commands that take one selector.
 #[derive(Args, Debug)]
@@ -45,7 +45,7 @@ impl SelectorArgs {
 /// `--selector` with its options, for commands that measure several beside the model's own attention.
 #[derive(Args, Debug)]
 pub struct SelectorsArgs {
-    /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
+    /// Also measure a sparse method in place of dense attention, once for each; `help` lists all
     #[arg(long, value_name = "NAME:…", value_parser = parse)]
     selector: Vec<LayerSelectors>,
     /// Tokens of a chunk in which a prompt is read; the whole prompt when absent.
@@ -126,8 +126,8 @@ pub fn summary(selection: &Selection) -> String {
     let totals = selection.totals();
     if totals.calls == 0 {
         return format!(
-            "selector          {:>14}  read nothing: every token was part of a dense prompt, so these are the model's \
-             own results\n  hint: --stream lets it read prompts too",
+            "selector          {:>14}  was never used: every token was part of a dense prompt, so these are the dense \
+             model's results\n  hint: --stream lets it process prompts too",
             selection.selectors().name()
         );
     }

@@ -33,7 +33,7 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
         None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
         None => {
             let reads = selector.token_keys(num_tokens, operands.layer);
-            let reads = reads.ok_or_else(|| refused(selector, "it decodes on the host".to_owned()))?;
+            let reads = reads.ok_or_else(|| on_the_host(selector))?;
             let [_, k, v] = split_heads(operands.qkv.clone(), operands.num_kv_heads);
             let is_fixed = !selector.reads_a_share();
             *cache = LayerCache::Selector(SelectorCache::new([k, v], reads, is_fixed));
@@ -88,6 +88,12 @@ fn refused(selector: &Selector, reason: String) -> InferError {
     InferError::kernel(selector.name(), reason)
 }
 
+/// The refusal of a selector that chooses a token's keys on the host.
+fn on_the_host(selector: &Selector) -> InferError {
+    let what = format!("{} cannot run on this device: it chooses keys on the host when decoding", selector.name());
+    InferError::refused(what, "use --device cpu")
+}
+
 /// Whether the tokens of a layer read keys that the device chooses, not all keys or the same positions for all heads.
 pub(crate) fn is_chosen(selector: &Selector, layer: usize) -> bool {
     let num_tokens = 1;
@@ -107,7 +113,7 @@ fn decode_tokens<B: DeviceBackend>(
     let seen = first..first + operands.num_tokens();
     let keys_of = |num_keys: usize| selector.token_keys(num_keys, operands.layer);
     let reads: Option<Vec<TokenKeys>> = seen.clone().map(keys_of).collect();
-    let reads = reads.ok_or_else(|| refused(selector, "it decodes on the host".to_owned()))?;
+    let reads = reads.ok_or_else(|| on_the_host(selector))?;
     let pairs = seen.zip(&reads).map(|(num_keys, keys)| keys.num_read(num_keys) as f64).sum();
     let scale = operands.spec().softmax_scale;
     let o = selector_decode(cache, operands.qkv.clone(), &reads, scale, scratch);

@@ -128,7 +128,7 @@ pub fn prepared_documents<'a>(
 ) -> Result<impl Iterator<Item = Result<EvalDocument, InferError>> + use<'a>, InferError> {
     if prepared.meta.tokenizer_hash != format!("{:032x}", tokenizer.hash()) {
         let dir = prepared.dir.shown();
-        let what = format!("{dir}: the shards there were made with another tokenizer than the checkpoint's");
+        let what = format!("{dir}: its shards were made with a different tokenizer from the checkpoint's");
         return Err(InferError::refused(what, "name the text with --data instead"));
     }
     let has_answers = prepared.meta.validation.num_predicted.is_some();

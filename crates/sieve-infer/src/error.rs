@@ -15,7 +15,7 @@ pub enum InferError {
     #[error(
         "{selector} selects for dense attention, and no layer of this model is dense: its attention is {attention}\n  \
          hint: use a checkpoint with kind = \"mha\", or with dense layers among others; eval selectors --compare \
-         measures a sparse model beside a dense one"
+         measures a sparse model next to a dense one"
     )]
     NotDense {
         /// Name of the selector.
@@ -83,7 +83,7 @@ impl InferError {
         }
         if shape.attention_sinks {
             let what = format!(
-                "{selector} computes a softmax over the keys alone, and this model's has sinks too \
+                "{selector} computes a softmax over only the keys, and this model's softmax also includes sinks \
                  (model.attention_sinks)"
             );
             return Err(Self::refused(what, "leave the selector out, or use a checkpoint without sinks"));

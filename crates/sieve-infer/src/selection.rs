@@ -237,7 +237,7 @@ impl Selection {
         }
         if self.is_token_by_token() {
             return bad(
-                format!("{chunk} with {name}, which reads a text token by token"),
+                format!("{chunk} with {name}, which processes a prompt token by token"),
                 "leave --chunk out, or use a prefill method",
             );
         }
@@ -246,7 +246,7 @@ impl Selection {
             if chunk < shortest {
                 return bad(
                     format!("{chunk} with {name}:min_prefill_tokens={shortest}, so that every call would be dense"),
-                    "use longer chunks, or min_prefill_tokens=0 behind the selector's colon",
+                    "use longer chunks, or min_prefill_tokens=0 after the selector's colon",
                 );
             }
         }

@@ -78,7 +78,7 @@ impl CudaReport {
             let DeviceReport { index, name, major, minor, .. } = device;
             return Err(KernelError::Installation(format!(
                 "device {index} ({name}) has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or \
-                 newer\n  hint: use another GPU, or --device cpu"
+                 newer\n  hint: use a different GPU, or --device cpu"
             )));
         }
         Ok(device)

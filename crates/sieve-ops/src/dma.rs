@@ -50,7 +50,7 @@ pub struct DmaAttention<B: Backend> {
 /// - layer.w_dt: `[num_kv_heads, num_kv_heads * head_dim]`; layer.a: `[num_kv_heads]`
 ///
 /// # Errors
-/// An operand of another shape, which the error names with both shapes; a window of 0 keys; a local window that is
+/// An operand of a different shape, which the error names with both shapes; a window of 0 keys; a local window that is
 /// larger than the window; an exponential bias with a recency slope.
 pub fn dynamic_mask_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
@@ -115,7 +115,7 @@ pub fn dma_attention_by_rank<B: DeviceBackend>(
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
 ///
 /// # Errors
-/// An operand of another shape.
+/// An operand of a different shape.
 pub fn dma_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
@@ -165,7 +165,7 @@ pub fn dma_select<B: SieveBackend>(
 /// is not read.
 ///
 /// # Errors
-/// An operand of another shape; another number of slopes than KV heads.
+/// An operand of a different shape; another number of slopes than KV heads.
 pub fn dma_ranks<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     layer: &DmaLayer<B>,

@@ -23,7 +23,7 @@ pub struct Documents<B: Backend> {
 impl<B: Backend> Documents<B> {
     /// From each token's first and one-past-last position of its document, `[batch, seq_len]` row-major.
     ///
-    /// Panics when a slice has another length, or a token lies outside its document.
+    /// Panics when a slice has another length, or a token is outside its document.
     pub fn new(start: &[u32], end: &[u32], [batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
         assert_eq!(start.len(), batch * seq_len, "one start per token");
         assert_eq!(end.len(), batch * seq_len, "one end per token");
@@ -32,7 +32,7 @@ impl<B: Backend> Documents<B> {
                 let column = (token % seq_len) as u32;
                 assert!(
                     start[token] <= column && column < end[token] && end[token] as usize <= seq_len,
-                    "token {token} lies outside its document"
+                    "token {token} is outside its document"
                 );
                 (column - start[token]) as i32
             })

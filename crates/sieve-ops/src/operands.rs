@@ -39,7 +39,7 @@ pub enum OperandError {
 pub(crate) struct Operands(pub(crate) &'static str);
 
 impl Operands {
-    /// Refuses an operand of another shape. `wanted` is the operand's name, the names of its axes, and their sizes.
+    /// Refuses an operand of a different shape. `wanted` is the operand's name, the names of its axes, and their sizes.
     pub(crate) fn shape(
         self,
         (operand, axes, wanted): (&'static str, &'static str, &[usize]),

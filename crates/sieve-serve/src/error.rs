@@ -32,7 +32,7 @@ fn bind_hint(host: &str) -> String {
             format!("--host {name} --port {port}")
         }
         _ if address != host && !address.is_empty() => format!("--host {address}"),
-        _ => "use another --port, or a --host that is an address of this machine".to_owned(),
+        _ => "use a different --port, or a --host that is an address of this machine".to_owned(),
     }
 }
 
@@ -117,7 +117,7 @@ impl ApiError {
     }
 
     pub(crate) fn queue_full(most: usize) -> Self {
-        let message = format!("the queue of {most} texts is full; try again later");
+        let message = format!("the queue of {most} sequences is full; try again later");
         let code = Some("rate_limit_exceeded");
         Self { code, ..Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message) }
     }

@@ -40,7 +40,7 @@ impl Fields {
     /// The fields of an object inside the request, which errors call `name`.
     ///
     /// # Errors
-    /// A value that is no object.
+    /// A value that is not an object.
     pub(crate) fn inside(name: &str, value: Value) -> Result<Self, ApiError> {
         match value {
             Value::Object(fields) => Ok(Self { fields, path: format!("{name}.") }),

@@ -67,7 +67,7 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
     let is_open = ["/health", "/metrics"].contains(&path);
     let response = match &server.settings.api_key {
         _ if !has_host(&request) => {
-            ApiError::invalid("", "a request of HTTP/1.1 has one header Host, and this one has not").response()
+            ApiError::invalid("", "a request of HTTP/1.1 has one header Host, and this one lacks it").response()
         }
         Some(key) if !is_open && !has_key(&request, key) => ApiError::no_key().response(),
         _ => next.run(request).await,

@@ -114,7 +114,7 @@ impl Asked {
         // Prompts that fit by themselves are too many by `n`.
         let param = if asked.prompts.len() > most { "prompt" } else { "n" };
         match asked.num_texts() > most {
-            true => Err(ApiError::invalid(param, format!("the request asks for more than {most} texts"))),
+            true => Err(ApiError::invalid(param, format!("the request asks for more than {most} completions"))),
             false => Ok(asked),
         }
     }
@@ -204,7 +204,7 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt
             let most = server.settings.vocab_size as u64;
             let id = |id: &Value| id.as_u64().filter(|id| *id < most).map(|id| id as u32);
             let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
-            let ids = ids.ok_or_else(|| invalid(&format!("a token of prompt is no whole number below {most}")))?;
+            let ids = ids.ok_or_else(|| invalid(&format!("a token of prompt is not a whole number below {most}")))?;
             let text = server.tokenizer.decode(&ids).map_err(|error| invalid(&error.to_string()))?;
             Ok(Prompt::new(ids, Some(text), false, server))
         }
@@ -228,7 +228,7 @@ fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError>
     let Some(Value::Array(messages)) = fields.take("messages") else {
         return Err(match fields.has("prompt") {
             true => invalid("messages is missing; a prompt is continued at /v1/completions"),
-            false => invalid("messages is missing, or no list"),
+            false => invalid("messages is missing, or not a list"),
         });
     };
     let Some(template) = &server.settings.template else {
@@ -257,7 +257,7 @@ fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {
     let is_short = |text: &String| (1..=MOST_STOP_BYTES).contains(&text.len());
     texts.filter(|texts| texts.len() <= MOST_STOPS && texts.iter().all(is_short)).ok_or_else(|| {
         let message = format!(
-            "stop is no text, or list of up to {MOST_STOPS} texts, none of them empty or longer than \
+            "stop is not a string or a list of up to {MOST_STOPS} strings, none of them empty or longer than \
              {MOST_STOP_BYTES} bytes"
         );
         ApiError::invalid("stop", message)

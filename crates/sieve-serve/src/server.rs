@@ -42,7 +42,7 @@ pub struct Settings {
     pub max_texts: usize,
     /// Texts that wait, at most.
     pub max_queue: usize,
-    /// Tokens of a text with its prompt, at most; no more than the model's context.
+    /// Tokens of a sequence with its prompt, at most; no more than the model's context.
     pub context: usize,
     /// Rows of the model's embedding.
     pub vocab_size: usize,

@@ -42,7 +42,7 @@ pub enum TrainError {
     /// The recipe names a synthetic task where text is needed.
     #[error(
         "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  \
-         hint: give data.mqar, or name text with data.paths and another data.format"
+         hint: give data.mqar, or name text with data.paths and a different data.format"
     )]
     NoText,
     /// The recipe of a synthetic task names no tokenizer.
@@ -53,8 +53,8 @@ pub enum TrainError {
     NoTokenizer,
     /// The folder for shards holds other data, perhaps another run's.
     #[error("the data folder {} {what}\n  \
-        hint: name another with --set data.cache_dir=DIR; if no run needs this one, delete it, or replace what was \
-        prepared there with sieve data prepare --replace", path.shown())]
+        hint: name a different one with --set data.cache_dir=DIR; if no run needs this one, delete it, or replace what \
+        was prepared there with sieve data prepare --replace", path.shown())]
     CacheInUse {
         /// Folder of the prepared shards.
         path: PathBuf,
@@ -97,7 +97,7 @@ impl TrainError {
         if !ranks.is_multiple_of(degree) {
             return Err(Self::refused(
                 format!(
-                    "parallelism.context_parallel_degree = {degree}, and {ranks} processes are no multiple of that"
+                    "parallelism.context_parallel_degree = {degree}, and {ranks} processes are not a multiple of that"
                 ),
                 format!("sieve launch --nproc {degree}, or --set parallelism.context_parallel_degree=1"),
             ));
@@ -105,7 +105,7 @@ impl TrainError {
         let shards = recipe.parallelism.shard_ranks;
         if ranks > 1 && shards > 0 && !ranks.is_multiple_of(shards) {
             return Err(Self::refused(
-                format!("parallelism.shard_ranks = {shards}, and {ranks} processes are no multiple of that"),
+                format!("parallelism.shard_ranks = {shards}, and {ranks} processes are not a multiple of that"),
                 format!("sieve launch --nproc {shards}, or --set parallelism.shard_ranks=0: all processes"),
             ));
         }
@@ -147,7 +147,8 @@ impl TrainError {
     pub(crate) fn other_data(dir: &Path, what: &str) -> Self {
         Self::refused(
             format!("the data in {} is not what this run began with: {what}", dir.shown()),
-            "put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new run",
+            "put the old files back and prepare them in a different folder, --set data.cache_dir=DIR; or start a new \
+             run",
         )
     }
 

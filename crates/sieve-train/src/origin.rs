@@ -203,7 +203,7 @@ impl Origin {
         if !tokenizer.is_empty() {
             let path = checkpoint.tokenizer_path();
             notices
-                .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not read", path.shown()));
+                .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not used", path.shown()));
         }
         for change in changes {
             // Where layers change their kind, the trainer reports the loss before and after, which says more.
@@ -347,7 +347,7 @@ impl Begun {
     fn open(self, folder: &RunFolder, named: Option<&str>) -> Result<Checkpoint, TrainError> {
         let problem = match Checkpoint::open(&self.checkpoint) {
             Ok(found) if found.state == self.state => return Ok(found),
-            Ok(_) => "another checkpoint is there now".to_owned(),
+            Ok(_) => "a different checkpoint is there now".to_owned(),
             Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
         };
         let moved = named.and_then(|key| Checkpoint::open(&initial::path_of(key).ok()?).ok());
@@ -357,7 +357,7 @@ impl Begun {
         let (run, path) = (folder.path().shown(), self.checkpoint.shown());
         Err(TrainError::refused(
             format!("{run} has no checkpoint yet, and {path}, which it began with, cannot be used: {problem}"),
-            "put that checkpoint back, or begin the run in another folder with --out",
+            "put that checkpoint back, or begin the run in a different folder with --out",
         ))
     }
 
@@ -368,7 +368,7 @@ impl Begun {
         let what = match Checkpoint::open_model(path) {
             _ if !self.is_branch => return None,
             Ok(found) if found.state == self.state => return None,
-            Ok(_) => "another checkpoint is there now".to_owned(),
+            Ok(_) => "a different checkpoint is there now".to_owned(),
             Err(_) if !path.exists() => "it is gone".to_owned(),
             Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
         };
@@ -509,8 +509,8 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
             format!("\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps")
         }
         (0, first) if first < steps => format!(
-            "\n  to give the new steps a schedule of their own: --resume alone up to step {first}, then --resume \
-             --extend {steps}"
+            "\n  to give the new steps a schedule of their own: first --resume without --extend up to step {first}, \
+             then --resume --extend {steps}"
         ),
         _ => String::new(),
     };

@@ -98,7 +98,7 @@ impl RunRequest {
             && canonical(path).starts_with(canonical(&self.out))
         {
             return Err(TrainError::refused(
-                format!("--branch-from {} lies in the folder that --overwrite moves aside", path.shown()),
+                format!("--branch-from {} is in the folder that --overwrite moves aside", path.shown()),
                 "name another --out",
             ));
         }

@@ -20,8 +20,8 @@ const COMMANDS: [(&str, &str); 21] = [
     ("finetune", "import --from MODEL --data FILE writes a recipe that begins with its weights; then train --recipe"),
     ("sft", "import --from MODEL --data FILE writes a recipe that begins with its weights; then train --recipe"),
     ("convert", "import --from DIR reads a model in the Hugging Face layout; export --checkpoint RUN writes one"),
-    ("download", "import --from hf://OWNER/NAME fetches a model of the hub"),
-    ("pull", "import --from hf://OWNER/NAME fetches a model of the hub"),
+    ("download", "import --from hf://OWNER/NAME fetches a model from the Hugging Face hub"),
+    ("pull", "import --from hf://OWNER/NAME fetches a model from the Hugging Face hub"),
     ("web", "serve --checkpoint MODEL answers over HTTP, as OpenAI's API does"),
     ("api", "serve --checkpoint MODEL answers over HTTP, as OpenAI's API does"),
     ("chat", "generate --chat --prompt TEXT answers one message of an instruct model"),
@@ -56,7 +56,7 @@ const FLAGS: [Flag; 64] = [
     flag(
         OF_RECIPES,
         &["epochs", "num-epochs", "num-train-epochs", "max-epochs"],
-        "--set training.steps=N; sieve plan says how often the text is then read",
+        "--set training.steps=N; sieve plan prints how often the text is then read",
     ),
     flag(
         OF_RECIPES,
@@ -203,7 +203,7 @@ const FLAGS: [Flag; 64] = [
     flag(
         &["serve"],
         &["gpu-memory-utilization", "mem-fraction-static", "kv-cache-memory"],
-        "leave it out: memory is planned for --max-texts texts of --max-context tokens",
+        "leave it out: memory is planned for --max-texts sequences of --max-context tokens",
     ),
     flag(
         &["serve"],
@@ -220,7 +220,7 @@ const FLAGS: [Flag; 64] = [
             "enable-chunked-prefill",
             "cont-batching",
         ],
-        "leave it out: one process decodes all texts together",
+        "leave it out: one process decodes all sequences together",
     ),
     flag(
         &["serve"],
@@ -287,7 +287,7 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
                 false if error.source().is_some_and(|why| why.is::<CannotWrite>()) => return None,
                 false => sieve_core::number_of_short_form(&value)?,
             };
-            Some(format!("{value:?} is no value of {argument}\n  hint: write {number}"))
+            Some(format!("{value:?} is not a valid value for {argument}\n  hint: write {number}"))
         }
         _ => None,
     }

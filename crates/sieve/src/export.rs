@@ -23,16 +23,16 @@ pub(crate) struct ExportArgs {
     /// Number type of the weights
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DtypeArg,
-    /// Class of transformers for DMA as published; a stock one where there is one when absent
+    /// Class of transformers for DMA as published; when absent, transformers' own class if it has one
     #[arg(long, value_enum)]
     form: Option<FormArg>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum FormArg {
-    /// The stock class, which keeps whichever of equal keys torch.topk returns
+    /// transformers' own class, which keeps whichever of keys with equal scores torch.topk returns
     Doge,
-    /// modeling_sieve.py, which keeps the later of equal keys, as in training
+    /// modeling_sieve.py, which keeps the later of keys with equal scores, as in training
     Sieve,
 }
 
@@ -96,7 +96,7 @@ const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns,
 
 /// Printed if AutoTokenizer of `transformers` replaces the export's tokenizer.
 const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwen2 folder with Qwen2's own splitting \
-    of words, which this tokenizer.json does not have: texts would become other tokens\n  \
+    of words, which this tokenizer.json does not have: the same text would become other tokens\n  \
     hint: PreTrainedTokenizerFast.from_pretrained reads the tokenizer as it is";
 
 /// Words that the model can be asked with.

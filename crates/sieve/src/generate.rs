@@ -35,20 +35,20 @@ const BYTES_A_TOKEN: usize = 4;
 pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "DIR", help = checkpoint_help())]
     checkpoint: PathBuf,
-    /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input; may be repeated:
-    /// up to 64 texts are written at once, a token of each a pass
+    /// Prompt to continue; an empty one begins a document; `-` reads standard input; may be repeated: up to 64
+    /// sequences are generated at once, one token of each per pass
     #[arg(long, value_name = "TEXT", required_unless_present = "prompt_file")]
     prompt: Vec<String>,
-    /// Continue the text of this file; `-` reads standard input
+    /// Read the prompt from this file; `-` reads standard input
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
-    /// Put the prompt, as a user's message, into the chat template of the model's folder, and print the answer alone
+    /// Put the prompt, as a user's message, into the chat template of the model's folder, and print only the answer
     #[arg(long)]
     chat: bool,
     /// With --chat: the system message before the prompt
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
-    /// Tokens after the prompt, at most; 128 when absent, or what the context still holds
+    /// Tokens after the prompt, at most; 128 when absent, or what the context has room for
     #[arg(long, value_name = "N")]
     max_new_tokens: Option<usize>,
     /// 0 takes the likeliest token each time; higher is more varied
@@ -60,17 +60,17 @@ pub(crate) struct GenerateArgs {
     /// Draw only from the N likeliest tokens
     #[arg(long, value_name = "N")]
     top_k: Option<usize>,
-    /// End where this text would come; may be repeated
+    /// Stop string: end where it would come; may be repeated
     #[arg(long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     stop: Vec<String>,
-    /// How many texts of a prompt to write, each with the next seed; without a selector up to 64 at once, a token of
-    /// each a pass
+    /// Completions of each prompt, each with the next seed; without a selector up to 64 at once, one token of each
+    /// per pass
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     samples: u64,
-    /// Print one JSON object a text
+    /// Print one JSON object per completion
     #[arg(long)]
     json: bool,
-    /// The same seed gives the same text
+    /// The same seed gives the same completion
     #[arg(long, default_value_t = 0)]
     seed: u64,
     #[command(flatten)]
@@ -159,7 +159,7 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
         (None, prompts) if prompts != ["-"] => {
             anyhow::ensure!(
                 !prompts.iter().any(|prompt| prompt == "-"),
-                "--prompt -: standard input is read for one prompt, and there are {}\n  hint: give - alone",
+                "--prompt -: standard input can be only one prompt, and there are {}\n  hint: give only -",
                 prompts.len()
             );
             return Ok(prompts.to_vec());
@@ -300,8 +300,8 @@ impl<B: DeviceBackend> Run<'_, B> {
             let is_dense = selection.selectors().iter().all(|one| one.name() == "dense");
             if totals.dense_calls == totals.calls && !is_dense {
                 terminal::warning(&format!(
-                    "{} left nothing out of so short a text: all {} calls of attention ran dense, so this is the \
-                     model's own text",
+                    "{} left nothing out of so short a sequence: all {} calls of attention ran dense, so this is the \
+                     dense model's completion",
                     selection.selectors().name(),
                     totals.calls
                 ));
@@ -409,9 +409,9 @@ impl<B: DeviceBackend> Run<'_, B> {
     fn warn_of_empty_text(&self) {
         let hint = match ChatTemplate::of_model(&self.args.checkpoint) {
             Ok(Some(_)) if !self.args.chat => "it has a chat template: --chat",
-            _ => "another prompt, a higher --temperature or another --seed may give some",
+            _ => "a different prompt, a higher --temperature or a different --seed may give some",
         };
-        terminal::warning(&format!("the model ended the text at once; {hint}"));
+        terminal::warning(&format!("the model ended the completion at once; {hint}"));
     }
 }
 

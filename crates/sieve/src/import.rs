@@ -24,12 +24,12 @@ pub(crate) struct ImportArgs {
     /// Folder to write the checkpoint step-0 into
     #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     out: PathBuf,
-    /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
+    /// Text for the recipe that is written next to the checkpoint: files, folders, globs; may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
     #[arg(long, value_name = "KIND", help = attention_help())]
     attention: Option<String>,
-    /// With --attention: leave out trained tensors that the other attention has no place for, such as an indexer
+    /// With --attention: leave out trained tensors that the new attention has no place for, such as an indexer
     #[arg(long, requires = "attention")]
     drop: bool,
     /// Set a key of the checkpoint's recipe, for example attention.keep_window_size=1024; may be repeated
@@ -42,8 +42,8 @@ pub(crate) struct ImportArgs {
 /// The help of `--from`.
 fn from_help() -> String {
     format!(
-        "Folder of a {} model in the Hugging Face layout: config.json, tokenizer.json, safetensors; or a model of the \
-         hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
+        "Folder of a {} model in the Hugging Face layout: config.json, tokenizer.json, safetensors; or a model on the \
+         Hugging Face hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
         sieve_hf::importable_families()
     )
 }
@@ -52,7 +52,7 @@ fn from_help() -> String {
 fn attention_help() -> String {
     let kinds = names_of_kinds(|kind| !kind.is_latent() && !kind.is_dense());
     format!(
-        "Give the model another attention, with a recipe's defaults: {kinds}; --set changes its sizes, --set \
+        "Give the model a different attention, with a recipe's defaults: {kinds}; --set changes its sizes, --set \
          attention.preset=paper takes the published form"
     )
 }
@@ -193,7 +193,7 @@ fn check_folder(from: &Path) -> Result<()> {
             );
         }
         let problem = if from.is_dir() { "config.json is missing in" } else { "there is no folder" };
-        bail!("{problem} {}\n  hint: a model of the hub is named hf://OWNER/NAME", from.shown());
+        bail!("{problem} {}\n  hint: a model on the Hugging Face hub is named hf://OWNER/NAME", from.shown());
     }
     // Before the tokenizer: of a family that cannot be imported nobody should convert one.
     sieve_hf::check_config(&config)?;

@@ -35,17 +35,17 @@ pub(crate) struct LaunchArgs {
     /// Port on which rank 0 listens; a free one when absent
     #[arg(long, conflicts_with = "master", value_parser = clap::value_parser!(u16).range(1..))]
     port: Option<u16>,
-    /// Hosts that take part, each with a sieve launch of its own; PET_NNODES or 1 when absent
+    /// Hosts that take part, each with its own sieve launch; PET_NNODES or 1 when absent
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     nnodes: Option<u16>,
-    /// Which of them this is, from 0; PET_NODE_RANK or JOB_COMPLETION_INDEX when absent
+    /// Number of this host, from 0; PET_NODE_RANK or JOB_COMPLETION_INDEX when absent
     #[arg(long, value_name = "R")]
     node_rank: Option<u16>,
     /// Where rank 0 of several hosts listens; PET_MASTER_ADDR and PET_MASTER_PORT when absent, port 29500 when none is
     /// named
     #[arg(long, value_name = "HOST[:PORT]")]
     master: Option<String>,
-    /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
+    /// How often the processes are restarted with --resume=auto after one of them is lost; on one host
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
     /// What each process runs: train, generate or eval ppl and its arguments, with or without -- before them
@@ -82,7 +82,7 @@ impl Place {
     /// Reads the flags, else the environment variables that their help texts name.
     fn of(args: &LaunchArgs) -> Result<Self> {
         let nnodes = args.nnodes.or(number("PET_NNODES")?).unwrap_or(1);
-        anyhow::ensure!(nnodes > 0, "PET_NNODES=0 is not a number of hosts\n  hint: 1 is this host alone");
+        anyhow::ensure!(nnodes > 0, "PET_NNODES=0 is not a number of hosts\n  hint: 1 is only this host");
         if nnodes == 1 {
             anyhow::ensure!(
                 args.node_rank.is_none() && args.master.is_none(),

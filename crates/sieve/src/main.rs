@@ -45,7 +45,7 @@ const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("SIEVE_COMMI
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Output")]
 pub(crate) struct OutputArgs {
-    /// Print results, warnings and errors alone
+    /// Print only results, warnings and errors
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
     /// Print more: the device, and all numbers of each logged step
@@ -64,7 +64,7 @@ enum Command {
     /// Start several processes on this host, one for each GPU, that train together or use a divided model
     #[command(after_help = "Example: sieve launch --nproc 8 train --recipe dma_1p7b")]
     Launch(launch::LaunchArgs),
-    /// Say what a recipe needs before it runs: parameters, FLOPs, memory, cache, time
+    /// Print what a recipe needs before it runs: parameters, FLOPs, memory, cache, time
     #[command(after_help = "Example: sieve plan --recipe dma_1p7b --gpu h200")]
     Plan(plan::PlanArgs),
     /// Continue a prompt with a trained model
@@ -84,7 +84,7 @@ enum Command {
     /// Write a trained model in the Hugging Face layout
     #[command(after_help = "Example: sieve export --checkpoint out/quickstart --out exported")]
     Export(export::ExportArgs),
-    /// Read a model in the Hugging Face layout, a folder's or one of the hub, as a checkpoint
+    /// Import a model in the Hugging Face layout, from a folder or from the Hugging Face hub, as a checkpoint
     #[command(after_help = "Example: sieve import --from qwen --out in/qwen --attention dma \
                       --set attention.keep_window_size=1024")]
     Import(import::ImportArgs),
@@ -94,7 +94,7 @@ enum Command {
     /// Prepare and inspect what a run reads
     #[command(subcommand)]
     Data(data::DataCommand),
-    /// Make a recipe, show one, and list what it may hold
+    /// Make a recipe, show one, and list what it may contain
     #[command(subcommand)]
     Recipe(recipe::RecipeCommand),
     /// Make a tokenizer
@@ -103,7 +103,7 @@ enum Command {
     /// Compile, check, time and run the CUDA kernels
     #[command(subcommand)]
     Kernels(kernels::KernelsCommand),
-    /// Say what this program is and what this machine gives it: versions, GPUs, libraries, paths of attention
+    /// Print what this program is and what this machine offers: versions, GPUs, libraries, paths of attention
     #[command(after_help = "Example: sieve info --json")]
     Info(info::InfoArgs),
     /// Print a script that completes this program's commands in a shell

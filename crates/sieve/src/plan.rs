@@ -24,7 +24,7 @@ use sieve_train::{TrainError, initial_checkpoint, initial_weights};
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Plan for a GPU by name (h200, a100, 4090, …) instead of this machine's CPU; none need be there
+    /// Plan for a GPU by name (h200, a100, 4090, …) instead of this machine's CPU; no such GPU is needed
     #[arg(long, value_name = "NAME")]
     gpu: Option<String>,
     /// Plan for N processes on each host, one for each GPU, as `sieve launch --nproc N` starts them
@@ -164,7 +164,10 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
             Ok((Target::Gpu(gpu), name))
         }
         None if is_no_nvidia(name) => {
-            bail!("--gpu {name} is no NVIDIA GPU: the kernels are CUDA's\n  hint: one of {}", gpu::names().join(", "))
+            bail!(
+                "--gpu {name} is not an NVIDIA GPU: the kernels are CUDA's\n  hint: one of {}",
+                gpu::names().join(", ")
+            )
         }
         None => bail!("--gpu {name} is not known{}\n  hint: one of {}", gpu::why_not(name), gpu::names().join(", ")),
     }

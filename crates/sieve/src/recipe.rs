@@ -110,7 +110,7 @@ impl RecipeArgs {
             RecipeError::Syntax { .. } if self.is_of_other_language() => {
                 let word = terminal::quoted(Path::new(&self.recipe));
                 anyhow!(
-                    "--recipe {word} is no recipe: a recipe is TOML\n  \
+                    "--recipe {word} is not a recipe: a recipe is TOML\n  \
                      hint: sieve recipe show quickstart prints one, and sieve recipe keys every key"
                 )
             }

@@ -40,13 +40,13 @@ pub(crate) struct ServeArgs {
     /// A tokenizer.json in place of the model's own
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
-    /// Tokens of a text with its prompt, at most; the model's context when absent
+    /// Tokens of a sequence with its prompt, at most; the model's context when absent
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     max_context: Option<u64>,
-    /// Texts that are decoded as one batch, at most; by context and memory when absent, up to 64
+    /// Sequences that are decoded as one batch, at most; by context and memory when absent, up to 64
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     max_texts: Option<u64>,
-    /// Texts that wait, at most; a request beyond them gets status 429
+    /// Sequences that wait, at most; a request beyond them gets status 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
     max_queue: u64,
     #[command(flatten)]
@@ -94,7 +94,7 @@ impl ServeArgs {
         let has_selector = self.sparse.selector.is_some();
         ensure!(
             !has_selector || self.max_texts.is_none_or(|texts| texts == 1),
-            "--max-texts is above 1, and a selector decodes one text at a time\n  hint: leave --max-texts out"
+            "--max-texts is above 1, and a selector decodes one sequence at a time\n  hint: leave --max-texts out"
         );
         Ok(context)
     }
@@ -135,7 +135,7 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
     planned.with_context(|| {
         format!(
             "planning for {} of {} tokens\n  hint: lower --max-texts or --max-context",
-            terminal::counted(max_texts as u64, "text"),
+            terminal::counted(max_texts as u64, "sequence"),
             terminal::thousands(context as u64)
         )
     })?;
@@ -193,7 +193,7 @@ fn run_on<B: DeviceBackend>(
     terminal::line(&format!(
         "serving {} at http://{address}/v1: {} of {} tokens at once, {} more wait; stop with Ctrl-C",
         settings.name,
-        terminal::counted(max_texts as u64, "text"),
+        terminal::counted(max_texts as u64, "sequence"),
         terminal::thousands(context as u64),
         terminal::thousands(settings.max_queue as u64)
     ));

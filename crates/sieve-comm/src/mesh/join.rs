@@ -167,7 +167,7 @@ fn admit(
     hello: Hello,
 ) -> Result<(), CommError> {
     if hello.run_id != world.run_id || hello.token != world.token {
-        let text = format!("rank 0 at {} belongs to another run, or was given another {TOKEN}", world.address());
+        let text = format!("rank 0 at {} belongs to another run, or was given a different {TOKEN}", world.address());
         let _ = send(&stream, REFUSED, text.as_bytes());
         return Ok(());
     }

@@ -217,7 +217,7 @@ impl Settings for DmaShape {
             self.local_window_size <= window,
             "attention.local_window_size",
             format!("is {}, more than keep_window_size = {window}", self.local_window_size),
-            format!("{window} keeps the last {window} keys and no other: a sliding window"),
+            format!("{window} keeps only the last {window} keys: a sliding window"),
         );
         let has_slopes = self.recency == DmaRecency::Slope;
         rules.require(

@@ -136,7 +136,7 @@ pub trait Kind: std::fmt::Debug {
 
     /// Why layers cannot share a choice, for kinds that choose no blocks in a step of its own.
     fn no_shared_choice(&self) -> &'static str {
-        "choose no blocks to share"
+        "do not choose blocks that could be shared"
     }
 
     /// What a query computes over blocks, to count it from the chosen ones; `None` for kinds without blocks.

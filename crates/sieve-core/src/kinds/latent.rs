@@ -98,14 +98,14 @@ impl Settings for MlaShape {
             model.rope_layers.is_none(),
             "model.rope_layers",
             "does not go with kind = \"mla\", whose heads have rotated channels of their own",
-            "leave it out, or take another kind",
+            "leave it out, or choose a different kind",
         );
         let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
         rules.require(
             heads == kv_heads,
             "model.num_key_value_heads",
             format!("is {kv_heads}, but kind = \"mla\" has keys and values for each of its {heads} heads"),
-            format!("set model.num_key_value_heads to {heads}; the cache holds the latent alone"),
+            format!("set model.num_key_value_heads to {heads}; the cache holds only the latent"),
         );
     }
 }
@@ -198,7 +198,7 @@ impl Kind for MlaShape {
         let (width, rope) = (layer.head_dim, self.qk_rope_head_dim);
         let HeadWidths { step, most } = widths;
         let fits = [width, rope, width + rope].into_iter().all(|width| widths.takes(width));
-        (!fits).then(|| format!("heads of {width} + {rope} are no multiples of {step} with a sum up to {most}"))
+        (!fits).then(|| format!("heads of {width} + {rope} are not multiples of {step} with a sum up to {most}"))
     }
 
     fn pairs_rate(&self, _seq_len: usize) -> f64 {

@@ -65,7 +65,7 @@ impl HeadWidths {
     /// Why kernels do not take heads of this width; `None` if they do.
     pub(super) fn gap(self, width: usize) -> Option<String> {
         let Self { step, most } = self;
-        (!self.takes(width)).then(|| format!("heads of {width} are no multiple of {step} up to {most}"))
+        (!self.takes(width)).then(|| format!("heads of {width} are not a multiple of {step} up to {most}"))
     }
 }
 

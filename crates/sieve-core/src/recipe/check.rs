@@ -69,7 +69,7 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
         (None, homes) if !homes.is_empty() => format!("{name} belongs to [{homes}]"),
         _ if known.is_empty() => format!("{owner} is a value, not a table"),
         _ if EPOCHS.contains(&name) => {
-            "a run is counted in steps: training.steps=N; sieve plan says how often the text is then read".to_owned()
+            "a run is counted in steps: training.steps=N; sieve plan prints how often the text is then read".to_owned()
         }
         _ => format!("the keys of [{owner}] are {}", known.join(", ")),
     };
@@ -80,7 +80,7 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
 fn of_other_programs(name: &str) -> Option<&'static str> {
     Some(match name {
         "epochs" | "num_epochs" | "num_train_epochs" | "max_epochs" => {
-            "write training.steps; sieve plan says how often the text is then read"
+            "write training.steps; sieve plan prints how often the text is then read"
         }
         "max_steps" | "num_steps" | "max_iters" | "iters" => "write training.steps",
         "batch_size" | "train_batch_size" => "write training.global_batch_size; local_batch_size is a micro-batch",
@@ -257,8 +257,8 @@ fn check_layer_tables(inner: Table, attention: &mut Table, mistakes: &mut Vec<Mi
         let taken = [Some(OWN_LAYER), Some(SHARED_LAYER), own.as_deref()].contains(&Some(name.as_str()));
         let kind = table.get("kind").and_then(Value::as_str);
         if taken || (is_kind && kind.is_some_and(|kind| kind != name)) {
-            let what = "has a name that stands for other layers in model.layer_types".to_owned();
-            let hint = "give the table another name, its kind as kind = …, and layers of it that name";
+            let what = "has a name that means other layers in model.layer_types".to_owned();
+            let hint = "give the table a different name and its kind as kind = …, and use that name for its layers";
             mistakes.push(Mistake::new(&path, what, hint));
         }
         check_keys(&path, &ATTENTION_KEYS, table, mistakes);

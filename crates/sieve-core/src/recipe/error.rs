@@ -39,8 +39,8 @@ pub enum RecipeError {
     /// A run is resumed with a recipe whose changes would make it another run.
     #[error(
         "the recipe is not the one this run began with:{}\n  \
-         hint: restore these values; or begin a new run with this one's weights in another folder, --branch-from \
-         CHECKPOINT --out DIR; or begin again from step 0, --overwrite in place of --resume",
+         hint: restore these values; or begin a new run with this one's weights in a different folder, --branch-from \
+         CHECKPOINT --out DIR; or begin again from step 0 with --overwrite instead of --resume",
         changes(.refused)
     )]
     ResumeChanged {
@@ -58,9 +58,9 @@ pub enum RecipeError {
         /// Name of the variable.
         variable: String,
     },
-    /// A path holds a `$` that begins no variable.
+    /// A path holds a `$` that does not begin a variable.
     #[error(
-        "{path}: the $ at character {position} begins no variable\n  \
+        "{path}: the $ at character {position} does not begin a variable\n  \
          hint: write $NAME, ${{NAME}}, or $$ for a dollar sign"
     )]
     BadVariable {

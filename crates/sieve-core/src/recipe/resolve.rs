@@ -135,7 +135,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
             let what = format!(
                 "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
             );
-            let hint = "give model.head_dim, or another hidden_size";
+            let hint = "give model.head_dim, or a different hidden_size";
             mistakes.push(Mistake::new("model.head_dim", what, hint));
         }
         // Even and positive, so that the value made up here breaks no other rule.

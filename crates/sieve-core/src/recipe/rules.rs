@@ -106,7 +106,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
             generation.interval == 0 || !generation.prompts.is_empty(),
             "generation.interval",
             format!("is {}, but there are no prompts", generation.interval),
-            "add generation.prompts, the texts to continue, or leave it out",
+            "add generation.prompts, the prompts to continue, or leave it out",
         );
     }
 }
@@ -121,7 +121,7 @@ fn check_keep_best(checkpoint: &CheckpointSection, validation: Option<&Validatio
         every == 0 || interval.is_multiple_of(every),
         "checkpoint.keep_best",
         format!(
-            "needs a validation of each checkpoint, and checkpoint.interval = {interval} is no multiple of \
+            "needs a validation of each checkpoint, and checkpoint.interval = {interval} is not a multiple of \
              validation.interval = {every}"
         ),
         format!("set validation.interval = {interval}, or a divisor of it"),
@@ -287,7 +287,7 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
             size.is_multiple_of(16),
             &key,
             format!("{is} {size}, but fp8 GEMMs need a multiple of 16"),
-            "choose another size, or training.precision = \"bf16\"",
+            "choose a different size, or training.precision = \"bf16\"",
         );
     }
 }
@@ -302,7 +302,7 @@ fn check_lr_scheduler(section: &LrSchedulerSection, training: Option<&TrainingSe
             "lr_scheduler.warmup_steps",
             format!("is {warmup_steps}, more than training.steps = {steps}"),
             format!(
-                "set lr_scheduler.warmup_steps to {} or less; to try the first steps alone: sieve train \
+                "set lr_scheduler.warmup_steps to {} or less; to try only the first steps: sieve train \
                      --stop-after {steps}",
                 (steps / 5).max(1)
             ),

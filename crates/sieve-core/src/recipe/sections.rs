@@ -471,7 +471,7 @@ keys! {
         /// optimizer's moments and masters; gradients are reduce-scattered once a step, in its last micro-batch. 2:
         /// gradients too; they are reduce-scattered in every micro-batch, and each process keeps only its shard. 3:
         /// weights too; a block's are gathered before its forward and its backward pass, and released after them.
-        #[key(within(0, 3, "ZeRO has no other stage"), may_change)]
+        #[key(within(0, 3, "ZeRO has only these stages"), may_change)]
         pub zero_stage: usize = 1,
         /// How many consecutive processes divide what `zero_stage` shards. Other groups of as many hold copies. With
         /// the number of GPUs of a host, weights are gathered inside hosts, and only sums of gradients cross between

@@ -51,7 +51,7 @@ pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], bia
     assert!(kv_len <= capacity, "attention_decode: kv_len {kv_len} exceeds the capacity {capacity}");
     if let Some(delta) = delta {
         let heads = q.len() / group_len;
-        assert_eq!(delta.len(), heads * kv_len, "attention_decode: delta has another size");
+        assert_eq!(delta.len(), heads * kv_len, "attention_decode: delta has the wrong size");
     }
     if let Some(sinks) = sinks {
         let heads = q.len() / head_dim;

@@ -120,7 +120,7 @@ impl<'a> Keys<'a> {
                     let blocks = chosen.of(row * n + query, heads, kv_head).iter();
                     blocks.filter(|block| **block >= 0).map(move |&block| {
                         let start = self.first_key(row, query) as usize + block as usize * chosen.block_size;
-                        assert!(start <= query, "attention: block {block} lies after its query");
+                        assert!(start <= query, "attention: block {block} comes after its query");
                         start
                     })
                 });

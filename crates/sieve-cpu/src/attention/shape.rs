@@ -114,9 +114,9 @@ impl ScaledShape {
 
     pub(super) fn check_operands(&self, op: &str, qkv: &[f32], o: &[f32], lse: &[f32]) {
         let tokens = self.batch * self.seq_len;
-        assert_eq!(qkv.len(), tokens * self.token_len(), "{op}: qkv has another size");
-        assert_eq!(o.len(), tokens * self.num_heads * self.head_dim_v, "{op}: o has another size");
-        assert_eq!(lse.len(), tokens * self.num_heads, "{op}: lse has another size");
+        assert_eq!(qkv.len(), tokens * self.token_len(), "{op}: qkv has the wrong size");
+        assert_eq!(o.len(), tokens * self.num_heads * self.head_dim_v, "{op}: o has the wrong size");
+        assert_eq!(lse.len(), tokens * self.num_heads, "{op}: lse has the wrong size");
     }
 }
 

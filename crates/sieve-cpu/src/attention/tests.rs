@@ -223,7 +223,7 @@ fn a_block_that_no_query_chose_is_never_read() {
 }
 
 #[test]
-#[should_panic(expected = "block 1 lies after its query")]
+#[should_panic(expected = "block 1 comes after its query")]
 fn a_block_after_its_query_is_refused() {
     let mut case = Case::new(shape(1, 9, 2, 1, 8), false, 3, 15);
     case.chosen.insert([4, 1], vec![1; 9]);
@@ -394,7 +394,7 @@ fn gradients_of_the_definition_are_its_finite_differences() {
 }
 
 #[test]
-#[should_panic(expected = "qkv has another size")]
+#[should_panic(expected = "qkv has the wrong size")]
 fn a_short_operand_is_refused() {
     let mut case = Case::new(shape(1, 5, 2, 1, 8), false, 3, 15);
     case.qkv.pop();

@@ -230,8 +230,8 @@ impl RemotePath {
     /// Parses a model's `hf://OWNER/NAME[@REVISION][/FOLDER]`; `what` names what is read of the model.
     fn parse_model(path: &str, what: &str) -> Result<Self, DataError> {
         let bad = || {
-            let hint = "write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be";
-            DataError::refused(format!("{path:?} names no {what} of the hub"), hint)
+            let hint = "write hf://OWNER/NAME, optionally followed by @REVISION and /FOLDER";
+            DataError::refused(format!("{path:?} is not a valid hub path for a {what}"), hint)
         };
         let model = path.strip_prefix("hf://").filter(|model| !model.starts_with("datasets/")).ok_or_else(bad)?;
         let remote = Self::parse(&format!("{PREFIX}{model}")).map_err(|_| bad())?;
@@ -245,8 +245,8 @@ impl RemotePath {
     /// Parses `hf://datasets/OWNER/NAME[@REVISION][/FILES]`; the revision is `main` if the path names none.
     fn parse(path: &str) -> Result<Self, DataError> {
         let bad = |reason: &str| {
-            let hint = "write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be";
-            DataError::refused(format!("{path:?} is no data set: {reason}"), hint)
+            let hint = "write hf://datasets/OWNER/NAME, optionally followed by @REVISION and /FILES";
+            DataError::refused(format!("{path:?} is not a data set: {reason}"), hint)
         };
         let rest = path.strip_prefix(PREFIX).ok_or_else(|| bad("only data sets can be read"))?;
         let mut parts = rest.split('/');
@@ -272,7 +272,7 @@ impl RemotePath {
             ));
         }
         if !revision.split('/').all(is_name) {
-            return Err(bad("the revision behind @ is not a branch, tag or commit"));
+            return Err(bad("the revision after @ is not a branch, tag or commit"));
         }
         Ok(Self {
             repo: format!("{owner}/{name}"),
@@ -394,10 +394,10 @@ impl Hub {
             let bytes = fs::read(&kept).map_err(DataError::io("read", &kept))?;
             let what = match serde_json::from_slice::<Listing>(&bytes) {
                 Ok(listing) if listing.path == path => return Ok(listing),
-                Ok(_) => "it lists another path".to_owned(),
+                Ok(_) => "it lists a different path".to_owned(),
                 Err(error) => error.to_string(),
             };
-            let what = format!("no listing of a data set: {what}; remove it to ask the hub again");
+            let what = format!("not a listing of a data set: {what}; remove it to ask the hub again");
             return Err(DataError::meta(&kept, what));
         }
         let kind = if remote.is_model { "models" } else { "datasets" };

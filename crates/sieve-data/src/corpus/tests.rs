@@ -70,7 +70,7 @@ fn a_file_is_read_once_whichever_links_lead_to_it() {
     }
     refusal(Corpus::open(text(&at("other/broken.txt"))), "matches no file: it is a link whose target is missing");
     refusal(Corpus::open(text("https://example.org/a.txt")), "matches no file: it is an address");
-    refusal(Corpus::open(text(&at("other/**"))), "** at the end matches folders alone | other/**/*");
+    refusal(Corpus::open(text(&at("other/**"))), "** at the end matches only folders | other/**/*");
     let named = CorpusConfig::text(vec![at("text/"), at("text/b/../a.txt")]);
     let corpus = Corpus::open(named).unwrap();
     let is_named = corpus.files().iter().map(|file| file.is_named);

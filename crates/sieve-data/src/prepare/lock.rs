@@ -16,7 +16,7 @@ pub(super) struct Lock {
 }
 
 /// Content of the lock file once a preparation has made files durable. An empty one says nothing about other files.
-const MARK: &[u8] = b"The files train.* and validation.* beside this one were written by sieve.\n";
+const MARK: &[u8] = b"The files train.* and validation.* next to this one were written by sieve.\n";
 
 impl Lock {
     /// Takes a folder's lock. If another process holds it, reports [`Progress::Waiting`] and waits.

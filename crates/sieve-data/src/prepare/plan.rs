@@ -104,11 +104,11 @@ impl Plan<'_> {
         let name = &splits[number].name;
         let (why, hint) = match self.config.validation {
             ValidationSource::Corpus(_) if name == VALIDATION => {
-                ("[validation] paths".to_owned(), "name text with documents")
+                ("[validation] paths".to_owned(), "name files that contain documents")
             }
             ValidationSource::Corpus(_) => (
                 format!("{num_documents} in all, each of them among [validation] paths"),
-                "name other text to validate on with [validation] paths, or leave it out and a part of the text is \
+                "name different text to validate on with [validation] paths, or leave it out and a part of the text is \
                  held out",
             ),
             ValidationSource::Fraction(fraction) => (

@@ -50,7 +50,7 @@ impl Layout {
             ));
         }
         if num_boundaries == 0 {
-            return Err("no document boundaries; even an empty shard has one".into());
+            return Err("it lacks document boundaries; even an empty shard has one".into());
         }
         // From here on every table lies inside `idx`.
         let mut layout = Self { dtype, num_sequences, num_documents: num_boundaries - 1, num_tokens: 0 };

@@ -175,7 +175,7 @@ impl ShardReader {
             let path = with_ending(&self.prefix, ".bin");
             let token = token as i32;
             let what = format!("document {document} holds token {token}, outside a vocabulary of {vocab_size}");
-            let hint = "the shard was made with another tokenizer than the model's, the token was added to it \
+            let hint = "the shard was made with a different tokenizer from the model's, the token was added to it \
                         without a row of the embedding, or the shard is damaged: then prepare it again with \
                         sieve data prepare --recipe RECIPE --data-dir DIR --replace";
             return Err(DataError::file(&path, what, hint));

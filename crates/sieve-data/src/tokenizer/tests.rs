@@ -201,7 +201,7 @@ fn an_id_that_is_too_large_or_used_twice_is_refused_at_once() {
     let read = |json: serde_json::Value| Tokenizer::from_bytes(json.to_string().as_bytes());
     for id in [i32::MAX as u32, u32::MAX, 1 << 24] {
         let (json, [token, _]) = with_ids([id, 500]);
-        refusal(read(json), &format!("its token {token:?} has the id {id}, and ids lie below 16777216"));
+        refusal(read(json), &format!("its token {token:?} has the id {id}, and ids must be below 16777216"));
     }
     let (json, _) = with_ids([420, 420]);
     refusal(read(json), "have the same id, 420");

@@ -55,7 +55,7 @@ impl Tokenizer {
         let tokenizer = Self::fitted(texts, vocab_size)?;
         if tokenizer.vocab_size() != vocab_size {
             return Err(not_trained(format!(
-                "the text gives only {found} of {vocab_size} tokens\n  \
+                "this text yields a vocabulary of only {found} of the requested {vocab_size} tokens\n  \
                  hint: lower vocab_size to {found}, or train on more text",
                 found = tokenizer.vocab_size()
             )));

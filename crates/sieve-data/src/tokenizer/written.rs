@@ -24,7 +24,7 @@ pub(super) fn ids(inner: &HfTokenizer) -> Result<Vec<u32>, String> {
         return Err("its vocabulary is empty".into());
     };
     if *largest as usize >= MAX_IDS {
-        return Err(format!("its token {token:?} has the id {largest}, and ids lie below {MAX_IDS}"));
+        return Err(format!("its token {token:?} has the id {largest}, and ids must be below {MAX_IDS}"));
     }
     if let Some([(id, one), (_, other)]) = tokens.array_windows().find(|[one, other]| one.0 == other.0) {
         return Err(format!("its tokens {one:?} and {other:?} have the same id, {id}"));

@@ -118,7 +118,7 @@ impl Heads {
     /// # Errors
     /// [`KernelError::Refused`] when [`with_kernel_strides`](Self::with_kernel_strides) was not called.
     pub(crate) fn require_words(&self, kernel: &'static str, name: &'static str) -> Result<[usize; 3], KernelError> {
-        let expected = "heads must lie side by side, rows 16-byte aligned";
+        let expected = "heads must be adjacent, rows 16-byte aligned";
         self.words().ok_or_else(|| self.tensor.layout_error(kernel, name, expected))
     }
 

@@ -73,7 +73,7 @@ impl AttentionGradients<'_> {
     }
 }
 
-/// Refuses masks of another shape, and masks of more than tiles: the backward kernels know tiles alone.
+/// Refuses masks of a different shape, and masks of more than tiles: the backward kernels know tiles alone.
 fn require_tiles(mask: &KeyMask<CudaTensor>, shape: &AttentionShape) -> Result<(), KernelError> {
     let of_mask = [mask.shape.num_heads, mask.shape.num_kv_heads];
     let expected = AttentionShape::new(1, mask.shape.num_keys, of_mask, [shape.head_dim; 2]);
@@ -82,7 +82,7 @@ fn require_tiles(mask: &KeyMask<CudaTensor>, shape: &AttentionShape) -> Result<(
     let beside_tiles = [&places.col_ptr, &places.key_order, &places.query_order, &places.windows];
     let is_plain = beside_tiles.iter().all(|words| words.is_empty());
     let is_plain = is_plain && mask.dense_rows.is_empty() && mask.heads_per_list == 1;
-    require!(is_plain, NAME, "mask": "with more than tiles", "tiles alone, a list for each query head");
+    require!(is_plain, NAME, "mask": "with more than tiles", "only tiles, a list for each query head");
     let num_words = mask.places.num_words();
     operands!(only NAME, mask: I32[num_words] contiguous = &mask.words);
     Ok(())

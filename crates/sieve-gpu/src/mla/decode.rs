@@ -116,7 +116,7 @@ fn on_words(latents: &CudaTensor) -> Result<(CudaTensor, RowLayout), KernelError
         Some(layout) => (latents.clone(), layout),
         None => {
             let copy = latents.contiguous();
-            let expected = "rows must lie on 16-byte words";
+            let expected = "rows must begin at multiples of 16 bytes";
             let layout = layout_of(&copy).ok_or_else(|| copy.layout_error(NAME, "latents", expected))?;
             (copy, layout)
         }

@@ -55,7 +55,7 @@ impl Work {
         softmax_scale: f32,
     ) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
-        require!(shape.head_dim == shape.head_dim_v, NAME, "call:": "values of another width", "one width");
+        require!(shape.head_dim == shape.head_dim_v, NAME, "call:": "values of a different width", "one width");
         Self::of(shape, qkv, documents, indices, block_size, softmax_scale)
     }
 

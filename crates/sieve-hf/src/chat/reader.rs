@@ -34,15 +34,15 @@ const OWN_VARIABLES: [&str; 2] = ["messages", "add_generation_prompt"];
 
 const MESSAGES: &str = "write [{\"role\": \"user\", \"content\": \"…\"}, {\"role\": \"assistant\", \"content\": \
     \"…\"}], name the column that holds such a list by data.messages_column, or leave such rows out: skip_invalid";
-const NO_ANSWER: &str = "loss is taken of the assistant's messages alone: give the chat one, or leave such rows out: \
+const NO_ANSWER: &str = "the loss covers only the assistant's messages: give the chat one, or leave such rows out: \
     skip_invalid";
 const NOT_PRINTED: &str = "remove the key, write what the model is to say into \"content\" as its template would, or \
     leave such rows out: skip_invalid";
 const WEIGHT: &str = "write 0 or false for an answer that is read and not predicted, and 1 or true for the others, or \
     leave such rows out: skip_invalid";
-const TEMPLATE_OR_SKIP: &str = "change the messages or the chat template beside the tokenizer (some take no system \
-    message, or roles in turn alone), or leave such rows out: skip_invalid";
-const TEMPLATE: &str = "correct the chat template beside the tokenizer, or take the one that was published with the \
+const TEMPLATE_OR_SKIP: &str = "change the messages or the chat template next to the tokenizer (some take no system \
+    message, or only alternating roles), or leave such rows out: skip_invalid";
+const TEMPLATE: &str = "correct the chat template next to the tokenizer, or take the one that was published with the \
     model";
 
 /// The messages of a chat, and the variables beside them.
@@ -149,13 +149,13 @@ impl ChatTemplate {
     pub fn read_chat(&self, messages: Json, beside: Vec<(String, Json)>) -> Result<Chat, ChatRefusal> {
         let program = self.program().map_err(|fault| ChatRefusal::of_fault(&fault))?;
         let Json::Array(messages) = messages else {
-            return Err(ChatRefusal::of_chat("it is no list of messages", MESSAGES));
+            return Err(ChatRefusal::of_chat("it is not a list of messages", MESSAGES));
         };
         let mut chat = Chat::default();
         let known = Known(&|key| program.names_key(key));
         for (at, message) in messages.into_iter().enumerate() {
             let Json::Object(mut message) = message else {
-                return Err(ChatRefusal::of_message(at, None, "is no object", MESSAGES));
+                return Err(ChatRefusal::of_message(at, None, "is not an object", MESSAGES));
             };
             // As in transformers: null says nothing, and a template would print "None".
             message.retain(|_, value| !value.is_null());
@@ -261,7 +261,7 @@ impl Known<'_> {
                 Err(refused(format!("has the role {role:?}"), hint))
             }
             None => Err(refused("has no \"role\"".to_owned(), hint)),
-            Some(_) => Err(refused("has a \"role\" that is no string".to_owned(), hint)),
+            Some(_) => Err(refused("has a \"role\" that is not a string".to_owned(), hint)),
         }
     }
 
@@ -278,7 +278,7 @@ impl Known<'_> {
             Some(Json::Array(parts)) if (self.0)("text") && parts.iter().all(|part| text_of_part(part).is_some()) => {
                 Ok(())
             }
-            Some(_) => Err(refused(format!("has a \"content\" that is no string ({role})"))),
+            Some(_) => Err(refused(format!("has a \"content\" that is not a string ({role})"))),
         }
     }
 
@@ -307,9 +307,7 @@ fn weight(at: usize, role: &str, message: &Map<String, Json>) -> Result<bool, Ch
         let refused = |what: String| Err(ChatRefusal::of_message(at, Some(key), what, WEIGHT));
         match says {
             Some(true) if role != ASSISTANT => {
-                return refused(format!(
-                    "has a {key:?}, and it is the {role}'s: loss is taken of the assistant's alone"
-                ));
+                return refused(format!("has a {key:?}, and it is the {role}'s: the loss covers only the assistant's"));
             }
             Some(says) => is_trained &= says,
             None => return refused(format!("has a {key:?} that is neither 0 nor 1, and neither false nor true")),
@@ -336,10 +334,10 @@ fn check_beside(name: &str, value: &Json) -> Result<(), ChatRefusal> {
     let hint = "write a list of objects, as apply_chat_template takes it, or leave such rows out: skip_invalid";
     let is_objects = || value.as_array().is_some_and(|items| items.iter().all(Json::is_object));
     if ["tools", "documents"].contains(&name) && !is_objects() {
-        return Err(ChatRefusal::of_chat(format!("{name:?} beside the messages is no list of objects"), hint));
+        return Err(ChatRefusal::of_chat(format!("{name:?} next to the messages is not a list of objects"), hint));
     }
     if let Some(at) = Known::nul(value) {
-        let what = format!("{name:?} beside the messages has a NUL at byte {at}, so this is probably not text");
+        let what = format!("{name:?} next to the messages has a NUL at byte {at}, so this is probably not text");
         return Err(ChatRefusal::of_chat(what, hint));
     }
     Ok(())

@@ -88,7 +88,7 @@ fn a_template_that_is_no_jinja_or_never_ends_is_refused() {
     let words = "the chat template cannot be applied: | hint:";
     refusal(rendered("{% if %}", &chat), words);
     refusal(rendered("{{ messages[0].content.nothing() }}", &chat), words);
-    refusal(rendered("{{ strftime_now('%Q') }}", &chat), "is no format of a time");
+    refusal(rendered("{{ strftime_now('%Q') }}", &chat), "is not a time format");
     let endless = "{% macro f(n) %}{% for i in range(9999) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}";
     refusal(rendered(endless, &chat), words);
     let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}";

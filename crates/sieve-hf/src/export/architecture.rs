@@ -134,7 +134,7 @@ impl Architecture {
     /// The family's name, with what a model of it must be like to be imported.
     pub(crate) fn family(self) -> &'static str {
         match self {
-            Self::DeepseekV3 => "DeepSeek-V3 (dense layers alone)",
+            Self::DeepseekV3 => "DeepSeek-V3 (only dense layers)",
             _ => self.class().name.trim_end_matches("ForCausalLM"),
         }
     }
@@ -151,7 +151,7 @@ impl Architecture {
             (Some(ExportForm::Doge), Self::Doge) => Ok(Self::Doge),
             (Some(ExportForm::Sieve), Self::Doge | Self::DeepseekV3 | Self::Sieve) => Ok(Self::Sieve),
             (Some(ExportForm::Doge), _) => Err(CheckpointError::refused(
-                "this model as Doge: Doge is dynamic mask attention in every layer, ranked by content alone, with \
+                "this model as Doge: Doge is dynamic mask attention in every layer, ranked only by content, with \
                  bias = \"exp\", with norms of queries and keys and without biases",
                 "leave the form out to get the class that computes this model",
             )),

@@ -180,7 +180,7 @@ impl Card<'_> {
             }
             _ if is_windowed => {
                 "- **llama.cpp gives wrong text without an error**: its converter drops the window of this class, so \
-                 texts longer than the window are read by another attention.\n"
+                 prompts longer than the window get a different attention.\n"
             }
             _ => "- None of transformers, vLLM and llama.cpp is known to refuse it.\n",
         }

@@ -192,7 +192,7 @@ impl Reader {
                 Some(Use::On(why)) => return Err(self.refuse(format!("{key} is {value}, and {why}"))),
                 Some(Use::Off(_)) if is_off(value) => {}
                 Some(Use::Off(what)) => {
-                    return Err(self.refuse(format!("{key} is {value}, and a recipe has no such thing: {what}")));
+                    return Err(self.refuse(format!("{key} is {value}, and a recipe has no key for it: {what}")));
                 }
                 None if is_off(value) || self.architecture == Architecture::Sieve => {}
                 None => unknown.push(key.as_str()),
@@ -224,8 +224,8 @@ impl Reader {
             matches!(self.architecture, Architecture::Llama | Architecture::Mistral | Architecture::Sieve);
         if self.architecture == Architecture::Llama && !hidden_size.is_multiple_of(heads.max(1)) {
             self.note(format!(
-                "hidden_size = {hidden_size} is no multiple of num_attention_heads = {heads}: transformers 5 refuses \
-                 it, transformers 4 reads it as here"
+                "hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}: transformers 5 \
+                 refuses it, transformers 4 reads it as here"
             ));
         }
         // transformers loads a Mistral's config.json with `layer_types` as MinistralForCausalLM, which needs both keys.
@@ -369,12 +369,12 @@ impl Reader {
     fn deepseek_attention(&self, num_layers: usize) -> Result<KindTable, CheckpointError> {
         if !self.value["q_lora_rank"].is_null() {
             let rank = &self.value["q_lora_rank"];
-            return Err(self.refuse(format!("q_lora_rank is {rank}, and a recipe has no such thing; null is off")));
+            return Err(self.refuse(format!("q_lora_rank is {rank}, and a recipe has no key for it; null is off")));
         }
         let (v_head_dim, epsilon) = (self.integer("v_head_dim")?, self.number("rms_norm_eps")?);
         let rules = [
             (self.integer("first_k_dense_replace")? >= num_layers, "some layers have experts (first_k_dense_replace)"),
-            (self.value["rope_interleave"] == Value::Bool(false), "rotated pairs lie side by side (rope_interleave)"),
+            (self.value["rope_interleave"] == Value::Bool(false), "rotated pairs are adjacent (rope_interleave)"),
             (self.integer("qk_nope_head_dim")? == v_head_dim, "qk_nope_head_dim is not v_head_dim"),
             (epsilon == DEEPSEEK_LATENT_EPS, "rms_norm_eps is not the 1e-6 of its latents"),
         ];

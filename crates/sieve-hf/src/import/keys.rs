@@ -95,11 +95,11 @@ const KEYS: &[Entry] = &[
     (&[], &["num_local_experts"], Use::Off("experts")),
     (&[], &["per_layer_config"], Use::Off("keys that differ by layer")),
     (&[], &["transformers_weights"], Use::Off("weights in files of other names")),
-    (&[], &["configuration_files"], Use::Off("another configuration for each version of transformers")),
+    (&[], &["configuration_files"], Use::Off("a different configuration for each version of transformers")),
     (&[], &["quantization_config"], Use::Off("quantised weights: save dequantised ones, without this key")),
     (&[], &["pruned_heads"], Use::Off("layers with fewer heads than others")),
     (&[], &["is_encoder_decoder"], Use::Off("an encoder")),
-    (&[], &["add_cross_attention"], Use::Off("attention to another text")),
+    (&[], &["add_cross_attention"], Use::Off("attention to a different text")),
     (&[], &["fusion_config"], Use::Off("layers of other kinds fused into one")),
     (&[Doge], &["is_moe"], Use::Off("experts")),
     (&[Doge], &["sliding_window"], Use::Off("a window below the dynamic mask")),
@@ -142,7 +142,7 @@ const KEYS: &[Entry] = &[
     (
         &[],
         &["pretraining_tp", "chunk_size_feed_forward", "attn_implementation", "_attn_implementation"],
-        Use::NoEffect("another order of the same operations"),
+        Use::NoEffect("a different order of the same operations"),
     ),
     (
         &[],
@@ -190,7 +190,7 @@ const KEYS: &[Entry] = &[
         Use::NoEffect("labels of classifiers and settings of tasks"),
     ),
     (&[], &["sep_token_id", "decoder_start_token_id"], Use::NoEffect("tokens of models with an encoder")),
-    (&[], &["attention_chunk_size"], Use::NoEffect("layers of the kind chunked_attention alone have it")),
+    (&[], &["attention_chunk_size"], Use::NoEffect("only layers of the kind chunked_attention have it")),
     (&[], GENERATION, Use::NoEffect("a setting of generate() in Python")),
 ];
 

@@ -128,13 +128,13 @@ impl Reader {
             };
             self.note(format!(
                 "{THETA} is {theta:?} in {place} {old}: {theta:?} is read, as transformers 5 does; transformers 4 \
-                 reads the key beside it alone"
+                 reads only the key next to it"
             ));
         }
         if place == "rope_parameters" && kind != "default" {
             self.note(format!(
                 "rope_parameters scales the rotary embedding ({kind}), as transformers 5 reads it; transformers 4 \
-                 reads rope_scaling alone and would not scale it"
+                 reads only rope_scaling and would not scale it"
             ));
         }
         Ok(theta)

@@ -406,7 +406,7 @@ fn configurations_without_a_recipe_are_refused() {
         dense => layer_types => ["full_attention", "sliding_attention"] => sliding_window is null
         dense => num_hidden_layers => "two" => num_hidden_layers
         dense => num_key_value_heads => 3 => num_key_value_heads
-        dense => hidden_size => 13 => of another shape
+        dense => hidden_size => 13 => of a different shape
         mla => q_lora_rank => 8 => q_lora_rank is 8
         mla => rope_interleave => true => rope_interleave
         mla => first_k_dense_replace => 1 => some layers have experts

@@ -71,7 +71,7 @@ impl ResultArgs {
         }
         let Some(run) = run_folder(checkpoint, folder) else {
             bail!(
-                "--save: {} lies in no run folder\n  hint: name a run's checkpoint, or use --json > FILE",
+                "--save: {} is not in a run folder\n  hint: name a run's checkpoint, or use --json > FILE",
                 checkpoint.shown()
             );
         };

@@ -21,6 +21,6 @@ fn a_row_may_be_one_document() {
 #[test]
 fn invalid_document_bounds_are_refused() {
     let new = |end: &[u32]| Documents::<Flex>::new(&[0, 0], end, [1, 2], &Default::default());
-    sieve_testing::panics("token 1 lies outside its document", || new(&[1, 1]));
+    sieve_testing::panics("token 1 is outside its document", || new(&[1, 1]));
     sieve_testing::panics("one end per token", || new(&[2]));
 }

@@ -126,7 +126,7 @@ pub(crate) struct Dma {
 }
 
 impl Dma {
-    /// The state before the first token. Without weights all scores are 0; weights of another shape are refused.
+    /// The state before the first token. Without weights all scores are 0; weights of a different shape are refused.
     pub(crate) fn new(config: DmaConfig, shape: LayerShape) -> Result<Self, SelectError> {
         let (heads, width) = (shape.num_kv_heads, shape.num_kv_heads * shape.head_dim);
         let untrained = DmaLayerWeights { a: vec![0.0; heads], w_dt: vec![0.0; heads * width] };

@@ -69,7 +69,7 @@ macro_rules! all_methods {
         "keys the end of the prompt looks at, once", "SnapKV, arXiv:2404.14469");
     Decode quest in quest::Quest(QuestConfig, "pages by an upper bound of their products", "Quest, arXiv:2406.10774");
     Decode infllm in infllm::Infllm(InfllmConfig,
-        "blocks by representative keys, beside a window", "InfLLM, arXiv:2402.04617");
+        "blocks by representative keys, in addition to a window", "InfLLM, arXiv:2402.04617");
     Decode dam in dam::Dam(DamConfig,
         "a map per head, of a file or the text's beginning", "DAM, arXiv:2506.11104; our reading");
     Decode exact_top in exact_top::ExactTop(ExactTopConfig,

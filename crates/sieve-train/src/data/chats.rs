@@ -88,7 +88,7 @@ pub fn chat_template(
 /// The error of a tokenizer's folder without a chat template.
 fn no_template(folder: &Path) -> TrainError {
     let what = format!("{} has no chat template, which data.messages_column needs", folder.shown());
-    let hint = "put the model's chat_template.jinja and tokenizer_config.json beside its tokenizer.json, as hf \
+    let hint = "put the model's chat_template.jinja and tokenizer_config.json next to its tokenizer.json, as hf \
         download OWNER/NAME --include 'tokenizer*' 'chat_template*' --local-dir DIR does";
     TrainError::refused(what, hint)
 }

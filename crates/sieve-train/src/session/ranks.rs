@@ -23,7 +23,7 @@ pub fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<(), TrainError> {
         let other = Recipe::load(&String::from_utf8_lossy(text), &name, &[])?;
         if let Some(change) = first.diff(&other)?.first() {
             return Err(TrainError::refused(
-                format!("rank {rank} was given another recipe than rank 0: {change}"),
+                format!("rank {rank} was given a different recipe from rank 0's: {change}"),
                 "start all ranks with the same command",
             ));
         }

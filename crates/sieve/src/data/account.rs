@@ -40,7 +40,7 @@ pub(crate) fn too_little_held_out(meta: &PreparedMeta) -> Option<String> {
     (num_tokens < FEW_TOKENS).then(|| {
         format!(
             "warning: {} held-out tokens are few: their mean loss is uncertain by more than {:.1} nats\n  \
-             hint: name other text by [validation] paths, or hold more out by data.validation_fraction",
+             hint: name different text with [validation] paths, or hold more out by data.validation_fraction",
             thousands(num_tokens),
             3.0 / (num_tokens.max(1) as f64).sqrt()
         )
@@ -54,14 +54,14 @@ fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<S
     if meta.is_cut && !meta.sources.is_empty() {
         lines.push(format!(
             "{part}of sources with too few documents to hold whole ones out, the end of the text {is} (to name \
-             other text: [validation] paths)"
+             different text: [validation] paths)"
         ));
     } else if meta.is_cut {
         let (held_out, train) = (&meta.validation, &meta.train);
         let num_bytes = held_out.num_bytes + train.num_bytes;
         lines.push(format!(
             "{part}too few documents ({}) to hold whole ones out, so the last {:.1} % of the text {are} (to name \
-             other text: [validation] paths)",
+             different text: [validation] paths)",
             thousands(meta.report.num_documents),
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64
         ));
@@ -78,7 +78,7 @@ pub(crate) fn predicted(meta: &PreparedMeta) -> Option<String> {
     let [num_predicted, num_tokens] = [meta.train.num_predicted?, meta.train.num_tokens].map(thousands);
     let how = match meta.chats.as_ref().map(|chats| chats.marks_answers) {
         None => "",
-        Some(true) => ", as the chat template's {% generation %} blocks have it",
+        Some(true) => ", as the chat template's {% generation %} blocks mark them",
         Some(false) => {
             ": the chat template has no {% generation %} blocks, so an answer is what its message adds to the chat \
              before it"

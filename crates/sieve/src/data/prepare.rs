@@ -20,7 +20,8 @@ pub(crate) struct PrepareArgs {
     /// Folder of the shards; as `sieve train` finds it when absent
     #[arg(long, value_name = "DIR", value_parser = on_this_machine())]
     data_dir: Option<PathBuf>,
-    /// Replace what the folder holds, should it be damaged or made from other text, settings or another tokenizer
+    /// Replace what the folder contains, if it is damaged or was made from different text, settings or a different
+    /// tokenizer
     #[arg(long)]
     replace: bool,
 }

@@ -55,11 +55,11 @@ pub(crate) struct PplArgs {
     /// prompts, else "text", or "messages" for a model with a chat template
     #[arg(long, value_name = "NAME", conflicts_with = "recipe_validation")]
     text_column: Option<String>,
-    /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
+    /// Leave out documents that cannot be read (not UTF-8, no such column), and print how many
     #[arg(long, conflicts_with = "recipe_validation")]
     skip_invalid: bool,
-    /// Also predict the same tokens behind once, twice and four times the tokens of a row in training, and print the
-    /// ratios of the perplexities; as far as the model's positions go
+    /// Also predict the same tokens after contexts of one, two and four training rows, and print the ratios of the
+    /// perplexities; up to the model's context
     #[arg(long, conflicts_with_all = ["selector", "chunk", "stream"])]
     extrapolate: bool,
     /// Tokens the model sees at most; the length it was trained with when absent
@@ -276,8 +276,8 @@ fn print<B: DeviceBackend>(
         terminal::line(&selector::summary(selection));
         if !selection.selectors().is_causal_map() {
             terminal::line(
-                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
-                 likelihoods",
+                "this is prefill perplexity: the method also uses later queries to choose a query's keys, so these are \
+                 not likelihoods",
             );
         }
     }
@@ -328,7 +328,7 @@ fn print_rolling(config: &PerplexityConfig, context: usize, rolling: &RollingPer
         None => "an end-of-document token",
     };
     terminal::line(&format!(
-        "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
+        "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted after it; \
          windows of {context})\n\
          {}\n\
          {}",

@@ -56,7 +56,7 @@ pub(crate) struct NewArgs {
     /// Set a key, for example training.steps=1000; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
-    /// The keys that differ from their defaults alone, instead of every key
+    /// Only the keys that differ from their defaults, instead of every key
     #[arg(long)]
     short: bool,
     /// The recipe to write; the terminal when absent

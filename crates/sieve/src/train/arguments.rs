@@ -23,7 +23,7 @@ pub(crate) struct TrainArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
-    /// Continue from the latest checkpoint of the output folder; auto: where it holds no run, begin one as without this
+    /// Continue from the latest checkpoint of the output folder; auto: if it holds no run, begin one as without this
     /// flag
     #[arg(
         long,
@@ -33,11 +33,13 @@ pub(crate) struct TrainArgs {
         default_missing_value = "latest"
     )]
     pub(super) resume: Option<Resume>,
-    /// Continue from this checkpoint instead of the latest; one of another run begins a new output folder
+    /// Continue from this checkpoint instead of the latest; if it belongs to another run, a new output folder is
+    /// created
     #[arg(long, value_name = "DIR")]
     pub(super) resume_from: Option<PathBuf>,
     /// Begin a new run with this checkpoint's weights, moments and step, whatever model.initial_weights says; the
-    /// recipe may be another one for the same model. A model of the hub, hf://OWNER/NAME, is imported first
+    /// recipe may be a different one for the same model. A model on the Hugging Face hub, hf://OWNER/NAME, is imported
+    /// first
     #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     pub(super) branch_from: Option<PathBuf>,
     /// A new run that begins with a checkpoint: leave out trained tensors that its attention has no place for, such as
@@ -50,14 +52,14 @@ pub(crate) struct TrainArgs {
     /// Begin again in a folder that holds a run, which is moved aside: NAME to NAME.1. Nothing is deleted
     #[arg(long, conflicts_with_all = ["resume", "resume_from", "sweep"])]
     pub(super) overwrite: bool,
-    /// Train once for each value, each in a folder of its own, and compare; several keys give all combinations
+    /// Train once for each value, each in its own folder, and compare; several keys give all combinations
     #[arg(
         long,
         value_name = "SECTION.KEY=V1,V2,…",
         conflicts_with_all = ["resume_from", "profile"]
     )]
     pub(super) sweep: Vec<String>,
-    /// Train a finished run up to this step, with a learning-rate schedule of their own for the new steps
+    /// Train a finished run up to this step; the new steps get their own learning-rate schedule
     #[arg(long, value_name = "STEP", requires = "resume", conflicts_with = "sweep")]
     pub(super) extend: Option<usize>,
     /// Stop after N steps, with a checkpoint; the learning-rate schedule is the whole run's
@@ -69,8 +71,9 @@ pub(crate) struct TrainArgs {
     /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(super) patience: u64,
-    /// Folder for the last checkpoint of this process when its own place cannot be written, in a subfolder of the run's
-    /// own; --resume=auto continues from it where it is the latest
+    /// Folder for the last checkpoint of this process if its usual folder cannot be written, in a subfolder for the
+    /// run;
+    /// --resume=auto continues from it if it is the latest
     #[arg(long, value_name = "DIR", conflicts_with = "sweep", value_parser = on_this_machine())]
     pub(super) checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written
@@ -147,14 +150,14 @@ impl TrainArgs {
             && absolute(dir).starts_with(absolute(&self.out_folder()))
         {
             conflict(format!(
-                "--checkpoint-fallback {} lies in the output folder, which cannot be written when it is needed\n  \
+                "--checkpoint-fallback {} is in the output folder, which cannot be written when it is needed\n  \
                  hint: name a folder on another disk\n",
                 dir.shown()
             ));
         }
         if let Some(path) = self.resume_from.as_deref().filter(|path| is_hub_model(path)) {
             conflict(format!(
-                "--resume-from {} names a model of the hub, and no run to continue\n  \
+                "--resume-from {} names a model on the Hugging Face hub, not a run to continue\n  \
                  hint: --branch-from begins a new run with it\n",
                 path.shown()
             ));

@@ -21,7 +21,7 @@ impl FromStr for MetricsPort {
             Err(_) => text.to_owned(),
         };
         let found = address.to_socket_addrs();
-        let found = found.map_err(|error| format!("'{text}' is no PORT and no HOST:PORT ({error})"))?;
+        let found = found.map_err(|error| format!("'{text}' is neither PORT nor HOST:PORT ({error})"))?;
         Ok(Self(found.collect()))
     }
 }
@@ -78,7 +78,9 @@ impl Exporter {
     pub(super) fn listen(&self, port: &MetricsPort) -> Result<SocketAddr> {
         let listener = TcpListener::bind(&port.0[..]).with_context(|| {
             let port = port.0.first().map_or(String::new(), SocketAddr::to_string);
-            format!("--metrics-port {port}: nothing can listen there\n  hint: another port, or 0 for a free one")
+            format!(
+                "--metrics-port {port}: it cannot be listened on\n  hint: use a different port, or 0 for a free one"
+            )
         })?;
         let address = listener.local_addr()?;
         let numbers = self.clone();

@@ -37,7 +37,7 @@ pub struct CheckSettings {
     pub seed: u64,
     /// Factor on queries and keys of all calls; when absent, calls alternate between small, usual and large factors.
     pub magnitude: Option<f32>,
-    /// Check the portable kernels alone, also where the device has a family of its own.
+    /// Check only the portable kernels, even if the device has its own family.
     pub portable: bool,
     /// Whether one lane or every lane of a warp arrives at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,

@@ -54,7 +54,7 @@ pub struct BenchSettings {
     pub rows: BenchRows,
     /// How DMA's scores are drawn: a row for each.
     pub scores: Vec<Scores>,
-    /// Time the portable kernels, also where the device has a family of its own.
+    /// Time the portable kernels, even if the device has its own family.
     pub portable: bool,
     /// Timed repetitions of each row.
     pub repetitions: usize,

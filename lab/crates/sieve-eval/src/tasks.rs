@@ -311,7 +311,7 @@ impl Encoder<'_> {
             return Err(self.error(
                 n,
                 format!(
-                    "has a text of {len} tokens, and the model's context has room for {room}\n  \
+                    "has a sequence of {len} tokens, and the model's context has room for {room}\n  \
                      hint: use --truncate to leave out {cut}, or fewer --fewshot"
                 ),
             ));

@@ -13,7 +13,7 @@ pub struct CompareArgs {
     /// Folders that `sieve train --out` wrote, of runs or of sweeps; NAME=FOLDER gives a run another name
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<String>,
-    /// Also print each number's difference to this run, by its name
+    /// Also print each number's difference from this run, by its name
     #[arg(long, value_name = "NAME")]
     against: Option<String>,
     /// The page; it opens in any browser and needs no network

@@ -20,20 +20,20 @@ pub enum EvalCommand {
     /// Accuracy on multi-query associative recall, by number of pairs, length and distance
     #[command(after_help = "Example: sieve eval mqar --checkpoint out/mqar_dma")]
     Mqar(mqar::MqarArgs),
-    /// A number hidden in a long text, asked for at its end, by length and depth
+    /// A number hidden in a long prompt, asked for at its end, by length and depth
     #[command(after_help = "Example: sieve eval needle --checkpoint out/mine --lengths 2048,8192 --plot needle.svg")]
     Needle(needle::NeedleArgs),
     /// LongBench's English tasks on its published files
     #[command(after_help = "Example: sieve eval longbench --checkpoint smollm2 --folder longbench")]
     Longbench(longbench::LongbenchArgs),
-    /// RULER's tasks and others about long texts, made up on the spot: by length and depth
+    /// RULER's tasks and others with synthetic long prompts: by length and depth
     #[command(after_help = "Example: sieve eval ruler --checkpoint smollm2 --lengths 4096,8192")]
     Ruler(ruler::RulerArgs),
     /// The tasks of language-model papers on local files: LAMBADA, HellaSwag, PIQA, ARC and others, or one of your own
     #[command(after_help = "Example: sieve eval tasks --checkpoint smollm2 --data piqa=piqa.jsonl --limit 200")]
     Tasks(tasks::TasksArgs),
-    /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error,
-    /// loss
+    /// Sparse methods side by side on one dense model, and next to models trained with sparse attention: density,
+    /// recall, times, error, loss
     #[command(after_help = "Example: sieve eval selectors --checkpoint smollm2 --data book.txt")]
     Selectors(selectors::SelectorsArgs),
     /// Where attention goes, layer by layer and head by head: weights, distances, overlap, how long keys stay; with a

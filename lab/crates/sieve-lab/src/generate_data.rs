@@ -58,7 +58,7 @@ pub fn run(args: &GenerateArgs, own_text: OwnText) -> Result<()> {
     }
     if args.max_length > MOST_LENGTH {
         bail!(
-            "--max-length {} is more than {MOST_LENGTH} tokens\n  hint: give the longest row that is trained on",
+            "--max-length {} is more than {MOST_LENGTH} tokens\n  hint: give the length of the longest training row",
             args.max_length
         );
     }

@@ -61,7 +61,8 @@ pub(crate) fn differences(runs: &[Run], groups: &[Vec<usize>], against: Option<u
     }
     let titles = losses.iter().map(|(title, _)| format!("<th>{title}</th><th>lower in</th>")).collect::<String>();
     format!(
-        "<h3>Beside {}, seed by seed</h3><table class=\"wide\"><thead><tr><th>run</th><th>seeds</th>{titles}</tr>\
+        "<h3>Compared with {}, seed by seed</h3><table \
+         class=\"wide\"><thead><tr><th>run</th><th>seeds</th>{titles}</tr>\
          </thead><tbody>{rows}</tbody></table><p class=\"hint\">The mean of the differences between runs of \
          the same seed, which read their text in the same order, ± the spread of these differences.</p>",
         escaped(&name_of(runs, &groups[base]))
@@ -98,10 +99,10 @@ mod tests {
         let groups = [vec![0, 1], vec![2, 3]];
         assert_eq!(pairs(&runs, &groups[0], &groups[1]), [(0, 3), (1, 2)]);
         let html = differences(&runs, &groups, None);
-        assert!(html.contains("Beside kind=mha, seed by seed"), "{html}");
+        assert!(html.contains("Compared with kind=mha, seed by seed"), "{html}");
         assert!(html.contains("<td>−0.110 ± 0.014</td><td>2 of 2</td>"), "{html}");
         let html = differences(&runs, &groups, Some(1));
-        assert!(html.contains("Beside kind=dma") && html.contains("+0.110 ± 0.014"), "{html}");
+        assert!(html.contains("Compared with kind=dma") && html.contains("+0.110 ± 0.014"), "{html}");
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub(super) fn check_layer_tables(
         own.require(
             attention.index_warmup() != Some(true),
             "attention.index_warmup",
-            "is true, and stages change the warm-up of [attention] alone",
+            "is true, and stages change only the warm-up of [attention]",
             "make it the kind of [attention], or leave it out",
         );
         let of_table = |text: String| text.replace("attention.", &format!("{path}."));
@@ -98,7 +98,7 @@ pub(super) fn check_stage_layers(
         match attention.layer_named(name) {
             Some(LayerName::Own | LayerName::Other(_)) => {}
             Some(LayerName::Shared) => {
-                return rules.require(false, &key("kind"), "is \"shared\", which is no kind", "name a kind");
+                return rules.require(false, &key("kind"), "is \"shared\", which is not a kind", "name a kind");
             }
             None => {
                 let (what, hint) = unknown_layer(name, attention);
@@ -183,7 +183,7 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
     if let Some((_, name)) = others.iter().find(|(other, _)| is_latent(attention.own) || is_latent(*other)) {
         return Some((
             format!("holds {name:?}, but attention.kind = \"{kind}\" shares no model with such layers"),
-            "leave it out; mla stands alone, and any other kinds go together".to_owned(),
+            "leave it out; mla cannot be combined with other kinds, and all other kinds can be combined".to_owned(),
         ));
     }
     let chooses = |layer: &LayerName| match layer {
@@ -209,10 +209,12 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
     if !layers.contains(&LayerName::Own) {
         let all_dense = others.iter().all(|(other, _)| other.as_kind().is_dense());
         return match all_dense {
-            true => some("holds dense layers alone", "name \"sparse\" at least once, or set attention.kind to \"mha\""),
+            true => {
+                some("contains only dense layers", "name \"sparse\" at least once, or set attention.kind to \"mha\"")
+            }
             false => some(
                 &format!("holds no layer of the kind of [attention], \"{kind}\""),
-                "name \"sparse\" at least once, or make another kind that of [attention]",
+                "name \"sparse\" at least once, or make a different kind that of [attention]",
             ),
         };
     }

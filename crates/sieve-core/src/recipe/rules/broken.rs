@@ -46,7 +46,7 @@ impl Rules<'_> {
                     format!("is {value}, outside {range}"),
                     hint,
                 ),
-                _ => unreachable!("{key} has a bound of another type of number"),
+                _ => unreachable!("{key} has a bound of a different number type"),
             }
         }
     }

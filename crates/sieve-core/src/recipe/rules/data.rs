@@ -22,7 +22,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
             rules.require(
                 mqar.is_none(),
                 "data.mqar",
-                "is given, but the format is another",
+                "is given, but data.format names a different one",
                 "set data.format = \"mqar\", or leave data.mqar out",
             );
         }
@@ -47,7 +47,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
         rules.require(
             !column.is_empty() && *column != data.text_column,
             "data.prompt_column",
-            format!("is {column:?}, but must name another column than data.text_column = {:?}", data.text_column),
+            format!("is {column:?}, but must name a different column from data.text_column = {:?}", data.text_column),
             "name the field or column that holds the prompt, or leave it out",
         );
     }

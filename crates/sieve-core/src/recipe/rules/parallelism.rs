@@ -48,7 +48,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
             DEGREE,
             format!(
                 "is {degree}, and attention of kind = {:?} shares out its KV heads: \
-                     model.num_key_value_heads = {heads} is no multiple of that",
+                     model.num_key_value_heads = {heads} is not a multiple of that",
                 attention.kind().name()
             ),
             "choose a divisor of the KV heads; mha, swa and dma take any degree",

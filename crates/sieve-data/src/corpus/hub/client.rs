@@ -223,7 +223,7 @@ impl Client {
             num_fetched = 0;
             if response.status() != 200 {
                 let _ = fs::remove_file(&temporary);
-                return Err(Failure::passing("the server sent another range than was requested"));
+                return Err(Failure::passing("the server sent a different range from the one requested"));
             }
         }
         let body = response.into_body();

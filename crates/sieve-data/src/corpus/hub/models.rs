@@ -112,12 +112,12 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, DataError> {
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let bad = |what: String| DataError::file(index, what, "it is no index of safetensors: name another model");
+    let bad = |what: String| DataError::file(index, what, "it is not an index of safetensors: name another model");
     let text = fs::read_to_string(index).map_err(DataError::io("read", index))?;
     let index = serde_json::from_str::<Index>(&text).map_err(|error| bad(error.to_string()))?;
     let names = index.weight_map.into_values().collect::<BTreeSet<_>>();
     match names.iter().find(|name| !is_plain(name)) {
-        Some(odd) => Err(bad(format!("it names {odd:?}, which is no file of safetensors beside it or below"))),
+        Some(odd) => Err(bad(format!("it names {odd:?}, which is not a safetensors file in its folder or below"))),
         None => Ok(names),
     }
 }

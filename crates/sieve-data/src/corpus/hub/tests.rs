@@ -362,7 +362,7 @@ fn invalid_paths_are_refused_without_a_request() {
         let error = Corpus::open(CorpusConfig::parquet(vec![path.to_owned()], "text"));
         refusal(error, wanted);
     }
-    refusal(texts(&corpus("hf://datasets/me/texts")), "lies on the Hugging Face hub, which is not read here");
+    refusal(texts(&corpus("hf://datasets/me/texts")), "is on the Hugging Face hub, which is not read here");
 }
 
 #[test]
@@ -549,7 +549,7 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
     assert_eq!(server.requests("tokenizer.json").len(), asked);
     let wrong = "hf://datasets/some/model hf://model hf://some/model@../x hf://some/model/../.. some/model";
     for path in wrong.split(' ') {
-        refusal(tokenizer(path), "names no tokenizer");
+        refusal(tokenizer(path), "is not a valid hub path for a tokenizer");
     }
     let gone = tokenizer("hf://some/model/other");
     refusal(gone, "other/tokenizer.json | model some/model at | no such model, or");
@@ -642,7 +642,7 @@ fn a_broken_transfer_of_a_model_is_resumed_and_shards_are_those_of_the_index() {
     assert_eq!(fs::read(model.path.join("p/q.safetensors")).unwrap(), b"x/p/q.safetensors");
     // An index that leads out of the folder, or to a file that is not there, is refused.
     for (name, words) in [
-        ("../../a.safetensors", "which is no file of safetensors beside it"),
+        ("../../a.safetensors", "which is not a safetensors file in its folder"),
         ("c.safetensors", "has no c.safetensors"),
     ] {
         let index = format!(r#"{{"weight_map": {{"one": {name:?}}}}}"#);
@@ -681,7 +681,7 @@ fn models_that_cannot_be_fetched_are_refused_in_a_sentence() {
         "hf://some/model/../..",
         "hf://some/model//x",
     ] {
-        refusal(fetched(wrong, server.config(dir.path())), "names no model of the hub | hf://OWNER/NAME");
+        refusal(fetched(wrong, server.config(dir.path())), "is not a valid hub path for a model | hf://OWNER/NAME");
     }
     // Three files of 2^60 bytes each.
     server.set(|state| state.listed_bytes = Some(1 << 60));

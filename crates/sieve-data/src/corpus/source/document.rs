@@ -128,8 +128,8 @@ pub(super) const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text
     (eval ppl: --skip-invalid)";
 pub(super) const SET_MESSAGES_OF_CHATS: &str = "chats are for a model with a chat template: sieve import --from MODEL \
     --data FILE --set data.messages_column=messages writes a recipe that trains it on them (a new model takes that key \
-    too, and a tokenizer.path beside a template; eval ppl takes a --checkpoint with one). Else name the column that \
-    holds the text: --set data.text_column=NAME";
+    too, and a tokenizer.path in a folder with a template; eval ppl takes a --checkpoint with one). Else name the \
+    column that holds the text: --set data.text_column=NAME";
 /// Names that columns of questions and of answers have in public data sets.
 const QUESTIONS: [&str; 5] = ["prompt", "question", "instruction", "query", "input"];
 const ANSWERS: [&str; 6] = ["completion", "answer", "output", "response", "chosen", "target"];

@@ -129,7 +129,7 @@ impl ParquetSource {
         let open = || self.reader.get_row_group(idx)?.get_column_reader(self.column_idx);
         match guarded(&self.path, open)? {
             ColumnReader::ByteArrayColumnReader(column) => Ok(column),
-            _ => Err(unreadable(&self.path, "a row group has another schema than the file")),
+            _ => Err(unreadable(&self.path, "a row group has a different schema from the file's")),
         }
     }
 
@@ -190,7 +190,7 @@ fn unreadable(path: &Path, reason: &str) -> DataError {
     let what = format!("not a readable Parquet file: {reason}");
     // The parquet crate's message about a compression that it was built without.
     let hint = match reason.contains("Disabled feature at compile time") {
-        true => "write the file with another compression: snappy, zstd, gzip, lz4 or none",
+        true => "write the file with a different compression: snappy, zstd, gzip, lz4 or none",
         false => "fetch or write the file again",
     };
     DataError::file(path, what, hint)

@@ -331,10 +331,10 @@ impl Renderer<'_> {
         }
         if let Some(splat) = &arguments.named_splat {
             let Value::Dict(dict) = self.value(splat)? else {
-                return Err(Fault::refused("** is followed by no dictionary"));
+                return Err(Fault::refused("** is not followed by a dictionary"));
             };
             for (key, value) in &dict.pairs {
-                let name = key.as_str().ok_or_else(|| Fault::refused("an argument's name is no text"))?;
+                let name = key.as_str().ok_or_else(|| Fault::refused("an argument's name is not a string"))?;
                 named.push((name.to_owned(), value.clone()));
             }
         }

@@ -283,7 +283,7 @@ impl<'a> Lexer<'a> {
                     let code: String = chars.by_ref().take(digits).map(|(_, digit)| digit).collect();
                     let code = u32::from_str_radix(&code, 16).ok().filter(|_| code.len() == digits);
                     let found = code.and_then(char::from_u32);
-                    text.push(found.ok_or_else(|| self.invalid("a text has an escape that is no character"))?);
+                    text.push(found.ok_or_else(|| self.invalid("a string has an escape that is not a character"))?);
                 }
                 '1'..='7' | 'N' => return Err(self.invalid(format!("a text has the escape \\{escaped}"))),
                 other => text.extend(['\\', other]),

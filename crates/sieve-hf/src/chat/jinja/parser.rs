@@ -205,7 +205,7 @@ impl Parser {
             }
             "break" | "continue" => {
                 if !self.may_break {
-                    return Err(Fault::invalid(format!("{{% {name} %}} is in no loop"), line));
+                    return Err(Fault::invalid(format!("{{% {name} %}} is not in a loop"), line));
                 }
                 self.expect_block_end()?;
                 Ok(if name == "break" { NodeKind::Break } else { NodeKind::Continue })
@@ -215,9 +215,9 @@ impl Parser {
                     self.at += 1;
                 }
                 self.expect_block_end()?;
-                Ok(NodeKind::Refused("it names another template, and a chat template is alone"))
+                Ok(NodeKind::Refused("it names another template, and a chat template must be a single file"))
             }
-            _ => Err(Fault::invalid(format!("{{% {} %}} is no tag of Jinja", shown(&name)), line)),
+            _ => Err(Fault::invalid(format!("{{% {} %}} is not a tag of Jinja", shown(&name)), line)),
         }
     }
 
@@ -345,7 +345,7 @@ impl Parser {
             let name = self.expect_name()?;
             let default = if self.pass_sign("=") { Some(self.expression()?) } else { None };
             if default.is_none() && params.last().is_some_and(|(_, default)| default.is_some()) {
-                return Err(self.invalid("a parameter without a default is behind one with a default"));
+                return Err(self.invalid("a parameter without a default follows one with a default"));
             }
             params.push((name, default));
         }

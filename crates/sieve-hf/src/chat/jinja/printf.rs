@@ -66,7 +66,7 @@ type SpecAt<'a> = (Spec, Option<&'a str>, char, &'a str);
 
 /// What is behind a `%`: how to write, a name, the letter, and the rest.
 fn spec(mut rest: &str) -> Fallible<SpecAt<'_>> {
-    let wrong = || Fault::refused("a format has a % that is followed by no place for a value");
+    let wrong = || Fault::refused("a format has a % that is not followed by a conversion");
     let mut key = None;
     if let Some(after) = rest.strip_prefix('(') {
         let (found, after) = after.split_once(')').ok_or_else(wrong)?;
@@ -132,7 +132,7 @@ fn shown(spec: &Spec, kind: char, value: &Value, budget: &Budget) -> Fallible<St
             let c = c.map(String::from).or(one).ok_or_else(|| Fault::refused("%c takes one character"))?;
             return Ok(padded(spec, String::new(), c, false));
         }
-        _ => return Err(Fault::refused(format!("%{} is no place for a value", kind.escape_debug()))),
+        _ => return Err(Fault::refused(format!("%{} is not a conversion", kind.escape_debug()))),
     };
     let (sign, digits) = match digits.strip_prefix('-') {
         Some(digits) => ("-", digits.to_owned()),
@@ -202,7 +202,7 @@ pub(super) fn braces(format: &str, given: &Given, budget: &Budget) -> Fallible<S
         let (inside, after) = rest
             .split_once('}')
             .filter(|_| brace == "{")
-            .ok_or_else(|| Fault::refused("a text for format has a bracket alone"))?;
+            .ok_or_else(|| Fault::refused("a string for format has an unmatched bracket"))?;
         rest = after;
         let (field, spec) = inside.split_once(':').unwrap_or((inside, ""));
         let value = if field.is_empty() {
@@ -256,7 +256,7 @@ fn exact(value: f64, precision: usize) -> String {
 pub(super) fn time_now(format: &str) -> Fallible<String> {
     let mut out = String::new();
     write!(out, "{}", chrono::Local::now().format(format))
-        .map_err(|_| Fault::refused(format!("{format:?} is no format of a time")))?;
+        .map_err(|_| Fault::refused(format!("{format:?} is not a time format")))?;
     Ok(out)
 }
 

@@ -188,7 +188,7 @@ impl Json<'_> {
                     self.write(item, depth + 1, out)
                 });
             }
-            other => return Err(Fault::refused(format!("a {} is no JSON", other.kind()))),
+            other => return Err(Fault::refused(format!("a {} is not JSON", other.kind()))),
         }
         self.budget.text(out.len() - before)
     }
@@ -200,7 +200,7 @@ impl Json<'_> {
             Value::Bool(value) => value.to_string(),
             Value::Int(value) => value.to_string(),
             Value::Float(value) => json_float(*value),
-            other => return Err(Fault::refused(format!("a {} is no key of JSON", other.kind()))),
+            other => return Err(Fault::refused(format!("a {} is not a key of JSON", other.kind()))),
         };
         self.budget.text(text.len().saturating_mul(LONGEST_ESCAPE))?;
         self.quoted(&text, out);

@@ -295,7 +295,7 @@ impl<'a> Renderer<'a> {
                     self.budget.list(1)?;
                     set_attribute(&namespace, attribute, value)?;
                 }
-                _ => return Err(Fault::refused(format!("{name} is no namespace, so it has no attribute to set"))),
+                _ => return Err(Fault::refused(format!("{name} is not a namespace, so it has no attribute to set"))),
             },
             Target::Tuple(targets) => {
                 let items = value.items(self.budget)?;

@@ -144,7 +144,7 @@ impl Dict {
 
     fn place(&self, key: &Value, budget: &Budget) -> Fallible<Option<usize>> {
         if let Value::List(_) | Value::Dict(_) | Value::View(..) = key {
-            return Err(Fault::refused(format!("a {} is no key of a dictionary", key.kind())));
+            return Err(Fault::refused(format!("a {} is not a key of a dictionary", key.kind())));
         }
         budget.steps(self.pairs.len() / 8)?;
         if let Value::Text(key) = key {
@@ -341,7 +341,7 @@ impl Value {
                 (0..range_len(range) as i128).map(|n| Self::Int(range[0] + n * range[2])).collect()
             }
             Self::Stream(stream) => stream.items.take().into(),
-            other => return Err(Fault::refused(format!("a {} is no list", other.kind()))),
+            other => return Err(Fault::refused(format!("a {} is not a list", other.kind()))),
         };
         Ok(items)
     }
@@ -427,7 +427,7 @@ impl Value {
         match self {
             Self::Text(text) => {
                 let Some(part) = item.as_str() else {
-                    let what = format!("a {} is asked for in a text, which holds texts alone", item.kind());
+                    let what = format!("a {} is looked for in a string, which contains only strings", item.kind());
                     return Err(Fault::refused(what));
                 };
                 budget.scan(text.text.len())?;

@@ -160,7 +160,7 @@ fn rows_of_all_kinds_are_those_of_transformers_or_refused() {
     // What transformers renders is refused for these reasons alone.
     let reasons = [
         "which the chat template does not print",
-        "\"content\" that is no string",
+        "\"content\" that is not a string",
         "writes no word of the assistant's",
     ];
     for (what, is_rendered, place) in &refused {
@@ -218,13 +218,13 @@ fn rows_that_are_no_chat_are_refused_with_the_reason() {
         (json!("text"), "no list of messages"),
         (json!([]), "none of its 0 messages is the assistant's"),
         (json!([{"role": "user", "content": "a"}]), "none of its 1 messages"),
-        (json!([7]), "message 1 is no object"),
+        (json!([7]), "message 1 is not an object"),
         (json!([{"role": "user", "content": "a"}, {"content": "b"}]), "message 2 has no \"role\""),
-        (json!([{"role": 1, "content": "a"}]), "message 1 has a \"role\" that is no string"),
+        (json!([{"role": 1, "content": "a"}]), "message 1 has a \"role\" that is not a string"),
         (json!([{"role": "bot", "content": "a"}]), "message 1 has the role \"bot\""),
         (json!([{"role": "assistant"}]), "message 1 has no \"content\" (assistant)"),
         (json!([{"role": "assistant", "content": null}]), "message 1 has no \"content\" (assistant)"),
-        (json!([{"role": "assistant", "content": ["a"]}]), "\"content\" that is no string"),
+        (json!([{"role": "assistant", "content": ["a"]}]), "\"content\" that is not a string"),
         (json!([{"role": "assistant", "content": "a\0"}]), "NUL at byte 1"),
         (json!([{"role": "assistant", "content": "", "tool_calls": [{}]}]), "\"tool_calls\", which the chat template"),
         (json!([{"role": "assistant", "content": "a", "mood": 7}]), "\"mood\", which the chat template does not print"),

@@ -44,7 +44,7 @@ pub(super) fn measure<B: DeviceBackend>(
         None => usize::MAX,
     };
     let run = |documents: &mut dyn Iterator<Item = Result<EvalDocument, InferError>>| {
-        so_far::with_bar(0, "tokens behind longer contexts", |bar| {
+        so_far::with_bar(0, "tokens after longer contexts", |bar| {
             let (model, sizes) = (&loaded.model, (BATCH_TOKENS, max_pieces));
             let mut observe = |num_tokens| bar.set_position(num_tokens);
             extrapolation(model, documents, &contexts, sizes, device, &mut observe)

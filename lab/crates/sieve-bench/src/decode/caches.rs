@@ -397,7 +397,7 @@ impl<'a> TokenCheck<'a> {
     }
 
     /// Draws an indexer's queries and key of a new token, and adds the key to `keys`, one for each text. They are drawn
-    /// as a token of another shape: with the indexer's `[query heads, key heads]`.
+    /// as a token of a different shape: with the indexer's `[query heads, key heads]`.
     fn index_token(&mut self, heads: [usize; 2], keys: &mut [Vec<Key>]) -> Token {
         let shape = AttentionShape::new(self.shape.batch, 1, heads, [self.shape.head_dim; 2]);
         let attention = std::mem::replace(&mut self.shape, shape);

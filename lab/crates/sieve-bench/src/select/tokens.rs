@@ -85,7 +85,7 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
         let expected = session.step(q, k, v).expect("sizes fit");
         let keys = keys_of(token + 1);
         if session.kept().iter().any(|kept| kept.len() != keys.num_read(token + 1)) {
-            return wrong(format!("token {token}: {keys:?} read another number of keys on the CPU"));
+            return wrong(format!("token {token}: {keys:?} read a different number of keys on the CPU"));
         }
         let new = drawn.upload(device, token..token + 1);
         if let Some(found) = cache.choose(&new, token, keys)?

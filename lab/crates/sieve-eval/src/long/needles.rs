@@ -65,7 +65,7 @@ impl Needles {
             "niah_multikey_3" => (Hay::Needles, [Uuids, Uuids], [1, 1, 1]),
             "niah_multivalue" => (Hay::Essay, [Words, Numbers], [1, 4, 1]),
             "niah_multiquery" => (Hay::Essay, [Words, Numbers], [4, 1, 4]),
-            other => panic!("{other} is no needle task"),
+            other => panic!("{other} is not a needle task"),
         };
         Self { hay, keys, values, num_keys, num_values, num_queries }
     }

@@ -270,5 +270,5 @@ fn methods_that_rotate_keys_are_refused_where_rope_is_scaled() {
 fn selectors_refuse_models_with_sinks() {
     let shape = ModelShape { attention_sinks: true, ..model(Attention::Mha).shape().clone() };
     let selector = LayerSelectors::parse("streamingllm").expect("valid");
-    refusal(Selection::new(selector, &shape), "this model's has sinks too (model.attention_sinks)");
+    refusal(Selection::new(selector, &shape), "this model's softmax also includes sinks (model.attention_sinks)");
 }

@@ -235,7 +235,7 @@ impl Task {
             return Err("score = \"classification\" and classes, a column, belong together".to_owned());
         }
         if file.stop.iter().any(String::is_empty) {
-            return Err("stop has an empty text, at which every answer would end".to_owned());
+            return Err("stop has an empty string, at which every answer would end".to_owned());
         }
         if file.answers.is_some() && file.measure != Measure::Generation {
             return Err("answers belong to measure = \"generation\"".to_owned());

@@ -31,7 +31,7 @@ pub struct AttentionArgs {
     /// A checkpoint (step-N), or a run folder: then its latest; any kind of attention; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text, JSONL or Parquet files, folders or globs; the first tokens of the documents laid end to end are the prompt
+    /// Text, JSONL or Parquet files, folders or globs; the first tokens of the concatenated documents are the prompt
     #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
     /// Tokens of the prompt; 512 when absent, or the model's context if that is shorter

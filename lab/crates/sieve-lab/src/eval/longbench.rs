@@ -27,7 +27,7 @@ pub struct LongbenchArgs {
 pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     if args.tasks.names_tasks() {
         bail!(
-            "eval longbench reads the data sets of --folder alone\n  \
+            "eval longbench reads only the data sets in --folder\n  \
              hint: --only NAME,… chooses among them; --data and --show are for sieve eval tasks"
         );
     }

@@ -57,7 +57,7 @@ enum NoiseArg {
     Zeros,
     /// Any token
     Uniform,
-    /// Any token that is no key of the sample
+    /// Any token that is not a key of the sample
     Disjoint,
 }
 

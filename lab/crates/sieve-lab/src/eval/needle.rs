@@ -33,13 +33,14 @@ pub struct NeedleArgs {
     /// Text, JSONL or Parquet files, folders or globs to hide the needle in; made-up English sentences when absent
     #[arg(long, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
-    /// Tokens of the whole text, question and answer included; --grid even steps up to the model's context when absent
+    /// Tokens of the whole sample, question and answer included; --grid even steps up to the model's context when
+    /// absent
     #[arg(long, value_delimiter = ',', value_name = "N,…")]
     lengths: Vec<usize>,
     /// Percent of the haystack before the needle; --grid even steps from 0 to 100 when absent
     #[arg(long, value_delimiter = ',', value_name = "P,…", allow_negative_numbers = true)]
     depths: Vec<f64>,
-    /// Lengths, and depths, where they are not listed
+    /// Number of lengths, and of depths, if they are not listed
     #[arg(long, default_value_t = 35, value_name = "N")]
     grid: usize,
     /// Needles of each length and depth

@@ -32,11 +32,11 @@ pub struct PatternsArgs {
     /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
     #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
-    /// The file to write, JSON; one that is there is replaced
+    /// The file to write, JSON; an existing file is replaced
     #[arg(long, value_name = "FILE")]
     out: OutFile,
     /// minference: the pattern that keeps most of each head's attention on one prompt; dam: a map of each head's mean
-    /// attention over several, with settings behind a colon: dam:capture=512,density=0.25
+    /// attention over several, with settings after a colon: dam:capture=512,density=0.25
     #[arg(long, default_value = "minference", value_name = "NAME", value_parser = search)]
     method: Search,
     /// Tokens of a prompt; when absent the length the model was trained with, and of dam its capture if the context has
@@ -138,7 +138,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     if args.out.to_str().is_none_or(|path| path.contains(',')) {
         bail!(
             "--selector could not name {path}: a comma ends a setting there, and the rest must be UTF-8\n  \
-             hint: choose another name for --out"
+             hint: choose a different name for --out"
         );
     }
     if matches!(args.method, Search::Minference) && args.windows.is_some_and(|windows| windows != 1) {

@@ -31,7 +31,7 @@ pub struct RulerArgs {
     /// Tasks by name; RULER's thirteen when absent, without those that ask the questions of a file that is not given
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     tasks: Vec<String>,
-    /// Tokens of the whole: text, question, and the tokens generated; the model's context when absent
+    /// Tokens of the whole sample: text, question, and the tokens generated; the model's context when absent
     #[arg(long, value_delimiter = ',', value_name = "N,…")]
     lengths: Vec<usize>,
     /// Samples of each task and length
@@ -62,16 +62,16 @@ pub struct RulerArgs {
 /// `--haystack`: the text around the needles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum HaystackArg {
-    /// Sentences: of --data, else made up
+    /// Sentences: from --data, else synthetic
     Prose,
-    /// Lines of code: of --data, else of Sieve's own sources
+    /// Lines of code: from --data, else from Sieve's own sources
     Code,
 }
 
 /// Texts and questions of the tasks.
 #[derive(Args, Debug)]
 pub(crate) struct SourceArgs {
-    /// What needles are hidden in where RULER takes essays
+    /// What needles are hidden in, in place of RULER's essays
     #[arg(long, value_enum, default_value_t = HaystackArg::Prose)]
     haystack: HaystackArg,
     /// Text, JSONL or Parquet files, folders or globs for it

@@ -35,10 +35,11 @@ pub struct TasksArgs {
     /// Rows that the examples are taken from (a data set's training split); the task's other rows when absent
     #[arg(long, num_args = 1.., value_name = "TASK=FILE")]
     fewshot_data: Vec<String>,
-    /// The first rows of each task alone
+    /// Only the first rows of each task
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
-    /// Cut a text that is longer than the model's context, at its beginning or as the task says, in place of an error
+    /// Cut a prompt that does not fit into the model's context, at its beginning or as the task says, in place of an
+    /// error
     #[arg(long)]
     truncate: bool,
     /// Ask as a chat, by the model's chat template: examples are turns, and nothing is between a question and a choice

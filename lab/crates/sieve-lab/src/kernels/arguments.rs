@@ -18,7 +18,7 @@ pub enum KernelsCommand {
     /// Time the kernels on this GPU, after a short check of their results
     #[command(after_help = "Example: sieve kernels bench --dma --lengths 8192,32768")]
     Bench(BenchArgs),
-    /// Write what a trained model's attention is given for a text: DMA's scores, or q, k and v of a dense model
+    /// Write the inputs of a trained model's attention for a text: DMA's scores, or q, k and v of a dense model
     #[command(after_help = "Example: sieve kernels capture --checkpoint out/quickstart --out captured.safetensors")]
     Capture(CaptureArgs),
     /// Write one op's inputs, outputs and gradients, for other programs to check
@@ -30,7 +30,7 @@ pub enum KernelsCommand {
 /// Arguments of `sieve kernels check`.
 #[derive(Args, Debug)]
 pub struct CheckArgs {
-    /// Random calls of attention's kernels on a GPU, and a fifth as many of other kernels; the CPU checks models alone
+    /// Random calls of attention's kernels on a GPU, and a fifth as many of other kernels; the CPU checks only models
     #[arg(long, default_value_t = 200)]
     pub(super) cases: usize,
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case, some of NSA's where it is over 200
@@ -46,22 +46,22 @@ pub struct CheckArgs {
     /// Factor on the queries and keys of all calls; small, usual and large ones in turn when absent
     #[arg(long, value_name = "FACTOR", value_parser = magnitude)]
     pub(super) magnitude: Option<f32>,
-    /// Check the portable kernels alone, also where the device has a family of its own
+    /// Check only the portable kernels, even if the device has its own family
     #[arg(long)]
     pub(super) portable: bool,
-    /// Check dense, windowed and dynamic mask attention alone, in every family of this GPU
+    /// Check only dense, windowed and dynamic mask attention, in every family of this GPU
     #[arg(long, group = "part")]
     pub(super) attention: bool,
-    /// Check attention under selectors' masks alone, in every family of this GPU
+    /// Check only attention under selectors' masks, in every family of this GPU
     #[arg(long, group = "part")]
     pub(super) sparse: bool,
-    /// Check native sparse attention alone, in every family of this GPU
+    /// Check only native sparse attention, in every family of this GPU
     #[arg(long, group = "part")]
     pub(super) nsa: bool,
-    /// Check latent attention alone, in every family of this GPU
+    /// Check only latent attention, in every family of this GPU
     #[arg(long, group = "part")]
     pub(super) mla: bool,
-    /// Check attention with sinks alone: their kernels, decoding, and models with sinks
+    /// Check only attention with sinks: their kernels, decoding, and models with sinks
     #[arg(long, group = "part")]
     pub(super) sinks: bool,
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
@@ -115,7 +115,7 @@ pub struct BenchArgs {
     /// absent)
     #[arg(long)]
     pub(super) scores: Vec<Scores>,
-    /// Time the portable kernels, also where the device has a family of its own
+    /// Time the portable kernels, even if the device has its own family
     #[arg(long)]
     pub(super) portable: bool,
     /// Also time selectors on q, k and v of this file (`sieve kernels capture` of a dense model), and fit the generated
@@ -166,19 +166,19 @@ struct BenchRowsArgs {
     /// The kernels around attention, at the sizes of a training step, instead of attention
     #[arg(long, conflicts_with = "scores")]
     step: bool,
-    /// Attention under random masks of tiles beside dense attention
+    /// Attention under random masks of tiles, compared with dense attention
     #[arg(long, conflicts_with = "scores")]
     sparse: bool,
-    /// Whole selectors, selection included, beside dense attention
+    /// Whole selectors, selection included, compared with dense attention
     #[arg(long, conflicts_with = "scores")]
     selectors: bool,
-    /// One new token behind 131072 others: dense, DMA, and each selector that decodes on the GPU
+    /// One new token after 131072 cached ones: dense, DMA, and each selector that decodes on the GPU
     #[arg(long, conflicts_with = "scores")]
     decode: bool,
-    /// Native sparse attention beside dense attention
+    /// Native sparse attention, compared with dense attention
     #[arg(long, conflicts_with = "scores")]
     nsa: bool,
-    /// DMA alone: as published, and with the recipes' slope and local window
+    /// Only DMA: as published, and with the recipes' slope and local window
     #[arg(long)]
     dma: bool,
     /// Latent attention, its tensors and its decoding

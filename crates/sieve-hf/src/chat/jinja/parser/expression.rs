@@ -211,7 +211,7 @@ impl Parser {
                 match self.advance() {
                     TokenKind::Name(name) => ExprKind::Attribute(value, name),
                     TokenKind::Int(index) => ExprKind::Item(value, Expr::new(ExprKind::Int(index), line)?),
-                    _ => return Err(self.invalid("a point is followed by no name")),
+                    _ => return Err(self.invalid("a point is not followed by a name")),
                 }
             } else if self.pass_sign("[") {
                 self.subscript(value)?
@@ -244,7 +244,7 @@ impl Parser {
         match bounds {
             bounds if is_slice => Ok(ExprKind::Slice(value, bounds)),
             [Some(index), ..] => Ok(ExprKind::Item(value, index)),
-            _ => Err(self.invalid("square brackets behind a value are empty")),
+            _ => Err(self.invalid("square brackets after a value are empty")),
         }
     }
 
@@ -273,7 +273,7 @@ impl Parser {
             } else if arguments.named.is_empty() && arguments.named_splat.is_none() {
                 arguments.positional.push(self.within(Self::expression)?);
             } else {
-                return Err(self.invalid("an argument without a name is behind one with a name"));
+                return Err(self.invalid("an argument without a name follows one with a name"));
             }
         }
         Ok(arguments)
@@ -321,7 +321,7 @@ impl Parser {
             self.arguments()?
         } else if begins_value {
             if self.is_name("is") {
-                return Err(self.invalid("a test is behind a test without brackets"));
+                return Err(self.invalid("a test follows a test without brackets"));
             }
             let argument = self.primary()?;
             Arguments { positional: vec![self.postfix(argument)?], ..Arguments::default() }

@@ -38,8 +38,8 @@ pub struct SelectorsArgs {
     pub(super) grid: Option<PathBuf>,
     #[arg(long, value_name = "N", conflicts_with = "maps", help = selector::ABOUT_CHUNK)]
     pub(super) chunk: Option<usize>,
-    /// Also measure a model with an attention of its own (swa, dma, nsa, …) on the same prompts, once for each; it must
-    /// have the same tokenizer
+    /// Also measure a model with its own kind of attention (swa, dma, nsa, …) on the same prompts, once for each; it
+    /// must have the same tokenizer
     #[arg(long, value_name = "DIR")]
     pub(super) compare: Vec<PathBuf>,
     #[command(flatten)]
