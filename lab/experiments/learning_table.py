@@ -45,8 +45,11 @@ INFLLM_V2 = [
     "attention.kind=infllm_v2", "attention.compress_block_size=32", "attention.compress_stride=16",
     "attention.select_block_size=64", "attention.num_selected_blocks=16", "attention.num_local_blocks=8",
 ]
-# As many in their own recipes.
-OF_BLOCKS_ALONE = {kinds.label(kind): kinds.settings_of(f"{kind}_80m") for kind in kinds.of_blocks_alone()}
+# As many in moba_80m.toml.
+OF_BLOCKS_ALONE = {
+    kinds.label(kind): [f"attention.kind={kind}", "attention.select_block_size=64", "attention.num_selected_blocks=16"]
+    for kind in kinds.of_blocks_alone()
+}
 # As msa_80m.toml, which gives the indexer's parameters up in the feed-forward layers; without its dense warm-up.
 MSA = [
     "attention.kind=msa", "attention.select_block_size=64", "attention.num_selected_blocks=16",

@@ -79,6 +79,13 @@ def part(path):
     return None if CHORES.match(path) else PARTS[bool(LAB.match(path))]
 
 
+def check(revision):
+    """Ends in a sentence where git has no such revision."""
+    words = ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
+    if subprocess.run(words, check=False, capture_output=True).returncode:
+        sys.exit(f"there is no revision {revision} in this repository")
+
+
 def count(revision):
     """Lines of code by place, and by part of the project."""
     totals, parts = collections.Counter(), collections.Counter()
@@ -110,6 +117,8 @@ def main():
     if any(word.startswith("-") for word in sys.argv[1:]):
         sys.exit(__doc__)
     revisions = sys.argv[1:] or [*last_tag(), "HEAD"]
+    for revision in revisions:
+        check(revision)
     counted = [count(revision) for revision in revisions]
     columns = [totals for totals, _ in counted]
     places = sorted(set().union(*columns) - {TESTS})

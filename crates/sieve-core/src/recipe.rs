@@ -38,6 +38,8 @@ mod manual;
 
 mod template;
 
+mod siblings;
+
 pub use crate::kinds::{Attention, AttentionKind, SwaShape};
 pub use attention::AttentionSection;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
@@ -51,6 +53,7 @@ pub use sections::{
     ParallelismSection, RANDOM_WEIGHTS, TokenizerSection, TokenizerSource, TokenizerTraining, TrainingPrecision,
     TrainingSection, ValidationSection,
 };
+pub use siblings::{sibling, siblings};
 pub use stages::{Stage, StageSection};
 pub use template::{
     EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_answers, steps_for_text, tokens_of_text,

@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 use sieve_core::Recipe;
-use sieve_core::recipe::{AttentionKind, json_schema};
+use sieve_core::recipe::{AttentionKind, json_schema, siblings};
 use sieve_testing::cases;
 
 /// Why `value` does not fit `schema`, judged by the keywords of draft 7 that the schema uses; `None` if it fits.
@@ -71,16 +71,19 @@ fn every_shipped_recipe_fits_the_schema_as_written_and_with_its_defaults() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
     let mut kinds = std::collections::BTreeSet::new();
     let folders = ["recipes", "lab/recipes"].map(|name| std::fs::read_dir(format!("{root}/{name}")).expect("recipes"));
+    let read = |path: &str| std::fs::read_to_string(path).expect("readable");
+    let mut all = siblings(|dense| read(&format!("{root}/recipes/{dense}.toml")));
     for entry in folders.into_iter().flatten() {
-        let path = entry.expect("an entry").path();
-        if path.extension().is_none_or(|ending| ending != "toml") {
-            continue;
+        let path = entry.expect("an entry").path().to_string_lossy().into_owned();
+        if path.ends_with(".toml") {
+            all.insert(path.clone(), read(&path));
         }
-        let text = std::fs::read_to_string(&path).expect("readable");
-        assert_eq!(misfit_of(&text), None, "{}", path.display());
+    }
+    for (name, text) in all {
+        assert_eq!(misfit_of(&text), None, "{name}");
         let recipe = Recipe::load(&text, "a recipe", &[]).expect("a shipped recipe");
         let resolved = recipe.to_toml().expect("it can be written");
-        assert_eq!(misfit_of(&resolved), None, "{}", path.display());
+        assert_eq!(misfit_of(&resolved), None, "{name}");
         kinds.insert(recipe.attention.kind().name());
     }
     assert_eq!(kinds.len(), AttentionKind::ALL.len(), "{kinds:?}");

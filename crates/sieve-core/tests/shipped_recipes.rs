@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use sieve_core::recipe::AttentionKind;
+use sieve_core::recipe::{AttentionKind, siblings};
 use sieve_core::{Attention, DmaShape, LayerType, Recipe, paths};
 
 /// What the recipes of one size take from Table 4 of arXiv:2508.02124v1.
@@ -40,18 +40,26 @@ const TABLE_4: [Row; 4] = [
     },
 ];
 
-/// The text and the recipe of each file in `recipes/` and `lab/recipes/`, by its name without `.toml`.
+/// The text and the recipe of each file in `recipes/` and `lab/recipes/`, and of those without a file, by its name
+/// without `.toml`.
 fn shipped() -> BTreeMap<String, (String, Recipe)> {
     let files = ["../../recipes", "../../lab/recipes"].into_iter().flat_map(|name| {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
         let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
         entries.map(|entry| entry.expect("a readable entry").path())
     });
-    files
-        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
-        .map(|path| {
-            let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
-            let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
+    let read =
+        |path: &Path| std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let mut texts =
+        siblings(|dense| read(&Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../recipes/{dense}.toml"))));
+    for path in files {
+        let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
+        assert_eq!(texts.insert(name, read(&path)), None, "{}: a recipe that needs no file", path.display());
+    }
+    texts
+        .into_iter()
+        .map(|(name, text)| {
             let recipe = Recipe::load(&text, &name, &[]).unwrap_or_else(|error| panic!("{error}"));
             (name, (text, recipe))
         })
@@ -65,7 +73,7 @@ fn every_shipped_recipe_loads_and_is_complete() {
     let expected = TABLE_4.iter().flat_map(|row| kinds.map(|kind| format!("{kind}_{}", row.size)));
     let synthetic = kinds.map(|kind| format!("mqar_{kind}"));
     for name in expected.chain(synthetic).chain(["quickstart".to_owned()]) {
-        assert!(recipes.contains_key(&name), "recipes/{name}.toml is missing");
+        assert!(recipes.contains_key(&name), "{name} is missing");
     }
     for (name, (_, recipe)) in &recipes {
         let text = recipe.to_toml().expect("a loaded recipe can be written");

@@ -208,6 +208,7 @@ pub fn num_threads() -> usize {
 mod tests {
     use super::*;
     use sieve_core::Recipe;
+    use sieve_core::recipe::sibling;
 
     /// The GPU of this index of a host of H200s.
     fn h200(index: usize) -> Device {
@@ -231,7 +232,7 @@ mod tests {
         let gpu = h200(1);
         let [auto, cuda] = [DeviceChoice::Auto, DeviceChoice::Cuda(1)];
         let nsa = shape(include_str!("../../../recipes/nsa_80m.toml"));
-        let mla = shape(include_str!("../../../recipes/mla_80m.toml"));
+        let mla = shape(&sibling("mla_80m", include_str!("../../../recipes/mha_80m.toml")).expect("a known name"));
         let dma = shape(include_str!("../../../recipes/dma_80m.toml"));
         let narrow = ModelShape { head_dim: 40, ..dma.clone() };
         let narrow_nsa = ModelShape { head_dim: 96, ..nsa.clone() };

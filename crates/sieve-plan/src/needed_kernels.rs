@@ -83,6 +83,7 @@ fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeed
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_core::recipe::{sibling, siblings};
 
     /// A refused call of a launch wrapper would run as its reference.
     #[test]
@@ -90,9 +91,13 @@ mod tests {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let (mut num_recipes, mut narrow) = (0, 0);
         let folders = ["recipes", "lab/recipes"].map(|name| std::fs::read_dir(folder.join(name)).expect("recipes"));
+        let read = |path: std::path::PathBuf| std::fs::read_to_string(path).expect("text");
+        let mut all = siblings(|dense| read(folder.join(format!("recipes/{dense}.toml"))));
         for file in folders.into_iter().flatten() {
             let file = file.expect("a recipe").path();
-            let text = std::fs::read_to_string(&file).expect("text");
+            all.insert(file.to_string_lossy().into_owned(), read(file));
+        }
+        for (file, text) in all {
             let recipe = Recipe::load(&text, "a recipe", &[]).expect("valid");
             num_recipes += 1;
             for arch in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
@@ -127,8 +132,8 @@ mod tests {
             names.sort();
             names
         };
-        let mla = include_str!("../../../recipes/mla_80m.toml");
-        let names = latent(mla, &["model.head_dim=64", "attention.kv_lora_rank=96"]);
+        let mla = sibling("mla_80m", include_str!("../../../recipes/mha_80m.toml")).expect("a known name");
+        let names = latent(&mla, &["model.head_dim=64", "attention.kv_lora_rank=96"]);
         assert_eq!(
             names,
             [

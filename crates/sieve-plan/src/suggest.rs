@@ -121,11 +121,9 @@ mod tests {
     #[test]
     fn a_suggestion_can_be_set_with_stages_several_processes_and_few_tokens() {
         let h200 = Target::Gpu(sieve_core::model::gpu::find("h200").expect("known"));
-        for (text, degree) in [
-            (include_str!("../../../recipes/mha_80m.toml"), 2),
-            (include_str!("../../../recipes/msa_80m.toml"), 1),
-            (include_str!("../../../recipes/mha_1p7b.toml"), 2),
-        ] {
+        let mha = include_str!("../../../recipes/mha_80m.toml");
+        let msa = sieve_core::recipe::sibling("msa_80m", mha).expect("a known name");
+        for (text, degree) in [(mha, 2), (msa.as_str(), 1), (include_str!("../../../recipes/mha_1p7b.toml"), 2)] {
             // From fewer tokens than a step has to many steps.
             for (size, num_tokens) in [(2, 1), (4, 500_000_000), (8, 30_000_000_000)] {
                 let parts = format!("parallelism.context_parallel_degree={degree}");

@@ -572,6 +572,10 @@ mod tests {
     use burn_flex::{Flex, FlexDevice};
     use sieve_core::Recipe;
 
+    fn msa_80m() -> String {
+        sieve_core::recipe::sibling("msa_80m", include_str!("../../../recipes/mha_80m.toml")).expect("a known name")
+    }
+
     /// A model of one layer, and its optimizer.
     fn small_model(recipe: &str, more: &[&str]) -> (Qwen3<Autodiff<Flex>>, Optimizer<Autodiff<Flex>>) {
         let small = "model.num_hidden_layers=1 model.hidden_size=96 model.intermediate_size=40 \
@@ -596,7 +600,7 @@ mod tests {
 
     /// Every parameter's name and values after an update whose gradients are all 1.
     fn values_after_update(more: &[&str]) -> Vec<(String, Vec<f32>)> {
-        let (model, mut optimizer) = small_model(include_str!("../../../recipes/msa_80m.toml"), more);
+        let (model, mut optimizer) = small_model(&msa_80m(), more);
         let mut gradients = GradientBuffer::default();
         for (_, id, shape) in parameter_ids(&model) {
             let values = <Flex as FloatTensorOps<Flex>>::float_ones(shape.into(), &FlexDevice, DType::F32.into());
@@ -613,7 +617,7 @@ mod tests {
         let rate = |scale: f64| format!("optimizer.indexer_lr={}", 3e-3 * scale);
         let [same, still, double] = [1.0, 0.0, 2.0].map(|scale| values_after_update(&[&rate(scale)]));
         assert_eq!(same, values_after_update(&[]));
-        let (before, _) = small_model(include_str!("../../../recipes/msa_80m.toml"), &[]);
+        let (before, _) = small_model(&msa_80m(), &[]);
         let before = sieve_hf::named_parameters(&before);
         let mut num_of_indexer = 0;
         for (at, (name, values)) in same.iter().enumerate() {
@@ -631,7 +635,7 @@ mod tests {
         let gate_up = ("layers.0.mlp.gate_up_proj.weight", vec![40, 40]);
         let qkv = ("qkv.qkv_proj.weight", vec![128, 64, 64]);
         let nsa = include_str!("../../../recipes/nsa_80m.toml");
-        let msa = include_str!("../../../recipes/msa_80m.toml");
+        let msa: &str = &msa_80m();
         for (recipe, more, own) in [
             (
                 nsa,

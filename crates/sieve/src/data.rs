@@ -18,6 +18,7 @@ pub(crate) enum DataCommand {
     Prepare(prepare::PrepareArgs),
     /// Write training samples of the tasks of `sieve eval ruler`, as JSON lines
     #[command(
+        display_order = crate::LAST,
         after_help = "Example: sieve data generate --tasks niah_single_1 --tokenizer tokenizer.json --out needles.jsonl"
     )]
     Generate(sieve_lab::GenerateArgs),

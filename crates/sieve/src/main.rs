@@ -4,6 +4,7 @@ mod allocator;
 mod completion;
 mod data;
 mod elsewhere;
+mod epochs;
 mod eval;
 mod export;
 mod generate;
@@ -31,12 +32,24 @@ use std::process::ExitCode;
 
 /// Trains, evaluates and exports language models whose attention is learned to be sparse.
 #[derive(Parser)]
-#[command(name = "sieve", version = VERSION, arg_required_else_help = true)]
+#[command(name = "sieve", version = VERSION, arg_required_else_help = true, after_help = of_lab())]
 struct Cli {
     #[command(flatten)]
     output: OutputArgs,
     #[command(subcommand)]
     command: Command,
+}
+
+/// The lab's commands as the end of `sieve --help`: each command that has some, and their names.
+fn of_lab() -> String {
+    let line = |name: &'static str, lab: fn(clap::Command) -> clap::Command| {
+        let lab = lab(clap::Command::new(name));
+        let names = lab.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>().join(", ");
+        format!("\n  {name:<8} {names}")
+    };
+    let eval = line("eval", sieve_lab::EvalCommand::augment_subcommands);
+    let kernels = line("kernels", sieve_lab::KernelsCommand::augment_subcommands);
+    format!("Of these the lab's, which compare and measure:\n  compare\n  data     generate{eval}{kernels}")
 }
 
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("SIEVE_COMMIT"), ")");
@@ -55,6 +68,9 @@ pub(crate) struct OutputArgs {
     #[arg(long, global = true, value_name = "FILE", value_parser = on_this_machine())]
     log_file: Option<PathBuf>,
 }
+
+/// Place of the lab's commands in a list: behind a user's, before `help`.
+pub(crate) const LAST: usize = 900;
 
 #[derive(Subcommand)]
 enum Command {
@@ -79,7 +95,7 @@ enum Command {
     #[command(subcommand)]
     Eval(eval::EvalCommand),
     /// Show runs side by side in one HTML page: recipes, curves, speed, memory, evaluations
-    #[command(after_help = "Example: sieve compare out/mha out/dma --out compare.html")]
+    #[command(display_order = LAST, after_help = "Example: sieve compare out/mha out/dma --out compare.html")]
     Compare(sieve_lab::CompareArgs),
     /// Write a trained model in the Hugging Face layout
     #[command(after_help = "Example: sieve export --checkpoint out/quickstart --out exported")]
@@ -178,6 +194,28 @@ fn run(command: Command) -> anyhow::Result<Exit> {
 mod tests {
     use super::*;
     use sieve_host::out_file::PictureFile;
+
+    /// What is not a user's own command in these lists is the lab's.
+    #[test]
+    fn the_lab_s_commands_are_last_in_every_list_and_all_named_at_the_end() {
+        let cli = Cli::command();
+        let mut own_of_groups = Vec::new();
+        for (group, own) in [("data", &["prepare", "batch"][..]), ("eval", &["ppl"]), ("kernels", &["build"])] {
+            let group = cli.find_subcommand(group).expect("a command");
+            let mut names: Vec<_> =
+                group.get_subcommands().map(|inner| (inner.get_display_order(), inner.get_name())).collect();
+            names.sort_by_key(|(order, _)| *order);
+            let (first, lab) = names.split_at(own.len());
+            assert!(first.iter().all(|(_, name)| own.contains(name)), "{names:?}");
+            let line =
+                format!("\n  {:<8} {}", group.get_name(), lab.iter().map(|lab| lab.1).collect::<Vec<_>>().join(", "));
+            assert!(of_lab().contains(&line), "{line} is not in {}", of_lab());
+            own_of_groups.push(line);
+        }
+        let last = cli.get_subcommands().max_by_key(|command| command.get_display_order()).expect("commands");
+        assert_eq!(last.get_name(), "compare");
+        assert_eq!(of_lab().lines().count(), 2 + own_of_groups.len(), "{}", of_lab());
+    }
 
     #[test]
     fn every_flag_that_draws_takes_the_name_of_a_picture() {

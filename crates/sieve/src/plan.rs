@@ -1,11 +1,9 @@
 //! `sieve plan`: parameters, FLOPs, memory, cache and time of a recipe before it runs.
-pub(crate) mod epochs;
-
+use crate::epochs::{self, TextEpochs};
 use crate::recipe::RecipeArgs;
 use crate::recipe::useless::useless_settings;
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use epochs::TextEpochs;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_core::{NumberFormat, Recipe, model_line};

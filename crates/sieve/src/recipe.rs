@@ -373,9 +373,13 @@ mod tests {
 
     #[test]
     fn shipped_recipes_are_found_from_any_folder() {
-        assert!(find("quickstart").is_ok());
-        assert!(find("quickstart.toml").is_ok());
-        let error = find("quikstart").unwrap_err().to_string();
-        assert!(error.contains("quickstart.toml"), "{error}");
+        // The last three have no file: their text is made from mha_80m.toml.
+        for name in ["quickstart", "quickstart.toml", "moba_80m", "moba_80m.toml", "recipes/moba_80m.toml"] {
+            assert!(find(name).is_ok(), "{name}");
+        }
+        for (wrong, near) in [("quikstart", "quickstart.toml"), ("moba_81m", "did you mean moba_80m.toml")] {
+            let error = find(wrong).unwrap_err().to_string();
+            assert!(error.contains(near), "{error}");
+        }
     }
 }

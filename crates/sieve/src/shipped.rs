@@ -1,28 +1,38 @@
 //! Recipes and training text embedded in the program. The text replaces a recipe's missing files (`data.fallback`).
 use anyhow::{Context, Result};
-use sieve_core::recipe::{DataFallback, DataFormat};
+use sieve_core::recipe::{DataFallback, DataFormat, siblings};
 use sieve_core::{Recipe, RecipeError, ShownPath};
 use sieve_data::{Corpus, DataError};
 use sieve_host::environment::variable;
 use sieve_host::out_file::write_text;
 use sieve_host::terminal;
 use sieve_train::{TrainError, corpus_configs};
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::LazyLock;
 
 include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 
 /// Folder that the embedded text is written to, since a run reads files.
 const FOLDER: &str = "out/sieve-text";
 
+/// The recipes inside the program by file name: those of files, and those that differ from a dense one in a few lines.
+static ALL: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
+    let files = RECIPES.iter().map(|&(name, text)| (name.to_owned(), text.to_owned()));
+    let files = files.collect::<BTreeMap<_, _>>();
+    let siblings = siblings(|dense| files[&format!("{dense}.toml")].clone());
+    let siblings = siblings.into_iter().map(|(name, text)| (format!("{name}.toml"), text));
+    siblings.chain(files.clone()).collect()
+});
+
 /// File names of the recipes inside the program.
 pub(crate) fn recipe_names() -> impl Iterator<Item = &'static str> {
-    RECIPES.iter().map(|recipe| recipe.0)
+    ALL.keys().map(String::as_str)
 }
 
-/// The text of a recipe, by its file name.
+/// The text of a recipe, by its file name, also with `recipes/` before it.
 pub(crate) fn recipe(name: &str) -> Option<&'static str> {
-    let found = RECIPES.iter().find(|recipe| recipe.0 == name);
-    found.map(|recipe| recipe.1)
+    ALL.get(name.strip_prefix("recipes/").unwrap_or(name)).map(String::as_str)
 }
 
 /// (name, text) of the embedded sources and docs of Sieve.

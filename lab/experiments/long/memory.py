@@ -16,13 +16,13 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "lab/experiments"))
+sys.path[:0] = [str(ROOT / part) for part in ("lab/experiments", "tests/python")]
 
+import kinds as known  # noqa: E402
 from runs import chart, device_name, json_lines, sets  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
-# Every kind has recipes of all sizes; of one size there is one a kind.
-KINDS = sorted(path.name.removesuffix("_680m.toml") for path in (ROOT / "recipes").glob("*_680m.toml"))
+KINDS = sorted(known.names())  # each has a recipe of 80M
 LENGTHS = [2048, 8192, 32768, 65536, 131072]
 SHOWN = [8192, 65536, 131072]  # in the table
 MEASURED = [32768, 131072]
@@ -46,10 +46,10 @@ def plan(sieve):
                    "cache_bytes": found["cache"]["bytes_at_seq_len"]}
 
 
-def two_steps(kind):
+def two_steps(kind, sieve):
     """The keys for a run of two steps: one of each stage where the recipe has stages (two of them)."""
-    stages = (ROOT / f"recipes/{kind}_80m.toml").read_text(encoding="utf-8").count("\n[[stage]]")
-    return ["training.steps=2", *(f"stage.{1 + stage}.steps=1" for stage in range(stages))]
+    stages = known.recipe(f"{kind}_80m", sieve).get("stage", [])
+    return ["training.steps=2", *(f"stage.{number}.steps=1" for number in range(1, len(stages) + 1))]
 
 
 def measure(sieve, text, out, device="cuda:0", kinds=KINDS, lengths=MEASURED, more=()):
@@ -57,7 +57,7 @@ def measure(sieve, text, out, device="cuda:0", kinds=KINDS, lengths=MEASURED, mo
         for length in lengths:
             folder = pathlib.Path(out) / f"{kind}-{length}"
             # The tiny model's tokenizer: memory hangs on the vocabulary's size alone, which the recipe has.
-            words = [*keys(length), *two_steps(kind), "lr_scheduler.warmup_steps=1", "metrics.log_freq=1",
+            words = [*keys(length), *two_steps(kind, sieve), "lr_scheduler.warmup_steps=1", "metrics.log_freq=1",
                      "validation.interval=1000", f"validation.tokens={length}", f'data.paths=["{text}"]',
                      f'data.cache_dir="{out}/cache"',
                      f'tokenizer.path="{ROOT / "checkpoints/tiny/tokenizer.json"}"', *more]

@@ -73,12 +73,12 @@ import subprocess
 import sys
 import tarfile
 import time
-import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / part) for part in ("lab/experiments", "lab/experiments/text")]
+sys.path[:0] = [str(ROOT / part) for part in ("lab/experiments", "lab/experiments/text", "tests/python")]
 
 import make_text  # noqa: E402
+from kinds import recipe as read_recipe  # noqa: E402
 from layouts.layouts import by_length, by_task  # noqa: E402
 from runs import (Unfinished, curve, device_name, evaluated, finished, metrics, named, output_of, parsed,  # noqa: E402
                   parser_of, prepare, sets, steps_of, train_missing, trained, validations_of)
@@ -115,6 +115,11 @@ def recipe_of(job):
     return f"{kind}_{job.size}{form}.toml"
 
 
+def recipe_text(args, job):
+    """The recipe as TOML's tables; the program prints those without a file."""
+    return read_recipe(recipe_of(job).removesuffix(".toml"), args.sieve)
+
+
 def steps_keys(args, job, recipe):
     """Keys of the steps, over the recipe's stages by their shares where it has any, and of a --try."""
     stages = recipe.get("stage", [])
@@ -134,7 +139,7 @@ def steps_keys(args, job, recipe):
 
 def keys_of(args, job):
     """All keys of a run besides its recipe's."""
-    recipe = tomllib.loads((ROOT / "recipes" / recipe_of(job)).read_text(encoding="utf-8"))
+    recipe = recipe_text(args, job)
     kind, _, heads = parts_of(job.kind)
     keys = [*text_keys(args), *steps_keys(args, job, recipe), f"training.seed={job.seed}", "checkpoint.keep_latest_k=1",
             f"validation.interval={min(job.steps if args.tries else VALIDATION_STEPS, job.steps)}",
@@ -353,22 +358,23 @@ def arguments():
     if args.tiny:
         args.devices, args.steps, args.needles, args.samples = ["cpu"], args.steps or 12, 1, 1
         args.ppl_tokens = 4096
-    for kind in args.kinds:
-        if not (ROOT / "recipes" / recipe_of(Job(args.size, kind, 0, 0))).is_file():
-            parser.error(f"--kinds {kind}: there is no {recipe_of(Job(args.size, kind, 0, 0))} in recipes/")
+    for kind in args.kinds if args.sieve else []:
+        recipe_text(args, Job(args.size, kind, 0, 0))  # a kind without a recipe ends here, in the program's words
     return args
 
 
-def steps_of_recipe(size, kind):
+def steps_of_recipe(args, kind):
     """A fifth of the recipe's steps, those of its stages together."""
-    recipe = tomllib.loads((ROOT / "recipes" / recipe_of(Job(size, kind, 0, 0))).read_text(encoding="utf-8"))
+    recipe = recipe_text(args, Job(args.size, kind, 0, 0))
     return (recipe["training"].get("steps") or sum(stage["steps"] for stage in recipe["stage"])) // 5
 
 
 def main():
     args = arguments()
-    steps = {kind: args.steps or (TRY_STEPS if args.tries else steps_of_recipe(args.size, kind)) for kind in args.kinds}
-    jobs = [Job(args.size, kind, seed, steps[kind]) for seed in args.seeds for kind in args.kinds]
+    # What is stored is drawn without the program, which has the recipes.
+    steps = {kind: args.steps or (TRY_STEPS if args.tries else steps_of_recipe(args, kind))
+             for kind in (args.kinds if args.sieve or args.plan else [])}
+    jobs = [Job(args.size, kind, seed, steps[kind]) for seed in args.seeds for kind in steps]
     path = args.out / "table4.jsonl"
     if table.ROWS.exists() and not path.exists() and not args.tiny:
         shutil.copy(table.ROWS, path)

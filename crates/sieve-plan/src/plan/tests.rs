@@ -6,6 +6,8 @@ use crate::{InferenceSize, MemoryVerdict, gpu_attention_gap, import_memory, infe
 use sieve_core::KeepOLow;
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
+use sieve_core::recipe::sibling;
+use std::sync::LazyLock;
 
 /// A recipe with overrides; each item of `overrides` holds one or several.
 fn recipe(text: &str, overrides: &[&str]) -> Recipe {
@@ -17,7 +19,8 @@ fn recipe(text: &str, overrides: &[&str]) -> Recipe {
 const DMA_80M: &str = include_str!("../../../../recipes/dma_80m.toml");
 const DMA_1P7B: &str = include_str!("../../../../recipes/dma_1p7b.toml");
 const NSA_80M: &str = include_str!("../../../../recipes/nsa_80m.toml");
-const MLA_80M: &str = include_str!("../../../../recipes/mla_80m.toml");
+static MLA_80M: LazyLock<String> =
+    LazyLock::new(|| sibling("mla_80m", include_str!("../../../../recipes/mha_80m.toml")).expect("a known name"));
 
 /// A CPU whose speed and memory are not known.
 const CPU: Target = Target::Cpu { flops_per_second: None, memory_bytes: 0 };
@@ -220,11 +223,9 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
 #[test]
 fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
     // 16,384 tokens a step, 50,304 rows of the embedding; what tensors had in use at most, in GiB.
-    let [mha, mla, nsa] = [
-        include_str!("../../../../recipes/mha_1p7b.toml"),
-        include_str!("../../../../recipes/mla_1p7b.toml"),
-        include_str!("../../../../recipes/nsa_1p7b.toml"),
-    ];
+    let [mha, nsa] =
+        [include_str!("../../../../recipes/mha_1p7b.toml"), include_str!("../../../../recipes/nsa_1p7b.toml")];
+    let mla = &sibling("mla_1p7b", mha).expect("a known name");
     let runs = [
         (mha, "bf16", 2048, 37.14),
         (mha, "fp8", 2048, 43.76),
@@ -472,7 +473,7 @@ fn ops_say_their_path_and_why() {
     let (way, reason) = path(&tiny_nsa(), &h200(), "selection");
     assert_eq!(way, "plain");
     assert!(reason.contains("take heads of 64 and 128"), "{reason}");
-    let [nsa, mla] = [NSA_80M, MLA_80M].map(|text| recipe(text, &[]).model_shape(50_277).expect("a shape"));
+    let [nsa, mla] = [NSA_80M, MLA_80M.as_str()].map(|text| recipe(text, &[]).model_shape(50_277).expect("a shape"));
     for op in ["compression", "selection", "selected and window attention"] {
         assert_eq!(path(&nsa, &h200(), op).0, "cuda kernel", "{op}");
     }
@@ -490,19 +491,19 @@ fn latent_attention_has_kernels_where_its_widths_fit() {
         let shape = recipe(text, overrides).model_shape(50_277).expect("a shape");
         gpu_attention_gap(&shape)
     };
-    assert_eq!(gap(MLA_80M, &[]), None);
+    assert_eq!(gap(&MLA_80M, &[]), None);
     for (rope, words) in [(40, "128 + 40"), (144, "128 + 144")] {
-        let reason = gap(MLA_80M, &[&format!("attention.qk_rope_head_dim={rope}")]);
+        let reason = gap(&MLA_80M, &[&format!("attention.qk_rope_head_dim={rope}")]);
         assert!(reason.expect("does not fit").contains(words), "{words}");
     }
-    assert_eq!(gap(MLA_80M, &["attention.qk_rope_head_dim=128"]), None);
+    assert_eq!(gap(&MLA_80M, &["attention.qk_rope_head_dim=128"]), None);
 }
 
 #[test]
 fn no_speed_is_estimated_where_nothing_was_measured() {
     // Heads of 40: no attention kernel takes them, whatever the kind.
     let narrow: &[&str] = &["model.head_dim=40"];
-    for text in [NSA_80M, MLA_80M, DMA_80M] {
+    for text in [NSA_80M, MLA_80M.as_str(), DMA_80M] {
         let plan = planned(text, narrow, &target("h100"));
         let speeds: Vec<Option<f64>> = plan.stages.iter().map(|x| x.tokens_per_second).collect();
         assert_eq!(speeds, [None]);
@@ -520,7 +521,7 @@ fn no_speed_is_estimated_where_nothing_was_measured() {
     let refused = row(1 << 21).refused.expect("too long for the kernels");
     assert!(refused.contains("rows up to 1851392"), "{refused}");
     let short = ["training.seq_len=128", "training.local_batch_size=4"];
-    assert_eq!(planned(MLA_80M, &short, &target("h100")).refused, None);
+    assert_eq!(planned(&MLA_80M, &short, &target("h100")).refused, None);
     let told = planned(NSA_80M, &[], &target("h100"));
     assert!(told.seconds.is_some() && told.refused.is_none());
     let cpu = Target::Cpu { flops_per_second: Some(1e11), memory_bytes: 0 };

@@ -1,8 +1,7 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
 use crate::own_text::{OwnText, gives_steps};
-use crate::plan::epochs;
-use crate::shipped;
+use crate::{epochs, shipped};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};

@@ -92,6 +92,7 @@ fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_core::recipe::sibling;
 
     #[test]
     fn the_path_of_attention_is_named() {
@@ -99,7 +100,7 @@ mod tests {
             let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a shipped recipe");
             attention_path(&recipe.model_shape(50_277).expect("a shape"), "sm_90a")
         };
-        let mla = path(include_str!("../../../../recipes/mla_80m.toml"));
+        let mla = path(&sibling("mla_80m", include_str!("../../../../recipes/mha_80m.toml")).expect("a known name"));
         let nsa = path(include_str!("../../../../recipes/nsa_80m.toml"));
         assert_eq!([mla, nsa], ["attention by kernels"; 2]);
         // Its heads are 32 wide, which NSA's kernels do not take.

@@ -1,6 +1,6 @@
 //! Plans for several ranks: sharded gradients and weights, exchanged heads, and models of 8B to 32B.
 use super::*;
-use sieve_core::recipe::AttentionKind;
+use sieve_core::recipe::{AttentionKind, sibling};
 
 #[test]
 fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
@@ -179,8 +179,12 @@ fn kinds_that_exchange_heads_divide_activations_among_ranks() {
         if example.as_kind().is_dense() || example.as_kind().halo().is_some() {
             continue;
         }
-        let path = format!("{}/../../recipes/{}_1p7b.toml", env!("CARGO_MANIFEST_DIR"), kind.name());
-        let text = &std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        let read = |name: &str| {
+            let path = format!("{}/../../recipes/{name}.toml", env!("CARGO_MANIFEST_DIR"));
+            std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
+        };
+        let name = format!("{}_1p7b", kind.name());
+        let text = &sibling(&name, &read("mha_1p7b")).unwrap_or_else(|| read(&name));
         let planned = |degree: usize| {
             let settings = format!(
                 "training.local_batch_size=1 training.global_batch_size=8 training.seq_len=65536 \

@@ -107,7 +107,7 @@ fn estimate(recipe: &Recipe) -> Option<f64> {
 }
 
 /// The lines about epochs, from the tokenised texts if `found`, else estimated.
-pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String> {
+pub(crate) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String> {
     if recipe.data.format == DataFormat::Mqar {
         return Vec::new();
     }
