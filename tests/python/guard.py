@@ -58,11 +58,19 @@ KINDS = {
     "nsa_mlp": "attention.kind=nsa attention.compress=mlp attention.shared_kv=false attention.compress_block_size=16",
     "mla": "attention.kind=mla",
     "mla_plain": "attention.kind=mla attention.qk_norm=false",
+    "infllm_v2": "attention.kind=infllm_v2 attention.num_selected_blocks=3",
+    "moba": "attention.kind=moba attention.num_selected_blocks=3",
+    "msa": "attention.kind=msa attention.select_block_size=16 attention.num_selected_blocks=3",
+    "msa_qsa": "attention.kind=msa attention.indexer=qsa attention.select_block_size=16 attention.num_selected_blocks=3",
+    "msa_shared": "attention.kind=msa attention.select_block_size=16 attention.num_selected_blocks=3 "
+                  'model.layer_types=["sparse","shared"]',
+    "sinks": "attention.kind=swa attention.sliding_window=32 model.attention_sinks=true",
     "hybrid_dma": 'attention.kind=dma model.layer_types=["sparse","mha"] model.residual_scale=true',
     "hybrid_swa": 'attention.kind=swa model.layer_types=["mha","sparse"] model.tie_word_embeddings=false',
     "fp8": "attention.kind=mha training.precision=fp8 training.steps=10",
     "documents": "attention.kind=dma training.one_document_per_row=true training.seq_len=64",
 }
+PARTED = ["mha", "swa", "nsa", "nsa_mlp", "mla", "mla_plain", "infllm_v2", "moba", "msa"]
 OF_SEVERAL = ["mha", "swa", "dma", "dma_paper", "nsa", "mla", "hybrid_dma"]
 
 PREFILL = """
@@ -123,6 +131,11 @@ def rows():
         out = name.replace(" ", "_")
         yield f"train {name}", f"-q launch --nproc 2 -- train --recipe tiny.toml --out {out} {more} " \
             "--set attention.kind=dma --set training.steps=20", [f"{out}/metrics.jsonl"]
+    # DMA exchanges keys, above. These exchange heads, each its own way.
+    for kind in PARTED:
+        yield f"train {kind} in parts of rows", f"-q launch --nproc 2 -- train --recipe tiny.toml --out parts_{kind} " \
+            "--set parallelism.context_parallel_degree=2 --set training.steps=8 " \
+            + " ".join(f"--set {key}" for key in KINDS[kind].split()), [f"parts_{kind}/metrics.jsonl"]
     for kind in KINDS:
         yield f"logits {kind}", f"logits --checkpoint {kind} --tokens-file tokens.txt --out {kind}.safetensors", \
             [f"{kind}.safetensors"]

@@ -53,6 +53,7 @@ pub(crate) fn by_key<B: SieveBackend>(
 
 #[cfg(test)]
 mod tests {
+    use crate::layer::KindAttention;
     use crate::testing::{Rows, assert_close, input, kinds, msa_in_warmup, nsa, shape, values};
     use crate::{Attention, PassState, WeightInit};
     use burn::tensor::Tensor;
@@ -92,7 +93,7 @@ mod tests {
                 Attention::Grouped(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Ranked(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Latent(layer) => {
-                    let packed = layer.packed_of(x.clone(), &context);
+                    let packed = layer.project(x.clone(), &context).packed;
                     let spec = layer.spec();
                     let (width, values) = (packed.dims()[2], spec.num_heads * spec.head_dim);
                     let v = packed.narrow(2, width - values, values);

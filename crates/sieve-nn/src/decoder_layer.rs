@@ -57,7 +57,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 
     /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens of x follow the cached
-    /// ones, see [`KindLayer::forward`](crate::KindLayer::forward). A block without residual scales has x added inside
+    /// ones, see [`Forward::forward`](crate::Forward::forward). A block without residual scales has x added inside
     /// the op; with a scale, the scaled x is added here.
     pub fn forward(
         &self,

@@ -4,8 +4,8 @@
 //! [`LayerCache::as_cache`] are the same of caches. All other files ask the traits and never which kind it is. The rest
 //! of a kind's definition is in the file of the same name in sieve-core's `kinds`.
 //!
-//! A kind has one forward, with a cache or without (`KindLayer::forward`); where a layer is one op, `layer_op`
-//! names its operands.
+//! A kind's attention is written once, as `KindAttention`, from which `layer.rs` makes the forward pass for whole rows,
+//! parts of rows, shared prompts and caches; where a layer is one op, `layer_op` names its operands.
 
 mod chosen_blocks;
 mod dense;
@@ -24,8 +24,9 @@ pub use latent::{LatentAttention, LatentCache};
 pub use msa::Indexer;
 pub use native_sparse::{BlockCache, BlockMlp, NativeSparseAttention};
 
-use crate::layer::{LayerContext, LayerOutput, PassState};
-use crate::{LayerCaches, RmsNorm, WeightInit};
+use crate::layer::Forward;
+use crate::pass::{LayerContext, PassState};
+use crate::{RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -34,22 +35,9 @@ use sieve_core::kinds::Dense;
 use sieve_ops::{AttentionLayer, AttentionSpec, RowsOf, SelectorCache, SieveBackend, TokenAttention, TokenCache};
 
 /// The attention layer of a kind.
-pub trait KindLayer<B: SieveBackend> {
-    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
-    ///
-    /// With `caches` the tokens of x follow those in the caches, which are extended: one cache of all rows, or one
-    /// cache per row. An empty cache must be one of all rows. What is read from a cache gets no gradient.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B>;
-
+pub trait KindLayer<B: SieveBackend>: Forward<B> {
     /// Operands of [`sieve_ops::attention_layer`], which computes `norm` and this layer as one op and keeps less for
-    /// the backward pass than [`forward`](Self::forward). `None` where the layer needs several ops.
+    /// the backward pass than [`forward`](Forward::forward). `None` where the layer needs several ops.
     fn layer_op(
         &self,
         _norm: &RmsNorm<B>,

@@ -116,24 +116,6 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
         });
         rows.collect()
     }
-
-    /// Calls `attend` for every cache with its rows of the packed tensor, and concatenates the outputs along the batch.
-    pub(crate) fn attend(
-        &mut self,
-        packed: Tensor<B, 4>,
-        mut attend: impl FnMut(CachedRows<'_, B>, Tensor<B, 4>) -> Tensor<B, 4>,
-    ) -> Tensor<B, 4> {
-        let batch = packed.dims()[0];
-        if let [cache] = &mut self.caches[..] {
-            let (rows, scratch) = ([0, batch], &mut *self.scratch);
-            return attend(CachedRows { rows, cache, scratch }, packed);
-        }
-        let parts = self.each(batch, |cached| {
-            let [row, rows] = cached.rows;
-            attend(cached, packed.clone().narrow(0, row, rows))
-        });
-        Tensor::cat(parts, 0)
-    }
 }
 
 /// The last `count` tokens of `[batch, tokens, heads, head_dim]`, or all if there are fewer.

@@ -1,219 +1,176 @@
-//! What the layers of a pass share: what a layer needs, what it gives back, and what it hands on to later layers.
+//! How the tokens of a pass lie: in whole rows, as a process's part of each row, in rows that share prompts, or behind
+//! caches. It is written here once for all kinds.
 //!
-//! A layer reads its `LayerContext`, which does not change during a pass: operands, and `PassSettings`, which are
-//! handed on whole. A layer without a choice of its own (`"shared"`) reads `PassState::last_choice`, where each
-//! layer that chooses writes its blocks; a recomputed block gets the choice of its first pass. In
-//! `training.dense_steps` (`LayerContext::reads_all`) queries read all keys.
-use crate::{Linear, SharedPrompts};
-use burn::module::ParamId;
+//! A kind says what its attention is, by [`KindAttention`]: it projects tokens, attends in whole rows, and keeps a cache
+//! that later tokens attend to. Where a layer is one op with its norm ([`KindLayer::layer_op`](crate::KindLayer)), that
+//! op takes whole rows and parts of rows, and none of this is called.
+use crate::kinds::LayerCache;
+use crate::kv_cache::{CachedRows, LayerCaches};
+use crate::pass::{LayerContext, LayerOutput, PassState, from_device, on_device};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorPrimitive};
-use sieve_core::{Keeping, ModelShape};
-use sieve_ops::{
-    AttentionSpec, ContextParallel, Documents, GemmPrecision, KeptAttention, KernelPolicy, LayerTokens, PassFor,
-    RotaryEmbedding, SieveBackend, WeightSums,
-};
-use std::collections::HashMap;
+use sieve_ops::{ContextParallel, Documents, SieveBackend};
+use std::ops::Range;
 
-/// How the layers of a pass compute. It is one value, so that a copy of a pass's context copies all of it: a setting
-/// that is added here reaches every pass, also that of a recomputed block.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct PassSettings {
-    /// Data type of the GEMMs with the projections, in layers that are one op: feed-forward layers and the attention
-    /// layers of the kinds whose [`Kind::is_one_op`](sieve_core::kinds::Kind::is_one_op) holds.
-    pub precision: GemmPrecision,
-    /// What layers that are one op keep for the backward pass beyond the minimum.
-    pub keeping: Keeping,
-    /// Whether the pass over a layer is for its output, or for its backward pass alone.
-    pub pass: PassFor,
-    /// Which kernels attention may use on a GPU, and in which order backward kernels sum.
-    pub policy: KernelPolicy,
-    /// Weight of one token in an indexer's loss, whose gradient the indexer's backward pass computes: 1 / the number of
-    /// tokens in an optimizer step, without padding. 0: no such loss.
-    pub token_share: f64,
-    /// Whether layers with an indexer return its statistics, [`LayerOutput::indexer`].
-    pub measures_indexers: bool,
-    /// Whether queries of kinds that choose blocks read all earlier keys in this pass instead.
-    pub reads_all: bool,
+/// Tensors of tokens, on a backend.
+pub(crate) trait PerToken<S: Backend>: Clone {
+    /// The same tensors on another backend.
+    type On<T: Backend>: PerToken<T, On<T> = Self::On<T>>;
+
+    /// Calls `change` with each tensor, `[batch, tokens, heads, width]`.
+    fn change<T: Backend>(self, change: &dyn Fn(Tensor<S, 4>) -> Tensor<T, 4>) -> Self::On<T>;
 }
 
-/// Operands and settings that all layers of a forward pass share.
-#[derive(Clone, Debug)]
-pub struct LayerContext<'a, B: Backend> {
-    /// Document bounds and positions of the tokens.
-    pub documents: &'a Documents<B>,
-    /// Positions to rotate by, `[batch, seq_len]`: positions in the documents, plus the cache's length when decoding.
-    pub positions: Tensor<B, 2, Int>,
-    /// Cosine and sine tables of RoPE.
-    pub rope: &'a RotaryEmbedding<B>,
-    /// With context parallelism: how whole rows are divided among ranks; this pass has one rank's part of each row.
-    pub parts: Option<&'a ContextParallel>,
-    /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
-    pub shared: Option<&'a SharedPrompts<B>>,
-    /// How the layers compute.
-    pub settings: PassSettings,
-}
+impl<S: Backend> PerToken<S> for Tensor<S, 4> {
+    type On<T: Backend> = Tensor<T, 4>;
 
-impl<'a, B: Backend> LayerContext<'a, B> {
-    /// The context of a pass without cache, with default settings.
-    pub fn new(documents: &'a Documents<B>, rope: &'a RotaryEmbedding<B>) -> Self {
-        Self {
-            documents,
-            positions: documents.positions.clone(),
-            rope,
-            parts: None,
-            shared: None,
-            settings: PassSettings::default(),
-        }
+    fn change<T: Backend>(self, change: &dyn Fn(Self) -> Tensor<T, 4>) -> Tensor<T, 4> {
+        change(self)
     }
 }
 
-impl<B: Backend> LayerContext<'_, B> {
-    /// The context for a layer that rotates queries and keys (`rotates`), or for one that does not.
-    pub(crate) fn of_layer(&self, rotates: bool) -> Self {
-        Self { rope: self.rope.of_layer(rotates), ..self.clone() }
+/// The rows in which a kind attends. They are whole: every earlier token of a document is in its row.
+pub(crate) struct Rows<'a, B: Backend> {
+    /// Document bounds and positions of the rows' tokens.
+    pub(crate) documents: &'a Documents<B>,
+    /// Where the rows begin in the batch, which is the name of their choice in [`PassState::last_choice`].
+    pub(crate) first: usize,
+    /// The query heads that the packed tensors have, with their KV heads: all, or a process's share.
+    pub(crate) heads: Range<usize>,
+    /// The context of the pass.
+    pub(crate) context: &'a LayerContext<'a, B>,
+}
+
+/// New tokens' cache, with the context and the state of the pass.
+pub(crate) struct Cached<'a, 'c, B: SieveBackend> {
+    /// The cache and its rows.
+    pub(crate) of: CachedRows<'c, B::Inner>,
+    pub(crate) context: &'a LayerContext<'a, B>,
+    pub(crate) state: &'a mut PassState<B>,
+}
+
+/// What a kind packs of tokens, without a graph.
+pub(crate) type OnDevice<K, B> = <<K as KindAttention<B>>::Packed as PerToken<B>>::On<<B as SieveBackend>::Inner>;
+
+/// The attention of a kind: what its author writes, however tokens lie.
+///
+/// Outputs `o` are `[batch, tokens, query heads, head_dim]`.
+pub(crate) trait KindAttention<B: SieveBackend> {
+    /// What attention reads of tokens, most often one packed tensor of queries, keys and values, normed and rotated.
+    type Packed: PerToken<B, On<B> = Self::Packed>;
+    /// What attention gives beside its output, for [`fill`](Self::fill) and [`report`](Self::report).
+    type Found;
+
+    /// Number of query heads.
+    fn num_heads(&self) -> usize;
+
+    /// Projects x, `[batch, tokens, d_model]`, after the layer's norm.
+    fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Self::Packed;
+
+    /// [`project`](Self::project) for new tokens after cached ones, of which [`attend_cached`](Self::attend_cached) may
+    /// need less.
+    fn project_cached(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Self::Packed {
+        self.project(x, context)
     }
 
-    /// Positions, RoPE tables and documents for [`sieve_ops::attention_layer`].
-    pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
-        LayerTokens { positions: self.positions.clone(), rope: self.rope, documents: self.documents, parts: self.parts }
-    }
+    /// [`project`](Self::project) with context parallelism: x is this process's part of each row, and the result has
+    /// whole `rows` of this process's share of the heads.
+    fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> Self::Packed;
 
-    /// A copy of `spec` with this pass's kernel policy.
-    pub(crate) fn under_policy(&self, spec: AttentionSpec) -> AttentionSpec {
-        AttentionSpec { policy: self.settings.policy, ..spec }
-    }
+    /// Attention of the tokens of whole rows to each other.
+    fn attend(&self, packed: Self::Packed, rows: &Rows<'_, B>, state: &mut PassState<B>)
+    -> (Tensor<B, 4>, Self::Found);
 
-    /// Calls `attention` with the packed tensor and its documents. With shared prompts it gets rows in which each
-    /// prompt is repeated, and the output is mapped back to the tokens of `packed`.
-    pub(crate) fn attend(
+    /// The cache after a prompt, from its tokens and what [`attend`](Self::attend) found for them.
+    fn fill(&self, packed: OnDevice<Self, B>, found: Self::Found) -> LayerCache<B::Inner>;
+
+    /// Attention of one or several new tokens to the cached ones and to each other; adds them to the cache. What is
+    /// read from a cache gets no gradient.
+    fn attend_cached(&self, packed: OnDevice<Self, B>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4>;
+
+    /// The output projection of `o`, `[batch, tokens, num_heads * head_dim]`, plus `residual`.
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3>;
+
+    /// Adds what [`attend`](Self::attend) found for the pass's own tokens to the layer's output.
+    fn report(&self, _found: Self::Found, _output: &mut LayerOutput<B>) {}
+}
+
+/// The forward pass of an attention layer, which every kind has.
+pub trait Forward<B: SieveBackend> {
+    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`, as x, which comes after the layer's
+    /// norm.
+    ///
+    /// With `caches` the tokens of x follow those in the caches, which are extended: one cache of all rows, or one
+    /// cache per row. An empty cache must be one of all rows. What is read from a cache gets no gradient.
+    fn forward(
         &self,
-        packed: Tensor<B, 4>,
-        attention: impl FnOnce(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 4>,
-    ) -> Tensor<B, 4> {
-        match self.shared {
-            None => attention(packed, self.documents),
-            Some(shared) => shared.once(attention(shared.repeat(packed), shared.documents())),
-        }
-    }
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B>;
 }
 
-/// What the layers of a pass hand on: to later layers, and to the caller. It begins empty, and every layer gets it as
-/// `&mut`.
-#[derive(Clone, Debug)]
-pub struct PassState<B: Backend> {
-    /// Sums of earlier micro-batches' gradients, by weight. A layer takes the sums of its projections out, and its
-    /// backward pass adds its gradients to them.
-    pub sums: HashMap<ParamId, Tensor<B, 2>>,
-    /// The blocks that layers chose in this pass, for later layers that read the same blocks.
-    pub last_choice: LastChoice<B>,
-    /// For a block that is recomputed: what its first pass has kept of its attention.
-    pub attention: Option<KeptAttention<B>>,
-}
-
-impl<B: Backend> Default for PassState<B> {
-    fn default() -> Self {
-        Self { sums: HashMap::new(), last_choice: LastChoice::default(), attention: None }
-    }
-}
-
-impl<B: Backend> PassState<B> {
-    /// Takes the gradient sums of two projections out of `sums`.
-    pub(crate) fn take_sums(&mut self, projections: [&Linear<B>; 2]) -> WeightSums<B> {
-        projections.map(|linear| self.sums.remove(&linear.weight.id))
-    }
-}
-
-/// Output of an attention layer, or of a whole block.
-#[derive(Clone, Debug)]
-pub struct LayerOutput<B: SieveBackend> {
-    /// The residual stream with the layer's output added, `[batch, seq_len, d_model]`.
-    pub x: Tensor<B, 3>,
-    /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key. `None` for other
-    /// kinds and with shared prompts.
-    pub expire: Option<Tensor<B, 3, Int>>,
-    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; `None` where `expire` is, and with a bias that
-    /// does not clamp large scores, unlike [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
-    pub clamped_scores: Option<Tensor<B, 3>>,
-    /// Statistics of an indexer, see [`sieve_ops::index_statistics`]; only with `measures_indexers` in the context.
-    pub indexer: Option<Tensor<B::Inner, 1>>,
-    /// What the pass that recomputes the block need not compute again; see [`KeptAttention`].
-    pub attention: Option<KeptAttention<B>>,
-}
-
-impl<B: SieveBackend> LayerOutput<B> {
-    /// The output of a kind without further results.
-    pub(crate) fn of(x: Tensor<B, 3>) -> Self {
-        Self { x, expire: None, clamped_scores: None, indexer: None, attention: None }
-    }
-}
-
-/// The blocks that the queries of a layer chose. A chooser is a head that chooses for itself: a KV head, or by mean
-/// keys a query head.
-#[derive(Clone, Debug)]
-pub(crate) enum LayerChoice<B: Backend> {
-    /// Block indices for all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
-    Rows(Tensor<B, 4, Int>),
-    /// For one new token per row: one list per row and chooser, ascending, then -1.
-    Token(Vec<Vec<i32>>),
-}
-
-/// The blocks that the last choosing layer of a pass chose. Each cache has an entry, by its first row in the batch;
-/// without caches the only entry is 0.
-#[derive(Clone, Debug)]
-pub struct LastChoice<B: Backend>(HashMap<usize, LayerChoice<B>>);
-
-impl<B: Backend> Default for LastChoice<B> {
-    fn default() -> Self {
-        Self(HashMap::new())
-    }
-}
-
-impl<B: Backend> LastChoice<B> {
-    /// The same choice on another backend; `change` converts the tensors.
-    pub fn map<I: Backend>(self, change: impl Fn(Tensor<B, 4, Int>) -> Tensor<I, 4, Int>) -> LastChoice<I> {
-        let change = |choice| match choice {
-            LayerChoice::Rows(rows) => LayerChoice::Rows(change(rows)),
-            LayerChoice::Token(blocks) => LayerChoice::Token(blocks),
+impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        let num_heads = self.num_heads();
+        let all_heads = |documents| Rows { documents, first: 0, heads: 0..num_heads, context };
+        let (o, found) = match (caches, context.parts, context.shared) {
+            (Some(caches), _, _) => (with_caches(self, x, context, state, caches), None),
+            (None, Some(parts), _) => {
+                let documents = parts.whole_rows(&x.device());
+                let rows = Rows { heads: parts.own_heads(num_heads), ..all_heads(&documents) };
+                let (o, found) = self.attend(self.project_own_heads(x, parts, &rows), &rows, state);
+                (parts.to_tokens(o, num_heads), Some(found))
+            }
+            (None, None, Some(shared)) => {
+                let packed = self.project(x, context).change(&|x| shared.repeat(x));
+                let (o, _of_repeated_prompts) = self.attend(packed, &all_heads(shared.documents()), state);
+                (shared.once(o), None)
+            }
+            (None, None, None) => {
+                let (o, found) = self.attend(self.project(x, context), &all_heads(context.documents), state);
+                (o, Some(found))
+            }
         };
-        LastChoice(self.0.into_iter().map(|(row, choice)| (row, change(choice))).collect())
-    }
-
-    pub(crate) fn set(&mut self, first_row: usize, choice: LayerChoice<B>) {
-        self.0.insert(first_row, choice);
-    }
-
-    /// The choice for all tokens of the rows from `first_row` on. Panics without one.
-    pub(crate) fn rows(&self, first_row: usize) -> Tensor<B, 4, Int> {
-        match self.0.get(&first_row) {
-            Some(LayerChoice::Rows(rows)) => rows.clone(),
-            _ => panic!("no earlier layer chose blocks for the same tokens"),
+        let mut output = LayerOutput::of(self.project_out(o.flatten(2, 3), residual));
+        if let Some(found) = found {
+            self.report(found, &mut output);
         }
-    }
-
-    /// The choice for one new token of the rows from `first_row` on. Panics without one.
-    pub(crate) fn token(&self, first_row: usize) -> Vec<Vec<i32>> {
-        match self.0.get(&first_row) {
-            Some(LayerChoice::Token(blocks)) => blocks.clone(),
-            _ => panic!("no earlier layer chose blocks for one token"),
-        }
+        output
     }
 }
 
-/// Width of the rotary tables that the layers of `shape` read: `head_dim`, or MLA's `qk_rope_head_dim`.
-pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
-    match shape.attention.as_kind().rope_width() {
-        0 => shape.head_dim,
-        width => width,
+/// Attention of a prompt, which fills the empty cache, or of new tokens behind the cached ones.
+fn with_caches<B: SieveBackend, K: KindAttention<B>>(
+    kind: &K,
+    x: Tensor<B, 3>,
+    context: &LayerContext<'_, B>,
+    state: &mut PassState<B>,
+    caches: &mut LayerCaches<'_, B::Inner>,
+) -> Tensor<B, 4> {
+    if let Some(cache) = caches.empty() {
+        let packed = kind.project(x, context);
+        let rows = Rows { documents: context.documents, first: 0, heads: 0..kind.num_heads(), context };
+        let (o, found) = kind.attend(packed.clone(), &rows, state);
+        *cache = kind.fill(packed.change(&|x| on_device(x)), found);
+        return o;
     }
-}
-
-/// The values of a tensor, without the autodiff graph that it may be part of.
-pub(crate) fn on_device<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B::Inner, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(B::value(x.into_primitive().tensor())))
-}
-
-/// A tensor of the device as a constant; the reverse of [`on_device`].
-pub(crate) fn from_device<B: SieveBackend, const D: usize>(x: Tensor<B::Inner, D>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(B::constant(x.into_primitive().tensor())))
+    let batch = x.dims()[0];
+    let packed = kind.project_cached(x, context).change(&|x| on_device(x));
+    let mut parts = caches.each(batch, |of| {
+        let [first, count] = of.rows;
+        let all = packed.clone();
+        let of_rows = if count == batch { all } else { all.change(&|x| x.narrow(0, first, count)) };
+        kind.attend_cached(of_rows, Cached { of, context, state })
+    });
+    from_device(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) })
 }

@@ -7,7 +7,7 @@
 //! ```
 //! use burn::tensor::{Distribution, Tensor};
 //! use burn_flex::Flex;
-//! use sieve_nn::{AttentionConfig, KindLayer, LayerContext, PassState};
+//! use sieve_nn::{AttentionConfig, Forward, LayerContext, PassState};
 //! use sieve_ops::{DmaShape, Documents};
 //!
 //! let device = Default::default();
@@ -32,12 +32,13 @@ mod swiglu_mlp;
 
 mod shared_prompts;
 
-mod layer;
+mod pass;
 
 mod attention_config;
 mod attention_weights;
 mod kinds;
 mod kv_cache;
+mod layer;
 
 mod decoder_layer;
 mod prefill_hook;
@@ -52,8 +53,9 @@ pub use kinds::{
     LatentAttention, LatentCache, LayerCache, MultiHeadAttention, NativeSparseAttention, RecentCache, SlotCache,
 };
 pub use kv_cache::{KvCache, LayerCaches, TextRows};
-pub use layer::{LastChoice, LayerContext, LayerOutput, PassSettings, PassState};
+pub use layer::Forward;
 pub use linear::{Linear, may_be_bf16};
+pub use pass::{LastChoice, LayerContext, LayerOutput, PassSettings, PassState};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};

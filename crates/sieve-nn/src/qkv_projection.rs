@@ -4,7 +4,9 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
-use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend, TokenAttention, TokenExtra};
+use sieve_ops::{
+    AttentionLayer, AttentionSpec, ContextParallel, Heads, QkNorm, SieveBackend, TokenAttention, TokenExtra,
+};
 
 /// Projects x to packed queries, keys and values, `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, and
 /// rotates queries and keys, after their per-head norms where the model has such norms.
@@ -92,6 +94,11 @@ impl<B: SieveBackend> QkvProjection<B> {
             o: o_proj.weight.val(),
             spec,
         }
+    }
+
+    /// Exchanges a packed tensor of this process's part of each row for whole rows of its share of the heads.
+    pub(crate) fn own_heads(&self, qkv: Tensor<B, 4>, parts: &ContextParallel) -> Tensor<B, 4> {
+        parts.to_heads(qkv, &[self.num_heads, self.num_kv_heads, self.num_kv_heads].map(Heads::Split))
     }
 
     /// Projects like [`forward`](Self::forward), without norms and rotation.

@@ -3,7 +3,7 @@
 //! `Qwen3::through_layers` is the one loop over the layers, with a hook that takes the residual stream through a
 //! layer. Only training has a loop of its own, which cuts the graph between layers. Decoding as a CUDA graph
 //! (`token_step.rs`) does not take models with residual scales, which run layer by layer.
-use crate::layer::rope_dim;
+use crate::pass::rope_dim;
 use crate::whole_weights::{WeightSource, WholeWeights};
 use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, PassState, RmsNorm, WeightInit};
 use burn::module::{Module, Param};

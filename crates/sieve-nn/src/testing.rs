@@ -105,7 +105,7 @@ impl<B: Backend> Rows<B> {
         let device = Default::default();
         Self {
             documents: Documents::whole_rows(dims, &device),
-            rope: RotaryEmbedding::new(crate::layer::rope_dim(shape), dims[1], shape.rope_theta, &device),
+            rope: RotaryEmbedding::new(crate::pass::rope_dim(shape), dims[1], shape.rope_theta, &device),
         }
     }
 

@@ -45,7 +45,8 @@ pub(crate) enum Piece {
 /// The queue's end at which requests arrive.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    texts: mpsc::Sender<Text>,
+    /// `None` after the last text.
+    texts: mpsc::Sender<Option<Text>>,
     waiting: Waiting,
     most: usize,
 }
@@ -61,12 +62,47 @@ impl Waiting {
     }
 }
 
+/// The queue's end from which texts are taken.
+#[derive(Debug)]
+pub(crate) struct Taken {
+    texts: mpsc::Receiver<Option<Text>>,
+    has_ended: bool,
+}
+
+impl Taken {
+    /// Waits for the next text; `None` once the queue has ended.
+    pub(crate) fn wait(&mut self) -> Option<Text> {
+        if !self.has_ended {
+            let next = self.texts.recv().ok().flatten();
+            self.has_ended = next.is_none();
+            return next;
+        }
+        None
+    }
+
+    /// The texts that have arrived.
+    pub(crate) fn arrived(&mut self) -> Vec<Text> {
+        let mut arrived = Vec::new();
+        while let (false, Ok(text)) = (self.has_ended, self.texts.try_recv()) {
+            self.has_ended = text.is_none();
+            arrived.extend(text);
+        }
+        arrived
+    }
+}
+
 impl Queue {
     /// A queue for `most` texts, the end from which they are taken, and their count.
-    pub(crate) fn new(most: usize) -> (Self, mpsc::Receiver<Text>, Waiting) {
+    pub(crate) fn new(most: usize) -> (Self, Taken, Waiting) {
         let (texts, taken) = mpsc::channel();
         let waiting = Waiting::default();
-        (Self { texts, waiting: waiting.clone(), most }, taken, waiting)
+        (Self { texts, waiting: waiting.clone(), most }, Taken { texts: taken, has_ended: false }, waiting)
+    }
+
+    /// Ends the queue for the thread that takes texts, also while a request that is still read holds the queue.
+    pub(crate) fn end(&self) {
+        // Without that thread nothing is left to end.
+        let _ = self.texts.send(None);
     }
 
     /// Number of texts that wait.
@@ -92,8 +128,42 @@ impl Queue {
         self.waiting.0.fetch_update(Relaxed, Relaxed, room).map_err(|_| ApiError::queue_full(self.most))?;
         let (pieces, receiver) = unbounded_channel();
         for index in 0..count {
-            self.texts.send(text(index, pieces.clone())).map_err(|_| ApiError::stopping())?;
+            self.texts.send(Some(text(index, pieces.clone()))).map_err(|_| ApiError::stopping())?;
         }
         Ok(receiver)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(index: usize, pieces: UnboundedSender<(usize, Piece)>) -> Text {
+        Text {
+            index,
+            prompt: Arc::new([1]),
+            max_tokens: 1,
+            sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: None, seed: 0 },
+            stop: StopTexts::default(),
+            num_top: None,
+            scores_prompt: false,
+            pieces,
+        }
+    }
+
+    /// A request whose reading never ends holds the queue, so a queue that ended with its last holder would keep the
+    /// process alive.
+    #[test]
+    fn a_queue_that_is_ended_ends_while_a_request_holds_it() {
+        let (queue, mut taken, _) = Queue::new(4);
+        let reader = Arc::new(queue);
+        let _pieces = reader.send(2, text).expect("room");
+        assert_eq!(taken.arrived().len(), 2);
+        let _pieces = reader.send(1, text).expect("room");
+        reader.end();
+        let _late = reader.send(1, text).expect("room");
+        assert!(taken.wait().is_some(), "the text before the end");
+        assert!(taken.wait().is_none() && taken.wait().is_none() && taken.arrived().is_empty());
+        drop(reader);
     }
 }

@@ -36,9 +36,10 @@ pub fn serve<B: DeviceBackend>(
     let runtime = runtime()?;
     let stop = stop.receiver();
     let requests = std::thread::Builder::new().name("requests".to_owned()).spawn(move || {
-        let done = runtime.block_on(listen::accept(listener, http::router(server), stop));
-        // Drops unanswered requests, and with them the sending end of the queue, so that the worker ends.
+        let done = runtime.block_on(listen::accept(listener, http::router(server.clone()), stop));
+        // Drops unanswered requests. A reader may run on, so it is not the last holder that ends the queue.
         runtime.shutdown_background();
+        server.queue.end();
         done
     })?;
     Worker::new(engine, size, &metrics, (texts, waiting)).run();

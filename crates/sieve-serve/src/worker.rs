@@ -1,7 +1,7 @@
 //! The thread that owns the model: takes texts from the queue and decodes all open ones as one batch.
 use crate::error::ApiError;
 use crate::metrics::Metrics;
-use crate::queue::{Piece, Text, Waiting};
+use crate::queue::{Piece, Taken, Text, Waiting};
 use crate::server::Engine;
 use sieve_data::Tokenizer;
 use sieve_infer::{InferError, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts};
@@ -9,7 +9,6 @@ use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::Receiver;
 
 /// Tokens of prompts that are read before the open texts get their next token.
 const PROMPT_TOKENS: usize = 2048;
@@ -18,7 +17,7 @@ const PROMPT_TOKENS: usize = 2048;
 pub(crate) struct Worker<'a, B: DeviceBackend> {
     engine: &'a Engine<'a, B>,
     metrics: &'a Metrics,
-    texts: Receiver<Text>,
+    texts: Taken,
     num_waiting: Waiting,
     waiting: VecDeque<Text>,
     open: OpenTexts<'a, B, Writing<'a>>,
@@ -29,22 +28,22 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         engine: &'a Engine<'a, B>,
         size: [usize; 2],
         metrics: &'a Metrics,
-        (texts, num_waiting): (Receiver<Text>, Waiting),
+        (texts, num_waiting): (Taken, Waiting),
     ) -> Self {
         let open = OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device);
         Self { engine, metrics, texts, num_waiting, waiting: VecDeque::new(), open }
     }
 
-    /// Decodes until the queue is closed and every text has ended.
+    /// Decodes until the queue and every text have ended.
     pub(crate) fn run(mut self) {
         loop {
             if self.open.is_empty() && self.waiting.is_empty() {
-                match self.texts.recv() {
-                    Ok(text) => self.waiting.push_back(text),
-                    Err(_) => return,
+                match self.texts.wait() {
+                    Some(text) => self.waiting.push_back(text),
+                    None => return,
                 }
             }
-            self.waiting.extend(self.texts.try_iter());
+            self.waiting.extend(self.texts.arrived());
             self.drop_abandoned();
             self.begin_waiting();
             self.step();

@@ -2,7 +2,7 @@
 use burn::backend::Autodiff;
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
-use sieve_nn::{AttentionConfig, KindLayer, LayerContext, PassState};
+use sieve_nn::{AttentionConfig, Forward, LayerContext, PassState};
 use sieve_ops::{DmaShape, Documents};
 
 type B = Autodiff<Flex>;

@@ -14,8 +14,9 @@ pub(super) use cache::{chosen_blocks, keys_of_blocks};
 use super::msa::Indexer;
 use super::{KindLayer, LayerCache};
 use crate::attention_weights::{self, by_key, with_values};
-use crate::layer::{LayerChoice, LayerContext, LayerOutput, PassState, from_device, on_device};
-use crate::{LayerCaches, Linear, QkvProjection, WeightInit};
+use crate::layer::{Cached, KindAttention, PerToken, Rows};
+use crate::pass::{LayerChoice, LayerContext, LayerOutput, PassState, from_device, on_device};
+use crate::{Linear, QkvProjection, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -50,14 +51,16 @@ pub struct ChosenBlocksAttention<B: Backend> {
 
 /// The packed queries, keys and values of a layer: `qkv` for the attention, `index` for the indexer if there is one.
 #[derive(Clone)]
-struct Packed<B: Backend> {
+pub(crate) struct Packed<B: Backend> {
     qkv: Tensor<B, 4>,
     index: Option<Tensor<B, 4>>,
 }
 
-impl<B: Backend> Packed<B> {
-    fn map(self, change: impl Fn(Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
-        Self { qkv: change(self.qkv), index: self.index.map(&change) }
+impl<S: Backend> PerToken<S> for Packed<S> {
+    type On<T: Backend> = Packed<T>;
+
+    fn change<T: Backend>(self, change: &dyn Fn(Tensor<S, 4>) -> Tensor<T, 4>) -> Packed<T> {
+        Packed { qkv: change(self.qkv), index: self.index.map(change) }
     }
 }
 
@@ -113,14 +116,6 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
-    /// Projects x, after the layer's norm, for the attention and for the indexer.
-    fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
-        Packed {
-            index: self.indexer.as_ref().map(|indexer| indexer.forward(x.clone(), context)),
-            qkv: self.qkv.forward(x, context),
-        }
-    }
-
     /// Chooses blocks by `block_keys` (QSA), else by the indexer's queries and keys, or without an indexer by the
     /// attention's own.
     fn choose(
@@ -139,39 +134,38 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         };
         sieve_ops::choose_key_blocks(scored.clone(), documents, spec, self.choice)
     }
+}
 
-    /// [`attend`](Self::attend) with context parallelism: this rank has one part of each row; it chooses blocks and
-    /// attends over whole rows, with its share of the KV heads and their queries. An indexer has one query per KV head,
-    /// and one key and one value that every rank gets.
-    fn attend_of_part(
-        &self,
-        packed: Packed<B>,
-        parts: &ContextParallel,
-        context: &LayerContext<'_, B>,
-        state: &mut PassState<B>,
-    ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
-        let spec = self.spec();
-        let kinds = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split);
-        let rows = parts.whole_rows(&packed.qkv.device());
-        let of_indexer = [Heads::Split(spec.num_kv_heads), Heads::Shared(2)];
-        let packed = Packed {
-            qkv: parts.to_heads(packed.qkv, &kinds),
-            index: packed.index.map(|index| parts.to_heads(index, &of_indexer)),
-        };
-        let first_row = 0;
-        let (o, statistics) = self.attend(packed, (&rows, first_row), context, state);
-        (parts.to_tokens(o, spec.num_heads), statistics)
+impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
+    type Packed = Packed<B>;
+    /// The indexer's statistics where `measures_indexers` is set in the pass's settings.
+    type Found = Option<Tensor<B::Inner, 1>>;
+
+    fn num_heads(&self) -> usize {
+        self.spec().num_heads
     }
 
-    /// Chooses blocks, or takes the last choosing layer's blocks of the rows from `first_row` on, and attends with the
-    /// heads in `packed`, all or some. Also returns the indexer's statistics where
-    /// `context.settings.measures_indexers` is set,
-    /// else `None`.
+    /// Projects x for the attention and for the indexer.
+    fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
+        Packed {
+            index: self.indexer.as_ref().map(|indexer| indexer.forward(x.clone(), context)),
+            qkv: self.qkv.forward(x, context),
+        }
+    }
+
+    /// Blocks are chosen per KV head. An indexer has one query per KV head, and one key and one value that every
+    /// process gets.
+    fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> Packed<B> {
+        let Packed { qkv, index } = self.project(x, rows.context);
+        let of_indexer = [Heads::Split(self.spec().num_kv_heads), Heads::Shared(2)];
+        Packed { qkv: self.qkv.own_heads(qkv, parts), index: index.map(|index| parts.to_heads(index, &of_indexer)) }
+    }
+
+    /// Chooses blocks, or takes the last choosing layer's blocks of the same rows, and attends.
     fn attend(
         &self,
         packed: Packed<B>,
-        (documents, first_row): (&Documents<B>, usize),
-        context: &LayerContext<'_, B>,
+        &Rows { documents, first, context, .. }: &Rows<'_, B>,
         state: &mut PassState<B>,
     ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
         let spec = context.under_policy(self.spec());
@@ -180,10 +174,10 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let block_keys = self.block_keys(&packed, documents, context.rope);
         let chosen = match (self.reads_all(context), self.shares) {
             (true, _) => None,
-            (false, true) => Some(state.last_choice.rows(first_row)),
+            (false, true) => Some(state.last_choice.rows(first)),
             (false, false) => {
                 let chosen = self.choose(&packed, block_keys.as_ref(), documents, spec);
-                state.last_choice.set(first_row, LayerChoice::Rows(chosen.clone()));
+                state.last_choice.set(first, LayerChoice::Rows(chosen.clone()));
                 Some(chosen)
             }
         };
@@ -214,92 +208,56 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// Attention of new tokens after the cached ones, `[batch, new, num_heads, head_dim]`. A prompt fills an empty
-    /// cache; a single new token reads the cache; several new tokens attend in one row with all cached tokens.
-    fn attend_cached(
-        &self,
-        packed: Packed<B>,
-        context: &LayerContext<'_, B>,
-        state: &mut PassState<B>,
-        caches: &mut LayerCaches<'_, B::Inner>,
-    ) -> Tensor<B, 4> {
-        let (spec, choice) = (self.spec(), self.choice);
-        let Packed { qkv, index } = packed.on_device();
-        let o = caches.attend(qkv, |cached, qkv| {
-            let [first, count] = cached.rows;
-            let packed = Packed { qkv, index: index.as_ref().map(|index| index.clone().narrow(0, first, count)) };
-            let LayerCache::Chosen(cache) = cached.cache else {
-                // A layer that reads another layer's blocks needs no pooled keys.
-                let pools = !self.shares;
-                *cached.cache = LayerCache::Chosen(ChosenCache::of_prompt(&packed, spec, choice, pools));
-                let rows = (context.documents, first);
-                return on_device(self.attend(Packed::from_device(packed), rows, context, state).0);
-            };
-            let [batch, new, _, _] = packed.qkv.dims();
-            if new == 1 && self.reads_all(context) {
-                return cache.attend_to_all(packed, spec, cached.scratch);
-            }
-            if new == 1 {
-                let others_choice = self.shares.then(|| state.last_choice.token(first));
-                let qsa_indexer = self.indexer.as_ref().filter(|_| choice.rule == ChoiceRule::SumOfHeads);
-                let block_keys = qsa_indexer.and_then(|indexer| {
-                    let (means, positions) = cache.block_means()?;
-                    let positions = Tensor::from_primitive(positions.into_primitive());
-                    let keys = indexer.keys_of(from_device(means), positions, context.rope);
-                    Some(on_device(keys).unsqueeze_dim::<4>(1))
-                });
-                let (o, chosen) = cache.attend(packed, spec, (others_choice, block_keys), cached.scratch);
-                state.last_choice.set(first, LayerChoice::Token(chosen));
-                return o;
-            }
-            // Several new tokens attend in a row of all tokens, where the cached tokens have queries of zero, whose
-            // outputs are not read.
-            let row = cache.row(&packed);
-            let earlier = cache.num_tokens();
-            cache.append(&packed, spec);
-            let documents = Documents::whole_rows([batch, earlier + new], &row.qkv.device());
-            let o = self.attend(Packed::from_device(row), (&documents, first), context, state).0;
-            on_device(o).narrow(1, earlier, new)
-        });
-        from_device(o)
-    }
-}
-
-impl<B: SieveBackend> Packed<B> {
-    fn on_device(self) -> Packed<B::Inner> {
-        Packed { qkv: on_device(self.qkv), index: self.index.map(on_device) }
+    fn fill(&self, packed: Packed<B::Inner>, _statistics: Self::Found) -> LayerCache<B::Inner> {
+        // A layer that reads another layer's blocks needs no pooled keys.
+        let pools = !self.shares;
+        LayerCache::Chosen(ChosenCache::of_prompt(&packed, self.spec(), self.choice, pools))
     }
 
-    fn from_device(packed: Packed<B::Inner>) -> Self {
-        Self { qkv: from_device(packed.qkv), index: packed.index.map(from_device) }
+    /// A single new token reads the cache; several new tokens attend in one row with all cached tokens.
+    fn attend_cached(&self, packed: Packed<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
+        let Cached { of: cached, context, state } = cached;
+        let ([first, _], spec) = (cached.rows, self.spec());
+        let LayerCache::Chosen(cache) = cached.cache else {
+            panic!("a layer that chooses blocks decodes after a prompt");
+        };
+        let [batch, new, _, _] = packed.qkv.dims();
+        if new == 1 && self.reads_all(context) {
+            return cache.attend_to_all(packed, spec, cached.scratch);
+        }
+        if new == 1 {
+            let others_choice = self.shares.then(|| state.last_choice.token(first));
+            let qsa_indexer = self.indexer.as_ref().filter(|_| self.choice.rule == ChoiceRule::SumOfHeads);
+            let block_keys = qsa_indexer.and_then(|indexer| {
+                let (means, positions) = cache.block_means()?;
+                let positions = Tensor::from_primitive(positions.into_primitive());
+                let keys = indexer.keys_of(from_device(means), positions, context.rope);
+                Some(on_device(keys).unsqueeze_dim::<4>(1))
+            });
+            let (o, chosen) = cache.attend(packed, spec, (others_choice, block_keys), cached.scratch);
+            state.last_choice.set(first, LayerChoice::Token(chosen));
+            return o;
+        }
+        // The cached tokens have queries of zero, whose outputs are not read.
+        let row = cache.row(&packed);
+        let earlier = cache.num_tokens();
+        cache.append(&packed, spec);
+        let documents = Documents::whole_rows([batch, earlier + new], &row.qkv.device());
+        let rows = Rows { documents: &documents, first, heads: 0..spec.num_heads, context };
+        let (o, _) = self.attend(row.change(&|x| from_device(x)), &rows, state);
+        on_device(o).narrow(1, earlier, new)
+    }
+
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+        self.o_proj.forward_add(o, residual)
+    }
+
+    fn report(&self, statistics: Self::Found, output: &mut LayerOutput<B>) {
+        output.indexer = statistics;
     }
 }
 
 impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
-    /// Attends to chosen blocks: from caches, with other ranks' parts of the rows, in shared prompts, or in whole rows.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B> {
-        let packed = self.packed(x, context);
-        let first_row = 0;
-        let (o, statistics) = match (caches, context.parts, context.shared) {
-            (Some(caches), _, _) => (self.attend_cached(packed, context, state, caches), None),
-            (None, Some(parts), _) => self.attend_of_part(packed, parts, context, state),
-            (None, None, None) => self.attend(packed, (context.documents, first_row), context, state),
-            (None, None, Some(shared)) => {
-                let packed = packed.map(|x| shared.repeat(x));
-                let (o, statistics) = self.attend(packed, (shared.documents(), first_row), context, state);
-                (shared.once(o), statistics)
-            }
-        };
-        LayerOutput { indexer: statistics, ..LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual)) }
-    }
-
     /// `None` where the layer reads blocks that another layer chose, has a QSA indexer, or reads all keys while its
     /// indexer learns.
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
@@ -341,7 +299,7 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
             (true, _) => None,
             (false, true) => Some(state.last_choice.rows(0)),
             (false, false) => {
-                let (packed, documents) = (self.packed(x(), context), context.documents);
+                let (packed, documents) = (self.project(x(), context), context.documents);
                 let keys = self.block_keys(&packed, documents, context.rope);
                 Some(self.choose(&packed, keys.as_ref(), documents, self.spec()))
             }

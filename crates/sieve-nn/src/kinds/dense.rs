@@ -2,16 +2,17 @@
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{by_key, with_values};
 use crate::kv_cache::{CachedRows, last};
-use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
-use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::layer::{Cached, KindAttention, Rows};
+use crate::pass::{LayerContext, PassState, on_device};
+use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::kinds::Dense;
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, DeviceBackend, Documents, KeyCache, RowsOf, SelectorCache, SieveBackend,
-    TokenAttention, TokenCache, cached_attention, split_heads,
+    AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, Documents, KeyCache, RowsOf, SelectorCache,
+    SieveBackend, TokenAttention, TokenCache, cached_attention, split_heads,
 };
 
 /// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
@@ -82,38 +83,44 @@ fn attend<B: SieveBackend>(
     }
 }
 
-impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
-    /// Attends in whole rows; with caches, in a prompt that fills the empty cache, or from new tokens to the cached
-    /// ones.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        _state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B> {
-        let (qkv, spec) = (self.qkv.forward(x, context), context.under_policy(self.spec()));
-        let of_rows = |qkv, documents: &Documents<B>| attend(qkv, self.sinks(), documents, spec);
-        let o = match caches {
-            None => context.attend(qkv, of_rows),
-            Some(caches) => match caches.empty() {
-                // The tokens are a prompt, which fills the cache.
-                Some(cache) => {
-                    cache.keep_recent(&on_device(qkv.clone()), spec);
-                    of_rows(qkv, context.documents)
-                }
-                None => {
-                    let sinks = self.sinks().map(on_device);
-                    let attend =
-                        |cached: CachedRows<'_, B::Inner>, qkv| attend_recent(cached, qkv, sinks.clone(), spec);
-                    from_device(caches.attend(on_device(qkv), attend))
-                }
-            },
-        };
-        LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual))
+impl<B: SieveBackend> KindAttention<B> for MultiHeadAttention<B> {
+    type Packed = Tensor<B, 4>;
+    type Found = ();
+
+    fn num_heads(&self) -> usize {
+        self.spec().num_heads
     }
 
+    fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
+        self.qkv.forward(x, context)
+    }
+
+    fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> Tensor<B, 4> {
+        self.qkv.own_heads(self.project(x, rows.context), parts)
+    }
+
+    fn attend(&self, qkv: Tensor<B, 4>, rows: &Rows<'_, B>, _state: &mut PassState<B>) -> (Tensor<B, 4>, ()) {
+        let spec = rows.context.under_policy(self.spec()).of_packed_heads(qkv.dims()[2]);
+        let sinks = self.sinks().map(|sinks| sinks.narrow(0, rows.heads.start, rows.heads.len()));
+        (attend(qkv, sinks, rows.documents, spec), ())
+    }
+
+    fn fill(&self, qkv: Tensor<B::Inner, 4>, (): ()) -> LayerCache<B::Inner> {
+        let mut cache = LayerCache::Empty;
+        cache.keep_recent(&qkv, self.spec());
+        cache
+    }
+
+    fn attend_cached(&self, qkv: Tensor<B::Inner, 4>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
+        attend_recent(cached.of, qkv, self.sinks().map(on_device), cached.context.under_policy(self.spec()))
+    }
+
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+        self.o_proj.forward_add(o, residual)
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
     fn layer_op(
         &self,
         norm: &RmsNorm<B>,

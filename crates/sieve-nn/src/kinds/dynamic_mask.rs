@@ -2,16 +2,17 @@
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{self, by_key, with_values};
 use crate::kv_cache::CachedRows;
-use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
-use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::layer::{Cached, KindAttention, Rows};
+use crate::pass::{LayerContext, LayerOutput, PassState, on_device};
+use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, ModelShape};
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents,
-    PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache, dma_attention_by_rank, dma_decode,
-    dma_ranks, split_heads,
+    AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken,
+    Documents, PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache, dma_attention_by_rank,
+    dma_decode, dma_ranks, split_heads,
 };
 
 /// Every KV head scores each key once, from the token's values. A query sees the `keep_window_size` earlier keys with
@@ -77,54 +78,57 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         DmaLayer { w_dt: on_device(w_dt), a: on_device(a), spec }
     }
 
-    pub(super) fn attend(&self, qkv: Tensor<B, 4>, documents: &Documents<B>, spec: AttentionSpec) -> DmaAttention<B> {
+    pub(super) fn masked(&self, qkv: Tensor<B, 4>, documents: &Documents<B>, spec: AttentionSpec) -> DmaAttention<B> {
         let found = sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec);
         found.unwrap_or_else(|error| panic!("{error}"))
     }
 }
 
-impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
-    /// Attends to the chosen keys; only a pass over whole rows returns the mask and the scores.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        _state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B> {
-        let (qkv, spec) = (self.qkv.forward(x, context), context.under_policy(self.spec()));
-        let (mut expire, mut scores) = (None, None);
-        let o = match caches {
-            None => context.attend(qkv, |qkv, documents| {
-                let result = self.attend(qkv, documents, spec);
-                // With shared prompts the mask is of rows with repeated prompts, so it is not reported.
-                if context.shared.is_none() {
-                    expire = Some(result.expire);
-                    // Only the bias `exp(min(z, 60))` clamps scores; the linear bias is z itself.
-                    scores = Some(result.rank).filter(|_| self.clamps_scores());
-                }
-                result.o
-            }),
-            Some(caches) => match caches.empty() {
-                // The tokens are a prompt, which fills the cache.
-                Some(cache) => {
-                    let DmaAttention { o, rank, expire } = self.attend(qkv.clone(), context.documents, spec);
-                    let expire = Tensor::from_primitive(expire.into_primitive());
-                    *cache = SlotCache::of_prompt(on_device(qkv), on_device(rank), expire, spec, self.dma.window());
-                    o
-                }
-                None => {
-                    let layer = self.dma_layer_on_device();
-                    let attend = |cached: CachedRows<'_, B::Inner>, qkv| attend_selected(cached, qkv, &layer, spec);
-                    from_device(caches.attend(on_device(qkv), attend))
-                }
-            },
-        };
-        let x = self.o_proj.forward_add(o.flatten(2, 3), residual);
-        LayerOutput { expire, clamped_scores: scores, ..LayerOutput::of(x) }
+impl<B: SieveBackend> KindAttention<B> for DynamicMaskAttention<B> {
+    type Packed = Tensor<B, 4>;
+    /// Scores of the keys, and the first query that no longer sees each, both `[batch, num_kv_heads, seq_len]`.
+    type Found = (Tensor<B, 3>, Tensor<B, 3, Int>);
+
+    fn num_heads(&self) -> usize {
+        self.spec().num_heads
     }
 
+    fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
+        self.qkv.forward(x, context)
+    }
+
+    /// Panics: a key's score is of the values of all KV heads, so heads cannot be divided. In parts of rows DMA is the
+    /// one op of [`layer_op`](KindLayer::layer_op), which exchanges keys.
+    fn project_own_heads(&self, _x: Tensor<B, 3>, _parts: &ContextParallel, _rows: &Rows<'_, B>) -> Tensor<B, 4> {
+        panic!("DMA needs whole rows where it is not one op")
+    }
+
+    fn attend(&self, qkv: Tensor<B, 4>, rows: &Rows<'_, B>, _state: &mut PassState<B>) -> (Tensor<B, 4>, Self::Found) {
+        let DmaAttention { o, rank, expire } = self.masked(qkv, rows.documents, rows.context.under_policy(self.spec()));
+        (o, (rank, expire))
+    }
+
+    fn fill(&self, qkv: Tensor<B::Inner, 4>, (rank, expire): Self::Found) -> LayerCache<B::Inner> {
+        let expire = Tensor::from_primitive(expire.into_primitive());
+        SlotCache::of_prompt(qkv, on_device(rank), expire, self.spec(), self.dma.window())
+    }
+
+    fn attend_cached(&self, qkv: Tensor<B::Inner, 4>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
+        attend_selected(cached.of, qkv, &self.dma_layer_on_device(), cached.context.under_policy(self.spec()))
+    }
+
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+        self.o_proj.forward_add(o, residual)
+    }
+
+    fn report(&self, (rank, expire): Self::Found, output: &mut LayerOutput<B>) {
+        output.expire = Some(expire);
+        // Only the bias `exp(min(z, 60))` clamps scores; the linear bias is z itself.
+        output.clamped_scores = Some(rank).filter(|_| self.clamps_scores());
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
     fn layer_op(
         &self,
         norm: &RmsNorm<B>,
@@ -148,7 +152,7 @@ impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
         // DMA's scores depend on the values, so the mask is computed before one-hot values replace them.
-        let chosen = self.attend(qkv.clone(), documents, spec);
+        let chosen = self.masked(qkv.clone(), documents, spec);
         by_key(&qkv, |one_hot| {
             let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
             let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());

@@ -1,8 +1,9 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression, and its cache of latents.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::by_key;
-use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
-use crate::{AttentionConfig, LayerCaches, Linear, RmsNorm, WeightInit};
+use crate::layer::{Cached, KindAttention, PerToken, Rows};
+use crate::pass::{LayerContext, PassState, on_device};
+use crate::{AttentionConfig, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -98,94 +99,6 @@ impl<B: Backend> LatentAttention<B> {
 }
 
 impl<B: SieveBackend> LatentAttention<B> {
-    /// The attention's output after the output projection, shape of x, `[batch, seq_len, d_model]`, without a cache.
-    fn forward_of_rows(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let spec = MlaSpec { policy: context.settings.policy, ..self.spec() };
-        if let Some(parts) = context.parts {
-            return self.forward_of_part(x, context, parts, spec);
-        }
-        let packed = self.packed_of(x, context).unsqueeze_dim(2);
-        let o = context
-            .attend(packed, |packed, documents| sieve_ops::mla_attention(packed.squeeze_dim(2), documents, spec));
-        self.o_proj.forward(o.flatten(2, 3))
-    }
-
-    /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row. It
-    /// receives the latents of whole rows, computes the keys and values of its own heads from them, and attends with
-    /// these heads.
-    fn forward_of_part(
-        &self,
-        x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        parts: &ContextParallel,
-        spec: MlaSpec,
-    ) -> Tensor<B, 3> {
-        let ([batch, len, _], device) = (x.dims(), x.device());
-        let rows = parts.whole_rows::<B>(&device);
-        let heads = parts.own_heads(self.num_heads);
-        let own = MlaSpec { num_heads: heads.len(), ..spec };
-        let (latent, k_rope) = self.latent(x.clone());
-        let q = self.q_proj.forward(x).reshape([batch, len, self.num_heads, spec.key_dim()]);
-        let q = parts.to_heads(q, &[Heads::Split(self.num_heads)]).flatten(2, 3);
-        let shared = Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2);
-        let shared = parts.to_heads(shared, &[Heads::Shared(1)]).squeeze_dim::<3>(2);
-        let latent = shared.clone().narrow(2, 0, self.kv_lora_rank);
-        let k_rope = shared.narrow(2, self.kv_lora_rank, self.rope_dim);
-        // The weight's gradient is zero in the rows of other ranks' heads; the sum over ranks completes it.
-        let up = self.kv_b_proj.weight.val();
-        let up = up.narrow(0, heads.start * 2 * self.head_dim, heads.len() * 2 * self.head_dim);
-        let kv = sieve_ops::linear(latent, up);
-        let inputs = [q, kv, k_rope];
-        let (packed, _) = sieve_ops::mla_pack(inputs, self.qk_norm(), rows.positions.clone(), context.rope, own);
-        let o = sieve_ops::mla_attention(packed, &rows, own);
-        let o = parts.to_tokens(o, self.num_heads);
-        self.o_proj.forward(o.flatten(2, 3))
-    }
-
-    /// Queries, keys and values of x, packed by [`sieve_ops::mla_pack`].
-    pub(crate) fn packed_of(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let (latent, k_rope) = self.latent(x.clone());
-        self.packed(x, self.kv_b_proj.forward(latent), k_rope, context).0
-    }
-
-    /// The output of new tokens without the residual; reads and extends the caches. They hold `kv_lora_rank +
-    /// qk_rope_head_dim` values per token, and where keys are normed one more per head.
-    ///
-    /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
-    /// of the keys' norm and by W_UK, the rows of `kv_b_proj` for keys; the attention's outputs by W_UV, its rows for
-    /// values. A query head is then `kv_lora_rank + qk_rope_head_dim` wide.
-    fn forward_of_new(
-        &self,
-        x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        caches: &mut LayerCaches<'_, B::Inner>,
-    ) -> Tensor<B, 3> {
-        let [batch, new, _d_model] = x.dims();
-        let (latent, k_rope) = self.latent(x.clone());
-        if let Some(cache) = caches.empty() {
-            let kv = self.kv_b_proj.forward(latent.clone());
-            let (packed, keys) = self.packed(x, kv, k_rope, context);
-            cache.extend_latents(self.cache_entries(latent, &packed, keys));
-            let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
-            return self.o_proj.forward(o.flatten(2, 3));
-        }
-        // Below, only the queries and the rotated key of the packed tensor are read, so its keys and values may be
-        // zeros. Normed keys are needed for their 1 / rms.
-        let kv = match &self.k_norm {
-            Some(_) => self.kv_b_proj.forward(latent.clone()),
-            None => Tensor::zeros([batch, new, self.num_heads * 2 * self.head_dim], (&x.device(), x.dtype())),
-        };
-        let (packed, keys) = self.packed(x, kv, k_rope, context);
-        let cached = self.cache_entries(latent, &packed, keys);
-        let o = caches.each(batch, |of_rows| {
-            let [row, rows] = of_rows.rows;
-            let cached = of_rows.cache.extend_latents(cached.rows(row, rows));
-            self.attend_to_latents(packed.clone().narrow(0, row, rows), cached)
-        });
-        let o = Tensor::cat(o, 0);
-        self.o_proj.forward(o.flatten(2, 3))
-    }
-
     /// The normed latent, `[batch, seq_len, kv_lora_rank]`, and the shared key before its rotation,
     /// `[batch, seq_len, qk_rope_head_dim]`.
     fn latent(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
@@ -200,82 +113,157 @@ impl<B: SieveBackend> LatentAttention<B> {
         Some(RmsNorm::qk_norm(self.q_norm.as_ref()?, self.k_norm.as_ref()?))
     }
 
-    /// Normed, rotated and packed queries, keys and values of all heads at the context's positions; where keys are
-    /// normed also the two tensors that [`cache_entries`](Self::cache_entries) keeps. `kv` are keys and values before
-    /// norm and rotation, `k_rope` is the shared key.
-    fn packed(
+    /// Packs the projections of x at the context's positions. `kv` are the keys and values of `latent` before norm and
+    /// rotation.
+    fn pack(
         &self,
         x: Tensor<B, 3>,
-        kv: Tensor<B, 3>,
-        k_rope: Tensor<B, 3>,
+        [kv, latent, k_rope]: [Tensor<B, 3>; 3],
         context: &LayerContext<'_, B>,
-    ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
+    ) -> PackedLatents<B> {
         let inputs = [self.q_proj.forward(x), kv, k_rope];
-        sieve_ops::mla_pack(inputs, self.qk_norm(), context.positions.clone(), context.rope, self.spec())
+        let positions = context.positions.clone();
+        let (packed, keys) = sieve_ops::mla_pack(inputs, self.qk_norm(), positions, context.rope, self.spec());
+        PackedLatents { packed, latent, keys }
+    }
+}
+
+/// The projections of tokens: their attention reads `packed`, their cache the rest.
+#[derive(Clone)]
+pub(crate) struct PackedLatents<B: Backend> {
+    /// Queries, keys and values, packed by [`sieve_ops::mla_pack`].
+    pub(crate) packed: Tensor<B, 3>,
+    /// The normed latent, `[batch, tokens, kv_lora_rank]`.
+    latent: Tensor<B, 3>,
+    /// Where keys are normed: the rotated key times the norm's weight, and 1 / rms of each head's key, as
+    /// [`sieve_ops::mla_pack`] returns them.
+    keys: Option<[Tensor<B, 3>; 2]>,
+}
+
+impl<S: Backend> PerToken<S> for PackedLatents<S> {
+    type On<T: Backend> = PackedLatents<T>;
+
+    fn change<T: Backend>(self, change: &dyn Fn(Tensor<S, 4>) -> Tensor<T, 4>) -> PackedLatents<T> {
+        let change = |x: Tensor<S, 3>| change(x.unsqueeze_dim(2)).squeeze_dim(2);
+        let Self { packed, latent, keys } = self;
+        PackedLatents { packed: change(packed), latent: change(latent), keys: keys.map(|keys| keys.map(change)) }
+    }
+}
+
+impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
+    type Packed = PackedLatents<B>;
+    type Found = ();
+
+    fn num_heads(&self) -> usize {
+        self.num_heads
     }
 
-    /// The cache's entries of new tokens, from the results of [`packed`](Self::packed).
-    fn cache_entries(
-        &self,
-        latent: Tensor<B, 3>,
-        packed: &Tensor<B, 3>,
-        keys: Option<[Tensor<B, 3>; 2]>,
-    ) -> NewLatents<B::Inner> {
-        let (k_rope, key_scale) = match keys {
-            Some([k_rope, key_scale]) => (k_rope, Some(key_scale)),
-            // All heads have the same rotated key. In the first key head it follows the columns without rotation.
-            None => {
-                let first_key = self.num_heads * self.spec().key_dim();
-                let k_rope = packed.clone().narrow(2, first_key + self.head_dim, self.rope_dim);
-                (k_rope, None)
-            }
+    /// The context's rotary tables must be `qk_rope_head_dim` wide.
+    fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> PackedLatents<B> {
+        let (latent, k_rope) = self.latent(x.clone());
+        self.pack(x, [self.kv_b_proj.forward(latent.clone()), latent, k_rope], context)
+    }
+
+    /// Of the packed tensor only the queries and the rotated key are read, so its keys and values may be zeros. Normed
+    /// keys are needed for their 1 / rms.
+    fn project_cached(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> PackedLatents<B> {
+        if self.k_norm.is_some() {
+            return self.project(x, context);
+        }
+        let [batch, new, _d_model] = x.dims();
+        let (latent, k_rope) = self.latent(x.clone());
+        let kv = Tensor::zeros([batch, new, self.num_heads * 2 * self.head_dim], (&x.device(), x.dtype()));
+        self.pack(x, [kv, latent, k_rope], context)
+    }
+
+    /// Every process receives the latents of whole rows, and computes the keys and values of its own heads from them.
+    fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> PackedLatents<B> {
+        let [batch, len, _] = x.dims();
+        let heads = rows.heads.clone();
+        let own = MlaSpec { num_heads: heads.len(), policy: rows.context.settings.policy, ..self.spec() };
+        let (latent, k_rope) = self.latent(x.clone());
+        let q = self.q_proj.forward(x).reshape([batch, len, self.num_heads, own.key_dim()]);
+        let q = parts.to_heads(q, &[Heads::Split(self.num_heads)]).flatten(2, 3);
+        let shared = Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2);
+        let shared = parts.to_heads(shared, &[Heads::Shared(1)]).squeeze_dim::<3>(2);
+        let latent = shared.clone().narrow(2, 0, self.kv_lora_rank);
+        let k_rope = shared.narrow(2, self.kv_lora_rank, self.rope_dim);
+        // The weight's gradient is zero in the rows of other ranks' heads; the sum over ranks completes it.
+        let up = self.kv_b_proj.weight.val();
+        let up = up.narrow(0, heads.start * 2 * self.head_dim, heads.len() * 2 * self.head_dim);
+        let kv = sieve_ops::linear(latent.clone(), up);
+        let (packed, keys) = sieve_ops::mla_pack(
+            [q, kv, k_rope],
+            self.qk_norm(),
+            rows.documents.positions.clone(),
+            rows.context.rope,
+            own,
+        );
+        PackedLatents { packed, latent, keys }
+    }
+
+    fn attend(&self, tokens: PackedLatents<B>, rows: &Rows<'_, B>, _state: &mut PassState<B>) -> (Tensor<B, 4>, ()) {
+        let spec = MlaSpec { num_heads: rows.heads.len(), policy: rows.context.settings.policy, ..self.spec() };
+        (sieve_ops::mla_attention(tokens.packed, rows.documents, spec), ())
+    }
+
+    fn fill(&self, tokens: PackedLatents<B::Inner>, (): ()) -> LayerCache<B::Inner> {
+        LayerCache::Latent(LatentCache::new(self.cache_entries(tokens)))
+    }
+
+    /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
+    /// of the keys' norm and by W_UK, the rows of `kv_b_proj` for keys, so that their product with a latent is the
+    /// logit; the attention's outputs by W_UV, its rows for values. A query head is then `kv_lora_rank +
+    /// qk_rope_head_dim` wide.
+    fn attend_cached(&self, tokens: PackedLatents<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
+        let LayerCache::Latent(cache) = cached.of.cache else {
+            panic!("a layer of latents decodes after a prompt");
         };
-        NewLatents { latents: on_device(Tensor::cat(vec![latent, k_rope], 2)), key_scale: key_scale.map(on_device) }
-    }
-
-    /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`. The columns of a query
-    /// without rotation are multiplied by W_UK, so that their product with a latent is the logit; outputs are
-    /// multiplied by W_UV.
-    fn attend_to_latents(&self, packed: Tensor<B, 3>, cache: &LatentCache<B::Inner>) -> Tensor<B, 4> {
+        let packed = tokens.packed.clone();
+        cache.append(self.cache_entries(tokens));
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();
         let q = packed.narrow(2, 0, heads * key_dim).reshape([batch * new, heads, key_dim]);
-        let up = self.kv_b_proj.weight.val().reshape([heads, 2 * d, rank]);
+        let up = on_device(self.kv_b_proj.weight.val()).reshape([heads, 2 * d, rank]);
         let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
         let q_c = q.clone().narrow(2, 0, d);
         let q_c = match &self.k_norm {
-            Some(norm) => q_c * norm.weight.val().narrow(0, 0, d).unsqueeze(),
+            Some(norm) => q_c * on_device(norm.weight.val()).narrow(0, 0, d).unsqueeze(),
             None => q_c,
         };
         let q_c = q_c.swap_dims(0, 1).matmul(w_uk);
         let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
         let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
         let (latents, key_scale) = cache.tokens();
-        let o = mla_decode(on_device(q), latents, key_scale, rank, self.spec().softmax_scale);
-        let o = from_device::<B, 4>(o).reshape([batch * new, heads, rank]).swap_dims(0, 1);
+        let o = mla_decode(q, latents, key_scale, rank, self.spec().softmax_scale);
+        let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
         let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
         o.reshape([batch, new, heads, d])
+    }
+
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+        residual + self.o_proj.forward(o)
+    }
+}
+
+impl<B: Backend> LatentAttention<B> {
+    /// The cache's entries of new tokens: `kv_lora_rank + qk_rope_head_dim` values per token, and where keys are normed
+    /// one more per head.
+    fn cache_entries<I: Backend>(&self, tokens: PackedLatents<I>) -> NewLatents<I> {
+        let (k_rope, key_scale) = match tokens.keys {
+            Some([k_rope, key_scale]) => (k_rope, Some(key_scale)),
+            // All heads have the same rotated key. In the first key head it follows the columns without rotation.
+            None => {
+                let first_key = self.num_heads * self.spec().key_dim();
+                (tokens.packed.narrow(2, first_key + self.head_dim, self.rope_dim), None)
+            }
+        };
+        NewLatents { latents: Tensor::cat(vec![tokens.latent, k_rope], 2), key_scale }
     }
 }
 
 impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
-    /// The context's rotary tables must be `qk_rope_head_dim` wide.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        _state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B> {
-        let y = match caches {
-            None => self.forward_of_rows(x, context),
-            Some(caches) => self.forward_of_new(x, context, caches),
-        };
-        LayerOutput::of(residual + y)
-    }
-
     /// The weights of the layer as the op for one new token takes them. A head has unrotated and rotated columns.
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
         Some(TokenAttention {
@@ -297,7 +285,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
 
     /// The weight of each key, as attention gives it where the key's value is one-hot.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
-        let (packed, spec) = (self.packed_of(x, context), self.spec());
+        let (packed, spec) = (self.project(x, context).packed, self.spec());
         let [_, seq_len, width] = packed.dims();
         let v_width = spec.num_heads * spec.head_dim;
         let q_and_k = packed.narrow(2, 0, width - v_width);
@@ -319,14 +307,6 @@ struct NewLatents<B: Backend> {
     latents: Tensor<B, 3>,
     /// 1 / rms of each head's key, `[batch, new, num_heads]`, f32; `None` where keys are not normed.
     key_scale: Option<Tensor<B, 3>>,
-}
-
-impl<B: Backend> NewLatents<B> {
-    /// The entries of `rows` rows of the batch, from row `row` on.
-    fn rows(&self, row: usize, rows: usize) -> Self {
-        let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
-        Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) }
-    }
 }
 
 /// Latents and rotated keys of all tokens. The buffers can hold `room` tokens.
@@ -386,17 +366,5 @@ impl<B: Backend> KindCache<B> for LatentCache<B> {
         if let (Some(scales), Some(text)) = (&mut self.key_scale, &text.key_scale) {
             scales.put(row, text, tokens);
         }
-    }
-}
-
-impl<B: Backend> LayerCache<B> {
-    /// Adds new tokens to an MLA layer's cache, which may be empty, and returns it.
-    fn extend_latents(&mut self, new: NewLatents<B>) -> &LatentCache<B> {
-        match self {
-            Self::Latent(cache) => cache.append(new),
-            _ => *self = Self::Latent(LatentCache::new(new)),
-        }
-        let Self::Latent(cache) = self else { unreachable!("just filled") };
-        cache
     }
 }

@@ -1,7 +1,7 @@
 //! MSA (arXiv:2606.13392): queries choose blocks by an indexer, which may score blocks as QSA (Qwen3.8-Flash-Next)
 //! does.
 use super::{Attention, BuildLayer, ChosenBlocksAttention};
-use crate::layer::LayerContext;
+use crate::pass::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;

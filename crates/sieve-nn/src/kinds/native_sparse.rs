@@ -7,8 +7,10 @@ pub use cache::BlockCache;
 
 use super::{Attention, BuildLayer, KindLayer, LayerCache};
 use crate::attention_weights::{by_key, with_values};
-use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
-use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, WeightInit};
+use crate::kv_cache::CachedRows;
+use crate::layer::{Cached, KindAttention, PerToken, Rows};
+use crate::pass::{LayerContext, PassState, from_device, on_device};
+use crate::{AttentionConfig, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -18,6 +20,7 @@ use sieve_ops::{
     AttentionSpec, ContextParallel, Documents, Heads, KernelPolicy, NsaCall, SieveBackend, TokenAttention,
     TokenBranches, TokenExtra,
 };
+use std::ops::Range;
 
 /// Initial bias of the gates (compressed, selected, window): training begins almost as window attention.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
@@ -50,12 +53,15 @@ pub struct NativeSparseAttention<B: Backend> {
     nsa: NsaShape,
 }
 
-/// The packed queries, keys and values of the three branches. Branches that share keys, values and rotation are clones.
+/// The packed queries, keys and values of the three branches, and their gates. Branches that share keys, values and
+/// rotation are clones.
 #[derive(Clone)]
-struct Branches<B: Backend> {
+pub(crate) struct Branches<B: Backend> {
     compressed: Tensor<B, 4>,
     selected: Tensor<B, 4>,
     window: Tensor<B, 4>,
+    /// Logits of the gates, before their bias, `[batch, tokens, num_heads, 3]`.
+    gates: Tensor<B, 4>,
 }
 
 impl<B: SieveBackend> Branches<B> {
@@ -65,26 +71,22 @@ impl<B: SieveBackend> Branches<B> {
             compressed: self.compressed.clone(),
             selected: with_values(&self.selected, values.clone(), num_kv_heads),
             window: with_values(&self.window, values, num_kv_heads),
+            gates: self.gates.clone(),
         }
     }
 }
 
-impl<B: SieveBackend> Branches<B> {
-    /// The same tensors without a graph.
-    fn on_device(self) -> Branches<B::Inner> {
-        let Self { compressed, selected, window } = self;
-        Branches { compressed: on_device(compressed), selected: on_device(selected), window: on_device(window) }
-    }
-}
+impl<S: Backend> PerToken<S> for Branches<S> {
+    type On<T: Backend> = Branches<T>;
 
-impl<B: Backend> Branches<B> {
-    fn map(self, change: impl Fn(Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
-        Self { compressed: change(self.compressed), selected: change(self.selected), window: change(self.window) }
-    }
-
-    /// `count` rows of the batch (`dim` 0) or tokens (`dim` 1) of each branch, from `first` on.
-    fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
-        self.clone().map(|branch| branch.narrow(dim, first, count))
+    fn change<T: Backend>(self, change: &dyn Fn(Tensor<S, 4>) -> Tensor<T, 4>) -> Branches<T> {
+        let Self { compressed, selected, window, gates } = self;
+        Branches {
+            compressed: change(compressed),
+            selected: change(selected),
+            window: change(window),
+            gates: change(gates),
+        }
     }
 }
 
@@ -141,156 +143,22 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         NsaCall::new(documents.bounds(), spec.of_packed_heads(packed.dims()[2]), self.nsa.blocks())
     }
 
-    /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`, without a cache.
-    fn forward_of_rows(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let branches = self.branches(x.clone(), context);
-        if let Some(parts) = context.parts {
-            return self.forward_of_part(x, branches, parts, context.settings.policy);
-        }
-        let o = match context.shared {
-            None => self.attend_compressing(branches, context.documents, context.settings.policy),
-            Some(shared) => {
-                let branches = branches.map(|branch| shared.repeat(branch));
-                let o = self.attend_compressing(branches, shared.documents(), context.settings.policy);
-                o.map(|o| shared.once(o))
-            }
-        };
-        self.gate_and_project(x, o)
-    }
-
-    /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row, and
-    /// attends over whole rows with its share of the KV heads and their queries. Blocks are compressed and chosen per
-    /// KV head, so nothing else is exchanged.
-    fn forward_of_part(
-        &self,
-        x: Tensor<B, 3>,
-        branches: Branches<B>,
-        parts: &ContextParallel,
-        policy: KernelPolicy,
-    ) -> Tensor<B, 3> {
-        let ([batch, len, _], spec) = (x.dims(), self.spec());
-        let kinds = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split);
-        let window = parts.to_heads(branches.window, &kinds);
-        // A branch that is a clone of the window branch is not exchanged again.
-        let exchanged = |branch, is_window| match is_window {
-            true => window.clone(),
-            false => parts.to_heads(branch, &kinds),
-        };
-        let selected = exchanged(branches.selected, self.select_kv_proj.is_none());
-        let compressed_is_window = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
-        let compressed = exchanged(branches.compressed, compressed_is_window);
-        let rows = parts.whole_rows(&x.device());
-        let branches = Branches { compressed, selected, window };
-        let o = self.attend_compressing(branches, &rows, policy);
-        // The gates are applied before the exchange back to tokens, so one output is exchanged and not three.
-        let (heads, own) = (spec.num_heads, parts.own_heads(spec.num_heads));
-        let logits = self.gate_proj.forward(x).reshape([batch, len, heads, NUM_NSA_BRANCHES]);
-        let logits = parts.to_heads(logits, &[Heads::Split(heads)]).flatten(2, 3);
-        let bias = self.gate_bias.val();
-        let bias = bias.narrow(0, own.start * NUM_NSA_BRANCHES, own.len() * NUM_NSA_BRANCHES);
-        let o = parts.to_tokens(sieve_ops::nsa_gates(o, logits, bias), heads);
-        self.o_proj.forward(o.flatten(2, 3))
-    }
-
-    /// The output of new tokens without the residual; reads and extends the caches.
-    fn forward_of_new(
-        &self,
-        x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        caches: &mut LayerCaches<'_, B::Inner>,
-    ) -> Tensor<B, 3> {
-        let (spec, blocks) = (self.spec(), self.nsa.blocks());
-        let branches = self.branches(x.clone(), context);
-        if let Some(cache) = caches.empty() {
-            let compressed = self.compress(branches.compressed.clone(), context.documents);
-            let of_prompt = branches.clone().on_device();
-            let of_prompt = BlockCache::of_prompt(&of_prompt, on_device(compressed.clone()), spec, blocks);
-            *cache = LayerCache::Blocks(of_prompt);
-            let o = self.attend(branches, compressed, context.documents, context.settings.policy);
-            return self.gate_and_project(x, o);
-        }
-        let branches = branches.on_device();
-        let compress = |block: Tensor<B::Inner, 4>| {
-            let [batch, size, _, _] = block.dims();
-            let documents = Documents::whole_rows([batch, size], &block.device());
-            on_device(self.compress(from_device(block), &documents))
-        };
-        let mut parts = [const { Vec::new() }; NUM_NSA_BRANCHES];
-        caches.each(x.dims()[0], |cached| {
-            let LayerCache::Blocks(cache) = cached.cache else {
-                panic!("an NSA layer decodes after a prompt");
-            };
-            let of_rows = branches.part(0, cached.rows);
-            let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
-            // Attends one token at a time: a token may complete a block, which later tokens attend to.
-            for token in 0..x.dims()[1] {
-                let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &compress, cached.scratch);
-                tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));
-            }
-            let o = tokens.map(|o| Tensor::cat(o, 1));
-            parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
-        });
-        self.gate_and_project(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
-    }
-
-    /// Compresses the compressed branch's keys and values, and returns the outputs of the compressed, selected and
-    /// window branch.
-    fn attend_compressing(
-        &self,
-        branches: Branches<B>,
-        documents: &Documents<B>,
-        policy: KernelPolicy,
-    ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
-        let compressed = self.compress(branches.compressed.clone(), documents);
-        self.attend(branches, compressed, documents, policy)
-    }
-
-    /// The outputs of the three branches; `compressed` are the compressed keys and values.
-    fn attend(
+    /// The gated sum of the three branches with the query heads `heads`; `compressed` are the compressed keys and
+    /// values.
+    fn attend_to(
         &self,
         branches: Branches<B>,
         compressed: Tensor<B, 3>,
-        documents: &Documents<B>,
+        (documents, heads): (&Documents<B>, Range<usize>),
         policy: KernelPolicy,
-    ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
+    ) -> Tensor<B, 4> {
         let call = self.call(&branches.window, documents, policy);
         let coarse = sieve_ops::nsa_compressed_attention(branches.compressed, compressed, &call);
         let indices = coarse.block_indices;
         let selected = sieve_ops::nsa_selected_attention(branches.selected, indices, &call);
         let window = sieve_ops::attention(branches.window, documents, call.spec);
-        [coarse.o, selected, window]
-    }
-
-    /// The gated sum of the branches' outputs, after the output projection.
-    fn gate_and_project(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
-        self.o_proj.forward(self.gated(x, branches).flatten(2, 3))
-    }
-
-    /// The gated sum of the branches' outputs, `[batch, seq_len, num_heads, head_dim]`.
-    fn gated(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 4> {
-        sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val())
-    }
-
-    /// Normed and rotated queries, keys and values of the branches.
-    fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
-        let raw = self.qkv.project(x.clone());
-        let with_own_kv = |kv_proj: &Option<Linear<B>>| {
-            let kv = kv_proj.as_ref()?.forward(x.clone());
-            Some(self.with_kv(raw.clone(), kv))
-        };
-        let window = self.qkv.norm_rope(raw.clone(), context);
-        // Without keys and values of its own a branch reads the window branch's.
-        let rotated = |own| match own {
-            Some(own) => self.qkv.norm_rope(own, context),
-            None => window.clone(),
-        };
-        let selected = rotated(with_own_kv(&self.select_kv_proj));
-        let compressed = with_own_kv(&self.compress_kv_proj);
-        let compressed = match self.nsa.compress {
-            NsaCompression::Mean => rotated(compressed),
-            NsaCompression::Mlp => self.qkv.norm(compressed.unwrap_or(raw), context),
-        };
-        Branches { compressed, selected, window }
+        let bias = self.gate_bias.val().narrow(0, heads.start * NUM_NSA_BRANCHES, heads.len() * NUM_NSA_BRANCHES);
+        sieve_ops::nsa_gates([coarse.o, selected, window], branches.gates.flatten(2, 3), bias)
     }
 
     /// The packed tensor `raw` with `kv`, `[batch, seq_len, 2 * num_kv_heads * head_dim]`, as its keys and values.
@@ -316,23 +184,98 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 }
 
-impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
-    /// `residual` plus the gated branches: of whole rows, or of new tokens after the cached ones.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        _state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B> {
-        let y = match caches {
-            None => self.forward_of_rows(x, context),
-            Some(caches) => self.forward_of_new(x, context, caches),
-        };
-        LayerOutput::of(residual + y)
+impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
+    type Packed = Branches<B>;
+    /// The compressed keys and values.
+    type Found = Tensor<B, 3>;
+
+    fn num_heads(&self) -> usize {
+        self.spec().num_heads
     }
 
+    fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
+        let raw = self.qkv.project(x.clone());
+        let with_own_kv = |kv_proj: &Option<Linear<B>>| {
+            let kv = kv_proj.as_ref()?.forward(x.clone());
+            Some(self.with_kv(raw.clone(), kv))
+        };
+        let window = self.qkv.norm_rope(raw.clone(), context);
+        // Without keys and values of its own a branch reads the window branch's.
+        let rotated = |own| match own {
+            Some(own) => self.qkv.norm_rope(own, context),
+            None => window.clone(),
+        };
+        let selected = rotated(with_own_kv(&self.select_kv_proj));
+        let compressed = with_own_kv(&self.compress_kv_proj);
+        let compressed = match self.nsa.compress {
+            NsaCompression::Mean => rotated(compressed),
+            NsaCompression::Mlp => self.qkv.norm(compressed.unwrap_or(raw), context),
+        };
+        let [batch, len, _d_model] = x.dims();
+        let gates = self.gate_proj.forward(x).reshape([batch, len, self.spec().num_heads, NUM_NSA_BRANCHES]);
+        Branches { compressed, selected, window, gates }
+    }
+
+    /// Blocks are compressed and chosen per KV head, and gates are per head, so nothing else is exchanged.
+    fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> Branches<B> {
+        let Branches { compressed, selected, window, gates } = self.project(x, rows.context);
+        let window = self.qkv.own_heads(window, parts);
+        // A branch that is a clone of the window branch is not exchanged again.
+        let exchanged = |branch, is_window| match is_window {
+            true => window.clone(),
+            false => self.qkv.own_heads(branch, parts),
+        };
+        let selected = exchanged(selected, self.select_kv_proj.is_none());
+        let compressed_is_window = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
+        let compressed = exchanged(compressed, compressed_is_window);
+        let gates = parts.to_heads(gates, &[Heads::Split(self.num_heads())]);
+        Branches { compressed, selected, window, gates }
+    }
+
+    fn attend(
+        &self,
+        branches: Branches<B>,
+        rows: &Rows<'_, B>,
+        _state: &mut PassState<B>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let compressed = self.compress(branches.compressed.clone(), rows.documents);
+        let policy = rows.context.settings.policy;
+        let rows = (rows.documents, rows.heads.clone());
+        (self.attend_to(branches, compressed.clone(), rows, policy), compressed)
+    }
+
+    fn fill(&self, branches: Branches<B::Inner>, compressed: Tensor<B, 3>) -> LayerCache<B::Inner> {
+        LayerCache::Blocks(BlockCache::of_prompt(&branches, on_device(compressed), self.spec(), self.nsa.blocks()))
+    }
+
+    /// Attends one token at a time: a token may complete a block, which later tokens attend to.
+    fn attend_cached(&self, branches: Branches<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
+        let (spec, blocks) = (self.spec(), self.nsa.blocks());
+        let CachedRows { cache, scratch, .. } = cached.of;
+        let LayerCache::Blocks(cache) = cache else {
+            panic!("an NSA layer decodes after a prompt");
+        };
+        let compress = |block: Tensor<B::Inner, 4>| {
+            let [batch, size, _, _] = block.dims();
+            let documents = Documents::whole_rows([batch, size], &block.device());
+            on_device(self.compress(from_device(block), &documents))
+        };
+        let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
+        for token in 0..branches.window.dims()[1] {
+            let new = branches.clone().change(&|branch| branch.narrow(1, token, 1));
+            let o = cache.attend(&new, spec, blocks, &compress, scratch);
+            tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));
+        }
+        let o = tokens.map(|o| Tensor::cat(o, 1));
+        sieve_ops::nsa_gates(o, branches.gates.flatten(2, 3), on_device(self.gate_bias.val()))
+    }
+
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+        residual + self.o_proj.forward(o)
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
     /// The blocks whose tokens each query reads in the selected branch, counted from the first token of the document.
     fn block_indices(
         &self,
@@ -340,7 +283,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
         context: &LayerContext<'_, B>,
         _state: &PassState<B>,
     ) -> Option<Tensor<B, 4, Int>> {
-        let compressed = self.branches(x(), context).compressed;
+        let compressed = self.project(x(), context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
         let call = self.call(&compressed, context.documents, context.settings.policy);
         Some(sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices)
@@ -367,7 +310,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
 
     /// The weight of each key over all branches; the tokens of a compressed block share its weight.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
-        let branches = self.branches(x.clone(), context);
+        let branches = self.project(x, context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);
         let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
         let [_, rows, head_dim] = compressed.dims();
@@ -391,7 +334,8 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
             let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(x.clone(), self.attend(branches, compressed, context.documents, context.settings.policy))
+            let rows = (context.documents, 0..self.num_heads());
+            self.attend_to(branches, compressed, rows, context.settings.policy)
         })
     }
 }

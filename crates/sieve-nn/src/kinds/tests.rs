@@ -1,4 +1,5 @@
-use super::{Attention, KindLayer, LayerContext, PassState};
+use super::{Attention, LayerContext, PassState};
+use crate::layer::Forward;
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
 use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, SlotCache, WeightInit};
 use burn::backend::Autodiff;
@@ -136,7 +137,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
                 };
                 let rows = Rows::new([2, done], &shape(attention));
                 let so_far = dma.qkv.forward(x.clone().narrow(1, 0, done), &rows.context());
-                let of_rows = dma.attend(so_far, rows.context().documents, dma.spec());
+                let of_rows = dma.masked(so_far, rows.context().documents, dma.spec());
                 check_slots(&what, cache, of_rows);
             });
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
@@ -237,7 +238,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let x = input::<Flex, 3>([1, len, 24], 4);
     let all = one_pass(&layer, &x, &rows.context());
     let qkv = inner.qkv.forward(x.clone(), &rows.context());
-    let of_rows = inner.attend(qkv, rows.context().documents, inner.spec());
+    let of_rows = inner.masked(qkv, rows.context().documents, inner.spec());
     // The prompt in two parts, then token by token.
     let parts = [len - new - 9000, 9000].into_iter().chain(vec![1; new]);
     let (got, cache) = outputs_of_parts(&layer, &x, rows.context(), parts, |_, _| ());

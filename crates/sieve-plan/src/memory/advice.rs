@@ -5,7 +5,8 @@ use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 
 /// Up to three settings, the cheapest first, each the smallest change of its sort that fits: of the micro-batch, which
 /// costs a few percent of the speed; of the gradients' sharding and type; of recomputation, which costs up to a third.
-/// If neither the first nor the last fits, both are changed together. The tokens of a step stay the same. `ranks` is
+/// If neither the first nor the last fits, both are changed together; if nothing fits then, gradients and micro-batch
+/// are. The tokens of a step stay the same. `ranks` is
 /// the number of ranks with different rows; `is_shared` says whether there are several ranks,
 /// which may share rows.
 pub(super) fn settings_that_fit(
@@ -37,6 +38,16 @@ pub(super) fn settings_that_fit(
             let setting = format!("{} {}", mode_setting("full"), batch_setting(batch));
             consider(&with_batch(&full, batch), setting)
         });
+    }
+    if found.is_empty() {
+        let both = other_sharding(recipe, ranks, is_shared).flat_map(|(changed, setting)| {
+            let batches = smaller_batches(recipe, ranks).collect::<Vec<_>>();
+            batches
+                .into_iter()
+                .map(move |batch| (with_batch(&changed, batch), format!("{setting} {}", batch_setting(batch))))
+        });
+        let fitting = both.map(|(changed, setting)| (needed(&changed), setting)).find(|(plan, _)| plan.fits_surely());
+        found.extend(fitting.map(|(plan, setting)| FittingSetting { setting, total_bytes: plan.total_bytes }));
     }
     found
 }

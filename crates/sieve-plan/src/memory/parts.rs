@@ -42,7 +42,8 @@ pub struct MemoryPlan {
     pub(crate) card_bytes: Option<u64>,
     /// Whether the run fits into the free memory.
     pub verdict: MemoryVerdict,
-    /// If it may not fit: settings with which it fits into nine tenths of the free memory.
+    /// If it may not fit: settings with which it fits surely: with 3 % of the free memory left on a GPU, 10 % on a
+    /// CPU.
     pub would_fit: Vec<FittingSetting>,
 }
 
@@ -90,7 +91,7 @@ impl MemoryPlan {
         Self { page_bytes, total_bytes, verdict: MemoryVerdict::of(total_bytes, self.available_bytes), ..self }
     }
 
-    /// Whether the run fits also if the plan is off by as much as it has been: on a GPU, whose pages are counted, by 2
+    /// Whether the run fits also if the plan is off by as much as it has been: on a GPU, whose pages are counted, by 3
     /// %.
     pub(super) fn fits_surely(&self) -> bool {
         let percent = if self.card_bytes.is_some() { 3 } else { 10 };

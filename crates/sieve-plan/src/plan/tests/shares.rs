@@ -138,6 +138,19 @@ fn advice_names_the_lowest_zero_stage_that_fits() {
     assert!(setting.starts_with("sieve launch --nproc ") && setting.contains("parallelism.zero_stage=3"), "{setting}");
 }
 
+/// 78.59 GiB of an H200 were free, of which the run took 73.70 (two GPUs, measured): neither change suffices by itself.
+#[test]
+fn advice_joins_two_changes_where_no_single_one_fits() {
+    let settings = "training.local_batch_size=4 training.global_batch_size=16";
+    let recipe = recipe(include_str!("../../../../../recipes/dma_8b.toml"), &[settings]);
+    let plan = plan_of_ranks(&recipe, 151_936, &h200_of(78.59), Ranks { size: 2, hosts: 1 }).expect("plans");
+    assert_eq!(plan.memory.verdict, MemoryVerdict::MayNotFit, "{:?}", plan.memory);
+    let settings: Vec<_> = plan.memory.would_fit.iter().map(|fitting| fitting.setting.as_str()).collect();
+    let [setting] = settings[..] else { panic!("{settings:?}") };
+    let rows = setting.strip_prefix("training.gradient_dtype=bf16 training.local_batch_size=").expect(setting);
+    assert!(["1", "2"].contains(&rows), "{setting}");
+}
+
 #[test]
 fn models_of_qwen3_s_sizes_train_on_the_gpus_that_their_recipes_are_for() {
     for (text, name, gpu, size) in [
