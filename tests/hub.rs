@@ -171,5 +171,5 @@ fn a_run_begins_with_a_model_of_the_hub_as_with_its_import() {
     };
     refuses("--branch-from hf://some/nothing", "there is none of this name");
     refuses("--set model.initial_weights=\"hf://some/nothing\"", "model.initial_weights | there is none of this name");
-    refuses("--resume-from hf://some/words.v1", "no run to continue | --branch-from");
+    refuses("--resume-from hf://some/words.v1", "not a run to continue | --branch-from");
 }

@@ -18,7 +18,7 @@ const BEGINNINGS: &str = r#"
     key by set => in/recipe.toml => --set model.initial_weights=other/step-0 => other => begins with | other/step-0 \
         => other/step-0, at step 0
     old recipe => in/old.toml => none => - \
-        => in/old.toml does not say which weights a run begins with | in/step-0 is a checkpoint of its model \
+        => in/old.toml does not name the weights that a run begins with | in/step-0 is a checkpoint of its model \
         | hint: write initial_weights = "step-0" below [model] | initial_weights = "random" \
         => warning: sieve train refuses this recipe: in/old.toml does not say | initial weights  random, seed 0
     old recipe and flag => in/old.toml => --branch-from in/step-0 => in => begins with in/step-0 | !wins => warning

@@ -194,7 +194,7 @@ def which(links=None):
     imported = noted_row("dense_to_blocks", attention="InfLLM-V2", steps="50")["code, over dense"]
     lines = [
         ["up to 2048 tokens", "`mha` (dense)",
-         f"another kind trains at most {faster:.0f} % faster there; a hybrid of windows "
+         f"another kind trains at most {faster:.0f} % faster; a hybrid of windows "
          f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, the DMA hybrid by none after 1.77B"],
         ["about 8192 tokens", "`dma`, one layer in four dense, as in the `dma_*` recipes",
          f"level with dense attention with DMA's slope, at {over_slope} times the tokens a second"],

@@ -103,7 +103,7 @@ impl<B: Backend> LoadedModel<B> {
         SamplingDefaults::of(&tokenizer_files::generation(&folder)?).map_err(|problem| {
             CheckpointError::refused(
                 format!("{}: {problem}", path.shown()),
-                "correct the value, or remove the key: requests may then say it",
+                "correct the value, or remove the key: requests may then set it",
             )
         })
     }

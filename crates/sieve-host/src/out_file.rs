@@ -54,7 +54,7 @@ impl OutFile {
     /// Fails if a file or a link is there: for commands that replace none, before their work.
     pub fn check_new(&self) -> Result<()> {
         if self.symlink_metadata().is_ok() && !is_pipe_or_device(self) {
-            bail!("{} is there already\n  hint: name another file with --out, or remove this one", self.shown());
+            bail!("{} already exists\n  hint: name another file with --out, or remove this one", self.shown());
         }
         Ok(())
     }

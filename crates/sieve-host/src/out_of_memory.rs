@@ -259,7 +259,7 @@ fn fitting_settings_hint(memory: &MemoryPlan) -> String {
         (false, _) => format!("it would fit with {}", settings.join(", or with ")),
         (true, true) if memory.verdict.needs_advice() => nothing_fits(memory),
         (true, true) => {
-            "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan says what is needed \
+            "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan prints what is needed \
              then"
                 .to_owned()
         }

@@ -160,11 +160,11 @@ pub fn table_as_text(corpus: &Corpus) -> Option<String> {
             "csv.DictReader(sys.stdin, delimiter=\"\\t\")",
         ),
         TableAsText::JsonLines => format!(
-            "{path} is read as plain text, and its lines are JSON\n  \
-             hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command"
+            "{path} is read as plain text, but its lines are JSON\n  \
+             hint: if each line is a document, set data.format = \"jsonl\" in a recipe, --format jsonl of a command"
         ),
         TableAsText::JsonList => format!(
-            "{path} is read as plain text, and it is a list of JSON\n  \
+            "{path} is read as plain text, but it is a list of JSON\n  \
              hint: if each item is a document, write one a line: jq -c '.[]' {path} > NEW.jsonl"
         ),
     })

@@ -92,7 +92,7 @@ pub fn mla_decode<B: DeviceBackend>(
 /// a local window the new key is compared, too: if it is the smallest, no query ever sees it.
 ///
 /// # Errors
-/// A part of the token of a different shape than the cache asks for; a cache of 0 slots.
+/// A part of the token of a shape that the cache does not ask for; a cache of 0 slots.
 pub fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,

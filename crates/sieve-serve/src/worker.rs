@@ -183,7 +183,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
 fn caught(work: impl FnOnce() -> Result<(), InferError>) -> Result<(), ApiError> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done.map_err(ApiError::from),
-        Err(_) => Err(ApiError::server("the model failed on this request; the server's output says where")),
+        Err(_) => Err(ApiError::server("the model failed on this request; the server's output shows where")),
     }
 }
 

@@ -421,7 +421,7 @@ fn latest_of_two(
     };
     if folder.had_no_identity() && std::fs::read_dir(fallback).is_ok_and(|mut entries| entries.next().is_some()) {
         notices.push(format!(
-            "warning: {} is not searched: {} does not say which run this is\n  \
+            "warning: {} is not searched: {} does not name the run\n  \
              hint: --resume=DIR names a checkpoint to continue from",
             fallback.shown(),
             folder.lock_path().shown()

@@ -211,7 +211,7 @@ impl RecipeFile {
             ),
         };
         let what = format!(
-            "{} does not say which weights a run begins with, and {} is a checkpoint of its model",
+            "{} does not name the weights that a run begins with, and {} is a checkpoint of its model",
             self.name,
             found.shown()
         );

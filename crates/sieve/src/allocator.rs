@@ -49,8 +49,8 @@ fn no_memory(num_bytes: usize) -> ! {
     // The write may fail, and the program ends all the same.
     let _ = write!(
         std::io::stderr(),
-        "error: the system gives no memory for {num_bytes} more bytes\n  hint: free memory or raise its limit; sieve \
-         plan says what a recipe needs; a training continues from its last checkpoint with --resume=auto\n"
+        "error: the system has no memory for {num_bytes} more bytes\n  hint: free memory or raise its limit; sieve \
+         plan prints what a recipe needs; a training run continues from its last checkpoint with --resume=auto\n"
     );
     #[cfg(unix)]
     // SAFETY: ends the process.

@@ -123,7 +123,7 @@ const FLAGS: [Flag; 64] = [
     flag(
         &["train", "launch"],
         &["dry-run", "test-run", "fast-dev-run"],
-        "sieve plan --recipe R says what a run needs; --stop-after 5 tries five steps",
+        "sieve plan --recipe R prints what a run needs; --stop-after 5 tries five steps",
     ),
     flag(&["train", "launch"], &["force", "overwrite-output-dir", "restart", "clean", "from-scratch"], "--overwrite"),
     flag(
@@ -136,7 +136,7 @@ const FLAGS: [Flag; 64] = [
         &["output", "output-dir", "save-dir", "run-name", "name"],
         "--out {:DIR}",
     ),
-    flag(&["train", "launch"], &["local-rank"], "leave it out: RANK and LOCAL_RANK in the environment say it"),
+    flag(&["train", "launch"], &["local-rank"], "leave it out: RANK and LOCAL_RANK in the environment set it"),
     flag(&["train", "launch", "plan", "data"], &["config", "config-file", "cfg", "recipe-file"], "--recipe {:FILE}"),
     flag(
         &["train", "launch", "plan", "data"],
@@ -236,7 +236,7 @@ const FLAGS: [Flag; 64] = [
             "stop",
             "prompt",
         ],
-        "leave it out: each request says it",
+        "leave it out: each request sets it",
     ),
     flag(&["serve"], &["chat"], "leave it out: chats are answered at /v1/chat/completions"),
     flag(&["serve"], &["enable-lora", "lora-modules", "lora", "adapter"], "leave it out: adapters are not read"),

@@ -117,7 +117,8 @@ pub(crate) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String
     };
     let mut lines = match found {
         None => vec![format!(
-            "  text       not tokenised yet{}; sieve data prepare does it, then this says how often the run reads it",
+            "  text       not tokenised yet{}; sieve data prepare tokenises it, then this line tells how often the run \
+             reads it",
             most.map_or(String::new(), |most| format!(", read about {most:.1} times by its size")),
         )],
         Some(found) => {

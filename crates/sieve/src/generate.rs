@@ -277,7 +277,7 @@ impl<B: DeviceBackend> Run<'_, B> {
         }
         if !self.args.json {
             let speed = later_tokens as f64 / f64::max(seconds, 1e-9);
-            terminal::remark(&format!("all texts together: {speed:.1} tokens a second"));
+            terminal::remark(&format!("all completions together: {speed:.1} tokens a second"));
         }
         Ok(())
     }

@@ -77,7 +77,7 @@ impl Hello {
             ));
         }
         if *rank == 0 || *rank >= world.size {
-            return Some(format!("a second process ({place}) says that it is rank {rank}"));
+            return Some(format!("a second process ({place}) claims to be rank {rank}"));
         }
         None
     }
@@ -191,7 +191,7 @@ fn admit(
             return Ok(());
         }
         let (rank, first, second) = (hello.rank, &arrival.place, &hello.place);
-        problem = Some(format!("two processes say that they are rank {rank}: {first}; {second}"));
+        problem = Some(format!("two processes claim to be rank {rank}: {first}; {second}"));
     }
     // A rank reads the answer on its data connection; a thread may still be reading the first message there.
     if hello.is_control {

@@ -165,7 +165,7 @@ fn check_beside(corpus: &Corpus, base: &Prepared, found: &[Found]) -> Result<(),
     if found.iter().any(|document| validates.contains(&document.size) && !is_cut(document.hash)) {
         let paths = &corpus.config().paths;
         let what = format!("a stage would train on text that the run validates on, in {paths:?}");
-        let hint = "name text to validate on with [validation] paths, or give the stage other text";
+        let hint = "name text to validate on with [validation] paths, or give the stage different text";
         return Err(DataError::refused(what, hint));
     }
     Ok(())

@@ -320,7 +320,7 @@ fn a_corpus_that_is_held_out_as_a_whole_is_refused() {
     let place = Place::new();
     let corpus = place.corpus();
     let config = PrepareConfig { validation: ValidationSource::Corpus(&corpus), ..place.config() };
-    let words = "the train split holds no document: 200 in all, each of them among [validation] paths | other text";
+    let words = "the train split holds no document: 200 in all, each of them among [validation] paths | different text";
     refusal(place.prepare(&config), words);
 }
 

@@ -113,7 +113,7 @@ fn each_mistake_of_an_index_has_its_own_error() {
     }
     // No sequences and no document boundaries, though even an empty shard has one boundary.
     let idx = [&GOLDEN_IDX[..18], &[0; 16]].concat();
-    assert!(Layout::check(&idx, 0).unwrap_err().contains("no document boundaries"));
+    assert!(Layout::check(&idx, 0).unwrap_err().contains("lacks document boundaries"));
 }
 
 #[test]

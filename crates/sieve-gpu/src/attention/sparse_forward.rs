@@ -68,8 +68,8 @@ impl Qkv {
     /// - returns o bf16 `[1, num_queries, num_heads, head_dim]` and lse f32 `[1, num_heads, num_queries]`
     ///
     /// # Errors
-    /// Another type than bf16, sizes that do not fit the mask, values of a different width than keys, a scale that is
-    /// not positive.
+    /// Another type than bf16, sizes that do not fit the mask, values wider or narrower than keys, a scale that is not
+    /// positive.
     pub fn sparse_attention_forward(
         &self,
         mask: &KeyMask<CudaTensor>,

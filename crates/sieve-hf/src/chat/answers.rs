@@ -97,7 +97,7 @@ fn trained(chat: &Chat, marks: Vec<Mark>) -> Fallible<Vec<Mark>> {
     let messages = marks.iter().enumerate().map(|(number, mark)| message(number, mark)).collect::<Option<Vec<_>>>();
     let Some(messages) = messages else {
         return Err(Fault::refused(
-            "a message is not to be trained on, and nothing says which {% generation %} block of the template is its",
+            "a message is not to be trained on, and it is unclear which {% generation %} block of the template is its",
         ));
     };
     let marks = marks.into_iter().zip(messages);

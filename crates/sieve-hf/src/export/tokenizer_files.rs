@@ -105,7 +105,7 @@ impl Templates {
             Some(Value::Object(all)) => all.iter().map(|(name, item)| Some((name.clone(), text(item)?))).collect(),
             Some(_) => None,
         };
-        let problem = "chat_template is neither a text nor a list of names and texts";
+        let problem = "chat_template is neither a string nor a list of names and strings";
         let named = named.ok_or_else(|| CheckpointError::malformed(&folder.join(CONFIG), problem))?;
         Ok(Self { named })
     }

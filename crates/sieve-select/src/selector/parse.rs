@@ -165,7 +165,7 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let base = Selector::parse(&format!("{}:{}", config.base, keys.join(",")))?;
     let reason = match &base.method {
         Method::Delta(..) | Method::Momo(_) => Some("it corrects itself"),
-        _ if base.is_token_by_token() => Some("it reads a text token by token"),
+        _ if base.is_token_by_token() => Some("it processes a prompt token by token"),
         Method::BaAtt(config) if !config.causal => Some("with causal=false it reads later tokens, and probes do not"),
         _ => None,
     };

@@ -72,8 +72,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(super) patience: u64,
     /// Folder for the last checkpoint of this process if its usual folder cannot be written, in a subfolder for the
-    /// run;
-    /// --resume=auto continues from it if it is the latest
+    /// run; --resume=auto continues from it if it is the latest
     #[arg(long, value_name = "DIR", conflicts_with = "sweep", value_parser = on_this_machine())]
     pub(super) checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written

@@ -24,7 +24,7 @@ pub enum EvalError {
     },
     /// The shortest text of a task does not fit into the length asked for.
     #[error(
-        "the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  \
+        "the shortest prompt of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  \
          hint: use {option} {enough} or more for it, or leave the task out"
     )]
     NoRoom {

@@ -213,7 +213,7 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
                 some("contains only dense layers", "name \"sparse\" at least once, or set attention.kind to \"mha\"")
             }
             false => some(
-                &format!("holds no layer of the kind of [attention], \"{kind}\""),
+                &format!("contains no layer of the kind of [attention], \"{kind}\""),
                 "name \"sparse\" at least once, or make a different kind that of [attention]",
             ),
         };

@@ -112,7 +112,7 @@ fn a_stage_whose_model_the_one_before_cannot_become_is_refused() {
     refused("kind = \"nsa\"", "stage.2.kind: is \"nsa\", and there is no table [attention.nsa]");
     refused("kind = \"shared\"", "stage.2.kind: is \"shared\", which is not a kind");
     refused("kind = \"mlaa\"", "stage.2.kind: is \"mlaa\", which names no layer");
-    refused("layer_types = [\"near\"]", "stage.2.layer_types: holds no layer of the kind of [attention]");
+    refused("layer_types = [\"near\"]", "stage.2.layer_types: contains no layer of the kind of [attention]");
     refused("layer_types = [\"sparse\", \"near\"]", "stage.2.layer_types: has 2 entries, which do not divide");
     refused("windows = { far = 12 }", "stage.2.windows: names \"far\", and there is no table [attention.far]");
     refused("windows = { near = 0 }", "stage.2.windows: expected a table of whole numbers");

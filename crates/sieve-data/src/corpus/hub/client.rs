@@ -235,7 +235,9 @@ impl Client {
             }
             (Some(wanted), _) => wanted,
             (None, Some(rest)) => num_fetched.saturating_add(rest),
-            (None, None) => return Err(Failure::Lasting("neither listing nor answer says how long it is".to_owned())),
+            (None, None) => {
+                return Err(Failure::Lasting("neither listing nor answer gives its length".to_owned()));
+            }
         };
         let mut out = match num_fetched {
             0 => AtomicFile::create(&file.path)?,

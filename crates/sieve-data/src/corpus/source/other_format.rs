@@ -67,7 +67,7 @@ impl OtherFormat {
             ),
             _ => return None,
         };
-        let what = format!("it is {what}, and text, JSON lines and Parquet are read");
+        let what = format!("it is {what}, and only text, JSON lines and Parquet are read");
         Some(Self { what, hint })
     }
 

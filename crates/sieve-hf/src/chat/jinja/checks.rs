@@ -150,7 +150,7 @@ fn is_same(value: &Value, other: &Value) -> Fallible<bool> {
         (Value::Dict(a), Value::Dict(b)) => Rc::ptr_eq(a, b),
         (Value::Namespace(a), Value::Namespace(b)) => Rc::ptr_eq(a, b),
         (Value::Text(_), Value::Text(_)) | (Value::Int(_), Value::Int(_)) | (Value::Float(_), Value::Float(_)) => {
-            return Err(Fault::refused("sameas takes no two texts or numbers; == compares them"));
+            return Err(Fault::refused("sameas does not compare two strings or numbers; == compares them"));
         }
         _ => false,
     })

@@ -193,7 +193,7 @@ impl Renderer<'_> {
             None | Some(Value::None) => [if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()],
             Some(two) => match two.items(self.budget)?.as_slice() {
                 [Value::Text(item), Value::Text(key)] => [item.text.clone(), key.text.clone()],
-                _ => return Err(Fault::refused("separators are two texts")),
+                _ => return Err(Fault::refused("separators are two strings")),
             },
         };
         let is_true = |value: Option<Value>| value.is_some_and(|value| value.is_true());
@@ -218,7 +218,7 @@ impl Renderer<'_> {
                 escaped(&found)
             }
             "urlencode" if matches!(value, Value::Text(_)) => percent_encoded(&found),
-            "urlencode" => return Err(Fault::refused("urlencode takes a text")),
+            "urlencode" => return Err(Fault::refused("urlencode takes a string")),
             "wordcount" => {
                 let words = found.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty());
                 return Ok(Value::from(words.count()));
@@ -237,7 +237,7 @@ impl Renderer<'_> {
             "replace" => {
                 let [old, new, count] = given.bind(name, ["s", "new", "count"])?;
                 let (Some(old), Some(new)) = (old, new) else {
-                    return Err(Fault::refused("replace takes two texts"));
+                    return Err(Fault::refused("replace takes two strings"));
                 };
                 let [old, new] = [text(&old, self.budget)?, text(&new, self.budget)?];
                 let count = count.filter(|count| !matches!(count, Value::None)).map(|count| count.as_int());

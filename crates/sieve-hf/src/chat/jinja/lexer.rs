@@ -285,11 +285,11 @@ impl<'a> Lexer<'a> {
                     let found = code.and_then(char::from_u32);
                     text.push(found.ok_or_else(|| self.invalid("a string has an escape that is not a character"))?);
                 }
-                '1'..='7' | 'N' => return Err(self.invalid(format!("a text has the escape \\{escaped}"))),
+                '1'..='7' | 'N' => return Err(self.invalid(format!("a string has the escape \\{escaped}"))),
                 other => text.extend(['\\', other]),
             }
         }
-        let end = end.ok_or_else(|| self.invalid("a text has no closing quotation mark"))?;
+        let end = end.ok_or_else(|| self.invalid("a string has no closing quotation mark"))?;
         self.push(TokenKind::Text(text));
         self.skip(end);
         Ok(())

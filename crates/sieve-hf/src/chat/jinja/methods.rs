@@ -200,7 +200,7 @@ impl Renderer<'_> {
             "join" => return self.join_texts(found, given),
             "replace" => {
                 let [old, new, count] = given.bind(name, ["old", "new", "count"])?;
-                let [old, new] = [old, new].map(|text| text.ok_or_else(|| Fault::refused("replace takes two texts")));
+                let [old, new] = [old, new].map(|text| text.ok_or_else(|| Fault::refused("replace takes two strings")));
                 let (old, new) = (old?, new?);
                 let count = count.map(|count| count.as_int().ok_or_else(no_number)).transpose()?;
                 return self.replaced(found, [string(&old)?, string(&new)?], count);
@@ -227,7 +227,7 @@ impl Renderer<'_> {
                 let digits = self.padded(&found[sign..], width - sign as i128, '0', "rjust")?;
                 format!("{}{}", &found[..sign], digits.as_str().unwrap_or_default())
             }
-            _ => return Err(Fault::refused(format!("the method {name} is not here for this text"))),
+            _ => return Err(Fault::refused(format!("the method {name} is not available for this string"))),
         };
         Ok(Value::made(made))
     }
@@ -258,7 +258,7 @@ impl Renderer<'_> {
         if let Some(separator) = &separator
             && string(separator)?.is_empty()
         {
-            return Err(Fault::refused(format!("{name} is given an empty text")));
+            return Err(Fault::refused(format!("{name} is given an empty string")));
         }
         let separator = separator.as_ref().and_then(Value::as_str);
         if name.ends_with("partition") {
@@ -342,7 +342,7 @@ impl Renderer<'_> {
         match at.map(|at| skipped + within[..at].chars().count()) {
             Some(at) => Ok(Value::from(at)),
             None if name.ends_with("find") => Ok(Value::Int(-1)),
-            None => Err(Fault::refused(format!("{name} finds no such text"))),
+            None => Err(Fault::refused(format!("{name} does not find this string"))),
         }
     }
 }
@@ -370,7 +370,7 @@ fn changes(name: &str) -> Box<Fault> {
 }
 
 fn string(value: &Value) -> Fallible<&str> {
-    value.as_str().ok_or_else(|| Fault::refused(format!("a method of a text is given a {}", value.kind())))
+    value.as_str().ok_or_else(|| Fault::refused(format!("a method of a string is given a {}", value.kind())))
 }
 
 /// Words between white space; after `most` splits the rest is one.

@@ -228,7 +228,7 @@ fn formatted(spec: &str, value: &Value, budget: &Budget) -> Fallible<String> {
         }
         (.., Value::Int(number)) if spec == "d" => Ok(number.to_string()),
         (.., Value::Text(_)) if spec == "s" => text(value, budget),
-        _ => Err(Fault::refused(format!("a text for format has the width or form {spec:?}"))),
+        _ => Err(Fault::refused(format!("a string for format has the width or form {spec:?}"))),
     }
 }
 

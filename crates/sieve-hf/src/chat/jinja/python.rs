@@ -177,7 +177,7 @@ impl Json<'_> {
                 let mut pairs = dict.pairs.iter().map(|(key, value)| (key, value)).collect::<Vec<_>>();
                 if self.sort_keys {
                     if let Some((key, _)) = pairs.iter().find(|(key, _)| key.as_str().is_none()) {
-                        return Err(Fault::refused(format!("keys that are sorted are texts, not a {}", key.kind())));
+                        return Err(Fault::refused(format!("keys that are sorted are strings, not a {}", key.kind())));
                     }
                     self.budget.steps(8 * pairs.len())?;
                     pairs.sort_by_key(|(key, _)| key.as_str());

@@ -87,7 +87,7 @@ impl<'a> Renderer<'a> {
         numbers.dedup();
         if needs_marks && numbers.len() != self.num_marks as usize {
             return Err(Fault::refused(
-                "the text of a {% generation %} block is changed after the block, so nothing says where it is: write \
+                "the text of a {% generation %} block is changed after the block, so its place is unknown: write \
                  it where it is printed, without a filter",
             ));
         }

@@ -215,7 +215,7 @@ fn answers_without_a_weight_have_no_label() {
 fn rows_that_are_no_chat_are_refused_with_the_reason() {
     let template = without_blocks();
     for (messages, words) in [
-        (json!("text"), "no list of messages"),
+        (json!("text"), "not a list of messages"),
         (json!([]), "none of its 0 messages is the assistant's"),
         (json!([{"role": "user", "content": "a"}]), "none of its 1 messages"),
         (json!([7]), "message 1 is not an object"),

@@ -79,7 +79,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
             .iter()
             .map(|value| written(value).map(|text| format!("{key}={text}")))
             .collect::<Option<_>>()
-            .ok_or_else(|| format!("{key} of {name} is not a number, a text, true or false, or a list of these"))?;
+            .ok_or_else(|| format!("{key} of {name} is not a number, a string, true or false, or a list of these"))?;
         let with = |start: &String| -> Vec<String> {
             let comma = if start.is_empty() { "" } else { "," };
             let of = texts.iter().map(|text| format!("{start}{comma}{text}"));

@@ -157,7 +157,7 @@ fn long_texts_are_refused_or_cut_at_their_beginning() {
     };
     let fits = ask(Attention::Mha, "lambada_openai", &long(65), ZERO_SHOT).expect("64 go in");
     assert_eq!(fits.num_truncated, 0);
-    let words = "row 1 has a text of 89 tokens, and the model's context has room for 64";
+    let words = "row 1 has a sequence of 89 tokens, and the model's context has room for 64";
     refusal(ask(Attention::Mha, "lambada_openai", &long(90), ZERO_SHOT), words);
     let report = ask(Attention::Mha, "lambada_openai", &long(90), CUT).expect("cut");
     assert_eq!(report.num_truncated, 1);

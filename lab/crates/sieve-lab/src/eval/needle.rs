@@ -67,7 +67,7 @@ pub struct NeedleArgs {
 pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
     if args.lengths.contains(&0) {
-        bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
+        bail!("--lengths must be positive\n  hint: a sample also has to be longer than --buffer");
     }
     if !(1..=MOST_STEPS).contains(&args.grid) {
         bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);

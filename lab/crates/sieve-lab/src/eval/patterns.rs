@@ -235,7 +235,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
     ));
     if found.density > 0.99 {
         lines.push(format!(
-            "on {length} tokens these patterns keep everything, so the choice says little: search on a longer prompt \
+            "on {length} tokens these patterns keep everything, so the choice means little: search on a longer prompt \
              (--length)"
         ));
     }

@@ -202,7 +202,7 @@ fn texts(
         match texts.collect::<Result<Vec<_>, _>>() {
             Err(EvalError::NoRoom { task, enough, .. }) if enough > max_seq_len => {
                 let words = format!(
-                    "texts of {task} take up to {enough} tokens of this tokenizer, and the model's positions end at \
+                    "prompts of {task} take up to {enough} tokens of this tokenizer, and the model's positions end at \
                      {max_seq_len}"
                 );
                 if !args.tasks.is_empty() {

@@ -193,7 +193,7 @@ fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     let pairs = arguments.iter().map(|argument| {
         let pair = argument.split_once('=').filter(|(name, file)| !name.is_empty() && !file.is_empty());
         pair.with_context(|| {
-            format!("{argument:?} is no TASK=FILE\n  hint: write for example --data piqa=validation.jsonl")
+            format!("{argument:?} is not of the form TASK=FILE\n  hint: write for example --data piqa=validation.jsonl")
         })
     });
     pairs.collect()

@@ -176,7 +176,7 @@ fn notes(rows: &[&Row]) -> Vec<String> {
     let mut notes = Vec::new();
     if rows.iter().all(|row| row.measure.tile_density == Some(1.0)) {
         notes.push(
-            "no method left anything out at this length, so the rows say nothing of them: give longer --lengths, or \
+            "no method left anything out at this length, so the rows do not describe them: give longer --lengths, or \
              settings that keep less"
                 .to_owned(),
         );
