@@ -21,6 +21,9 @@ struct Served {
     address: String,
 }
 
+/// The type of a body.
+const JSON: &str = "Content-Type: application/json\r\n";
+
 /// An answer: its status, its body, and its head in lower case.
 struct Answer(u16, String, String);
 
@@ -57,7 +60,7 @@ impl Served {
 
     /// Sends a request and reads all of the answer.
     fn send(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> Answer {
-        self.send_bare(&format!("{method} {path} HTTP/1.1\r\nHost: x\r\n{headers}"), body)
+        self.send_bare(&format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\n{JSON}{headers}"), body)
     }
 
     /// As [`send`](Self::send), with a head to which the length alone is added.
@@ -405,19 +408,31 @@ fn codes_and_headers_are_those_of_http() {
     let key = "Authorization: Bearer secret\r\n";
     for (head, status) in [
         (format!("POST {path} HTTP/1.1\r\n{key}"), 400),
-        (format!("POST {path} HTTP/1.1\r\nHost: x\r\nHost: y\r\n{key}"), 400),
+        (format!("POST {path} HTTP/1.1\r\nHost: localhost\r\nHost: y\r\n{key}"), 400),
         (format!("POST {path} HTTP/1.0\r\n{key}"), 200),
-        (format!("POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Encoding: identity\r\n"), 200),
-        (format!("POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Encoding: gzip\r\n"), 415),
-        (format!("POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Encoding: identity, br\r\n"), 415),
-        (format!("GET {path} HTTP/1.1\r\nHost: x\r\n{key}"), 405),
-        (format!("OPTIONS {path} HTTP/1.1\r\nHost: x\r\n{key}"), 405),
+        (format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Encoding: identity\r\n"), 200),
+        (format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Encoding: gzip\r\n"), 415),
+        (format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Encoding: identity, br\r\n"), 415),
+        (format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n{key}"), 405),
+        (format!("OPTIONS {path} HTTP/1.1\r\nHost: localhost\r\n{key}"), 405),
     ] {
-        let answer = served.send_bare(&head, body);
+        let answer = served.send_bare(&format!("{head}{JSON}"), body);
         assert_eq!(answer.0, status, "{head} {}", answer.1);
         assert_eq!(answer.2.contains("accept-encoding: identity"), status == 415, "{head}");
         assert_eq!(answer.2.contains("allow: post"), status == 405, "{head} {}", answer.2);
         assert!(!answer.2.contains("access-control"), "{head}");
+    }
+    // What a page of the web can send without asking, and under a name that it bound to this machine.
+    let local = "Host: 127.0.0.1:8000\r\n";
+    for (head, kind, status, words) in [
+        (format!("{local}{key}"), "text/plain", 415, "curl: -H 'Content-Type: application/json'"),
+        (format!("{local}{key}Origin: https://evil.example\r\n"), "application/json", 403, "--allow-origin"),
+        (format!("Host: evil.example:8000\r\n{key}"), "application/json", 403, "--allow-host evil.example:8000"),
+        (format!("{local}{key}Origin: http://127.0.0.1:8000\r\n"), "application/json", 200, "choices"),
+    ] {
+        let answer = served.send_bare(&format!("POST {path} HTTP/1.1\r\n{head}Content-Type: {kind}\r\n"), body);
+        assert!(answer.0 == status && answer.1.contains(words), "{head} {}: {}", answer.0, answer.1);
+        assert!(!answer.2.contains("access-control"), "{head} {}", answer.2);
     }
     // An error repeats no long text of the request, and names no folder of this machine.
     let long = "x".repeat(100_000);
@@ -733,7 +748,8 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
     // Clients that go before, while and after they ask; a client that reads nothing, and a client that never asks.
     let silent = served.connect();
     let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 40, "temperature": 1.5}).to_string();
-    let request = format!("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    let head = format!("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}");
+    let request = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
     let mut slow = served.connect();
     slow.write_all(request.as_bytes()).expect("it reads");
     for round in 0..60 {
@@ -752,13 +768,43 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
 }
 
 #[test]
+fn pages_of_a_named_origin_ask_first_and_read() {
+    let tiny = dense();
+    let origin = "https://chat.example";
+    let served = Served::new(&tiny, "run", &format!("--api-key secret --allow-origin {origin} --allow-host sieve.lan"));
+    let (path, page) = ("/v1/completions", format!("Origin: {origin}\r\n"));
+    let asks = served.send_bare(&format!("OPTIONS {path} HTTP/1.1\r\nHost: sieve.lan\r\n{page}"), b"");
+    assert_eq!(asks.0, 204, "{}", asks.1);
+    for header in [
+        "access-control-allow-origin: https://chat.example",
+        "access-control-allow-headers: authorization, content-type",
+        "vary: origin",
+    ] {
+        assert!(asks.2.contains(header), "{header}: {}", asks.2);
+    }
+    let body = br#"{"prompt": "t1", "max_tokens": 1}"#;
+    // A refusal is read too: the page must know that its key is wrong.
+    for (key, status) in [("Authorization: Bearer secret\r\n", 200), ("", 401)] {
+        let answer = served.send("POST", path, &format!("{page}{key}"), body);
+        assert_eq!(answer.0, status, "{}", answer.1);
+        assert!(answer.2.contains("access-control-allow-origin: https://chat.example"), "{}", answer.2);
+    }
+    served.stop();
+    for wrong in ["chat.example", "*", "https://", "https://chat.example/page"] {
+        let serve = format!("serve --checkpoint run --device cpu --port 0 --allow-origin {wrong}");
+        tiny.refuses(&serve, "an origin is http:// or https://");
+    }
+}
+
+#[test]
 fn a_signal_lets_open_requests_end() {
     let tiny = dense();
     let served = Served::new(&tiny, "run", "");
     let mut stream = served.connect();
     // So many tokens that the request is still open when the signal comes.
     let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 16, "temperature": 0}).to_string();
-    let request = format!("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    let head = format!("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}");
+    let request = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
     stream.write_all(request.as_bytes()).expect("it reads");
     let mut first = [0; 64];
     stream.read_exact(&mut first).expect("a beginning");

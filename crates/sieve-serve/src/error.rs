@@ -111,6 +111,26 @@ impl ApiError {
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", message.to_owned())
     }
 
+    /// A name that is not this server's: a page of the web may have bound it to this machine.
+    pub(crate) fn foreign_host(host: &str) -> Self {
+        let message = format!("this server is not {host:?}; ask for localhost, or start it with --allow-host {host}");
+        Self::new(StatusCode::FORBIDDEN, "invalid_request_error", message)
+    }
+
+    pub(crate) fn foreign_origin(origin: &str) -> Self {
+        let message = format!("pages of {origin:?} may not use this server, unless it is started with --allow-origin");
+        Self::new(StatusCode::FORBIDDEN, "invalid_request_error", message)
+    }
+
+    /// A body of this type, or of none.
+    pub(crate) fn not_json(sent: Option<String>) -> Self {
+        let sent =
+            sent.map_or_else(|| "the body has no type".to_owned(), |sent| format!("the body's type is {sent:?}"));
+        let message =
+            format!("{sent}; send Content-Type: application/json (curl: -H 'Content-Type: application/json')");
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", message)
+    }
+
     pub(crate) fn too_slow(seconds: u64) -> Self {
         let message = format!("the request did not arrive within {seconds} seconds");
         Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", message)
@@ -120,6 +140,11 @@ impl ApiError {
         let message = format!("the queue of {most} sequences is full; try again later");
         let code = Some("rate_limit_exceeded");
         Self { code, ..Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message) }
+    }
+
+    pub(crate) fn no_place() -> Self {
+        let message = "the server has as many connections as it takes; try again later".to_owned();
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message)
     }
 
     pub(crate) fn stopping() -> Self {

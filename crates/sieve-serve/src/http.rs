@@ -4,6 +4,7 @@ use crate::queue::{Piece, Text};
 use crate::reply::Reply;
 use crate::request::{Asked, Form};
 use crate::server::Server;
+use crate::web::Access;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::PathRejection;
@@ -21,6 +22,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 /// Bytes of a request, at most.
 const MOST_BYTES: usize = 4 << 20;
+/// Bytes from which on a request waits for its turn among the long ones.
+const LONG_BYTES: usize = 64 << 10;
 /// Bytes that are read of a larger body before it is answered.
 const MOST_READ: usize = 64 << 20;
 /// Seconds in which a request must arrive.
@@ -45,6 +48,13 @@ pub(crate) fn router(server: Arc<Server>) -> Router {
         .with_state(server)
 }
 
+/// The paths of a server that has no place for a further connection: one probe asks whether it lives.
+pub(crate) fn without_place() -> Router {
+    Router::new()
+        .route("/health", get(async || json_response(&json!({"status": "ok"}))))
+        .fallback(async || ApiError::no_place().response())
+}
+
 /// The one path of a server of numbers, which `text` gives.
 pub(crate) fn metrics_alone(text: impl Fn() -> String + Clone + Send + Sync + 'static) -> Router {
     Router::new()
@@ -65,12 +75,23 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
         _ => "other",
     };
     let is_open = ["/health", "/metrics"].contains(&path);
-    let response = match &server.settings.api_key {
+    let response = match (server.settings.access.check(&request), &server.settings.api_key) {
         _ if !has_host(&request) => {
             ApiError::invalid("", "a request of HTTP/1.1 has one header Host, and this one lacks it").response()
         }
-        Some(key) if !is_open && !has_key(&request, key) => ApiError::no_key().response(),
-        _ => next.run(request).await,
+        (Err(refused), _) => refused.response(),
+        (Ok(reader), key) => {
+            let mut response = match key {
+                // A browser asks without the key that it will send.
+                _ if reader.is_some() && request.method() == Method::OPTIONS => Access::preflight(),
+                Some(key) if !is_open && !has_key(&request, key) => ApiError::no_key().response(),
+                _ => next.run(request).await,
+            };
+            if let Some(reader) = reader {
+                Access::let_read(reader, &mut response);
+            }
+            response
+        }
     };
     server.metrics.count_answer(path, response.status().as_u16());
     response
@@ -152,8 +173,15 @@ async fn chat(State(server): State<Arc<Server>>, request: Request) -> Response<B
 async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Response<Body>, ApiError> {
     let body = read(request).await?;
     let asking = server.clone();
-    // Long texts take long to cut into tokens; other requests go on meanwhile.
-    let asked = tokio::task::spawn_blocking(move || Asked::read(form, &body, &asking)).await;
+    let asked = {
+        // Long texts take long to cut into tokens, and much memory. Few are read at a time, so that a reader is left
+        // for short ones.
+        let _turn = match body.len() > LONG_BYTES {
+            true => Some(server.long_requests.acquire().await.map_err(|_| ApiError::stopping())?),
+            false => None,
+        };
+        tokio::task::spawn_blocking(move || Asked::read(form, &body, &asking)).await
+    };
     let asked = Arc::new(asked.map_err(|_| ApiError::server("the request could not be read"))??);
     let mut pieces = server.queue.send(asked.num_texts(), |index, pieces| {
         let prompt = asked.prompt(index);

@@ -17,8 +17,10 @@ mod request;
 mod http;
 mod listen;
 mod serve;
+mod web;
 
 pub use error::ServeError;
 pub use listen::listen;
 pub use serve::{serve, serve_metrics};
 pub use server::{Engine, Settings, Stop};
+pub use web::Access;

@@ -1,5 +1,6 @@
 //! Takes connections, with limits on their number and on how slowly a client may write and read.
 use crate::error::ServeError;
+use crate::http;
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -12,8 +13,12 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 use tokio_io_timeout::TimeoutStream;
 
-/// Connections at a time; further ones wait.
+/// Connections at a time.
 const MOST_CONNECTIONS: usize = 1024;
+/// Connections beyond these, which are told so, and asked whether the server lives, and are closed; further ones wait.
+const SPARE_CONNECTIONS: usize = 64;
+/// Time for the head of a request on a spare connection.
+const SPARE_TIME: Duration = Duration::from_secs(1);
 /// Time for the head of a request, which also ends connections that are idle.
 const HEAD_TIME: Duration = Duration::from_secs(30);
 /// Time in which a client that is sent something must read some of it.
@@ -32,15 +37,31 @@ pub fn listen(host: &str, port: u16) -> Result<TcpListener, ServeError> {
 }
 
 /// Takes connections until `stop` asks for the end, then waits for the open ones.
-pub(crate) async fn accept(listener: TcpListener, router: Router, mut stop: watch::Receiver<bool>) -> io::Result<()> {
+pub(crate) async fn accept(listener: TcpListener, router: Router, stop: watch::Receiver<bool>) -> io::Result<()> {
+    accept_at([MOST_CONNECTIONS, SPARE_CONNECTIONS], listener, router, stop).await
+}
+
+/// [`accept`] with so many usual and spare connections.
+async fn accept_at(
+    places: [usize; 2],
+    listener: TcpListener,
+    router: Router,
+    mut stop: watch::Receiver<bool>,
+) -> io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
-    let (places, connections) = (Arc::new(Semaphore::new(MOST_CONNECTIONS)), GracefulShutdown::new());
+    let without_place = http::without_place();
+    let connections = GracefulShutdown::new();
+    let [places, spare] = places.map(|places| Arc::new(Semaphore::new(places)));
     loop {
         let next = async {
-            let place = places.clone().acquire_owned().await;
+            let place = tokio::select! {
+                biased;
+                place = places.clone().acquire_owned() => (place, true),
+                place = spare.clone().acquire_owned() => (place, false),
+            };
             (place, listener.accept().await)
         };
-        let (place, accepted) = tokio::select! {
+        let ((place, is_usual), accepted) = tokio::select! {
             biased;
             _ = stop.wait_for(|asked| *asked) => break,
             next = next => next,
@@ -54,10 +75,13 @@ pub(crate) async fn accept(listener: TcpListener, router: Router, mut stop: watc
         let _ = stream.set_nodelay(true);
         let mut stream = TimeoutStream::new(stream);
         stream.set_write_timeout(Some(READ_TIME));
-        let service = TowerToHyperService::new(router.clone());
+        let (router, head_time) =
+            if is_usual { (router.clone(), HEAD_TIME) } else { (without_place.clone(), SPARE_TIME) };
+        let service = TowerToHyperService::new(router);
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_TIME)
+            .header_read_timeout(head_time)
+            .keep_alive(is_usual)
             .serve_connection(TokioIo::new(Box::pin(stream)), service);
         let connection = connections.watch(connection);
         tokio::spawn(async move {
@@ -69,4 +93,53 @@ pub(crate) async fn accept(listener: TcpListener, router: Router, mut stop: watc
     drop(listener);
     let _ = tokio::time::timeout(STOP_TIME, connections.shutdown()).await;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+
+    /// The status line of the answer to `GET path`.
+    fn asked(stream: &mut TcpStream, path: &str) -> String {
+        let head = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        stream.write_all(head.as_bytes()).expect("it reads");
+        let mut answer = [0; 512];
+        let length = stream.read(&mut answer).expect("an answer");
+        String::from_utf8_lossy(&answer[..length]).lines().next().unwrap_or_default().to_owned()
+    }
+
+    #[test]
+    fn a_probe_is_answered_where_no_further_connection_has_a_place() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("it listens");
+        listener.set_nonblocking(true).expect("a socket");
+        let (stop, stopped) = watch::channel(false);
+        let router = Router::new().fallback(async || "usual");
+        let server = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            runtime.block_on(accept_at([2, 1], listener, router, stopped)).expect("it accepts");
+        });
+        let connect = || TcpStream::connect(address).expect("the server listens");
+        let mut held = [connect(), connect()];
+        for stream in &mut held {
+            assert_eq!(asked(stream, "/v1/models"), "HTTP/1.1 200 OK");
+        }
+        for (path, status) in [("/health", "200 OK"), ("/v1/models", "503 Service Unavailable")] {
+            let mut spare = connect();
+            assert_eq!(asked(&mut spare, path), format!("HTTP/1.1 {status}"));
+            // It keeps no connection, so that the next probe has its place.
+            spare.set_read_timeout(Some(HEAD_TIME)).expect("a time");
+            spare.read_to_end(&mut Vec::new()).expect("an end");
+        }
+        // One that says nothing has its place for a second only.
+        let _silent = connect();
+        let begun = std::time::Instant::now();
+        assert_eq!(asked(&mut connect(), "/health"), "HTTP/1.1 200 OK");
+        assert!(begun.elapsed() < SPARE_TIME * 5, "{:?}", begun.elapsed());
+        drop(held);
+        stop.send_replace(true);
+        server.join().expect("it ends");
+    }
 }

@@ -12,10 +12,12 @@ use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 /// Threads that check requests and cut their texts into tokens.
 const READERS: usize = 4;
+/// Of these, how many read long requests.
+const LONG_READERS: usize = 2;
 
 /// Answers requests at `listener` until `stop` asks for the end. The calling thread computes.
 ///
@@ -31,7 +33,8 @@ pub fn serve<B: DeviceBackend>(
     let (size, metrics) = ([settings.max_texts, settings.context], Arc::new(Metrics::default()));
     let begun = seconds_since_1970();
     let (tokenizer, counted) = (engine.tokenizer.clone(), metrics.clone());
-    let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted });
+    let long_requests = Semaphore::new(LONG_READERS);
+    let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted, long_requests });
     listener.set_nonblocking(true)?;
     let runtime = runtime()?;
     let stop = stop.receiver();

@@ -1,13 +1,14 @@
 //! What a server is made of: the model, names and limits, and what all requests share.
 use crate::metrics::Metrics;
 use crate::queue::Queue;
+use crate::web::Access;
 use sieve_data::Tokenizer;
 use sieve_hf::ChatTemplate;
 use sieve_infer::{Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use std::sync::Arc;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 /// A model and what decoding with it needs.
 #[derive(Debug)]
@@ -38,6 +39,8 @@ pub struct Settings {
     pub name: String,
     /// The key that requests must send, if any.
     pub api_key: Option<String>,
+    /// Names of the server, and pages that may use it.
+    pub access: Access,
     /// Texts that are decoded as one batch, at most.
     pub max_texts: usize,
     /// Texts that wait, at most.
@@ -88,4 +91,6 @@ pub(crate) struct Server {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) queue: Queue,
     pub(crate) metrics: Arc<Metrics>,
+    /// Turns of requests that take long to read.
+    pub(crate) long_requests: Semaphore,
 }

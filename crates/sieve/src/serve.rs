@@ -12,7 +12,7 @@ use sieve_hf::{ChatTemplate, Kept, SamplingDefaults, peek_model};
 use sieve_infer::{Sampling, prompt_part, texts_together};
 use sieve_ops::DeviceBackend;
 use sieve_plan::{InferenceSize, MemoryVerdict};
-use sieve_serve::{Engine, Settings, Stop};
+use sieve_serve::{Access, Engine, Settings, Stop};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,6 +34,12 @@ pub(crate) struct ServeArgs {
     /// The key that requests must send; the variable SIEVE_API_KEY when absent
     #[arg(long, value_name = "KEY", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     api_key: Option<String>,
+    /// A further name of a server on a loopback address, as a proxy passes it on; may be repeated
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    allow_host: Vec<String>,
+    /// An origin, such as https://chat.example, whose web pages may use the server; may be repeated
+    #[arg(long, value_name = "ORIGIN", value_parser = origin)]
+    allow_origin: Vec<String>,
     /// The model's name in requests; the folder's name when absent
     #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     name: Option<String>,
@@ -53,6 +59,16 @@ pub(crate) struct ServeArgs {
     sparse: selector::SelectorArgs,
     #[command(flatten)]
     place: PlaceArgs,
+}
+
+/// An origin as browsers send it: a scheme, a name and perhaps a port.
+fn origin(text: &str) -> Result<String> {
+    let name = ["http://", "https://"].into_iter().find_map(|scheme| text.strip_prefix(scheme));
+    ensure!(
+        name.is_some_and(|name| !name.is_empty() && !name.contains(['/', '*', ' ', '?', '#'])),
+        "an origin is http:// or https://, a name and perhaps a port, such as https://chat.example"
+    );
+    Ok(text.to_owned())
 }
 
 /// Texts at once where `--max-texts` is absent, at most, and the tokens of all of them: as many as one batch of
@@ -174,6 +190,11 @@ fn run_on<B: DeviceBackend>(
             .api_key
             .clone()
             .or_else(|| sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty())),
+        access: Access {
+            is_local: listener.local_addr().is_ok_and(|address| address.ip().is_loopback()),
+            hosts: std::iter::once(args.host.clone()).chain(args.allow_host.clone()).collect(),
+            origins: args.allow_origin.clone(),
+        },
         max_texts,
         max_queue: args.max_queue as usize,
         context,
