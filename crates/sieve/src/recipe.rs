@@ -374,10 +374,10 @@ mod tests {
     #[test]
     fn shipped_recipes_are_found_from_any_folder() {
         // The last three have no file: their text is made from mha_80m.toml.
-        for name in ["quickstart", "quickstart.toml", "moba_80m", "moba_80m.toml", "recipes/moba_80m.toml"] {
+        for name in ["quickstart", "quickstart.toml", "msa_80m", "msa_80m.toml", "recipes/msa_80m.toml"] {
             assert!(find(name).is_ok(), "{name}");
         }
-        for (wrong, near) in [("quikstart", "quickstart.toml"), ("moba_81m", "did you mean moba_80m.toml")] {
+        for (wrong, near) in [("quikstart", "quickstart.toml"), ("msa_81m", "did you mean msa_80m.toml")] {
             let error = find(wrong).unwrap_err().to_string();
             assert!(error.contains(near), "{error}");
         }
