@@ -6,9 +6,9 @@ use crate::{elsewhere, shipped};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
-use sieve_core::recipe::{json_schema, keys_page};
+use sieve_core::recipe::{TokenizerSource, json_schema, keys_page};
 use sieve_core::{Recipe, RecipeError, ShownPath, did_you_mean};
-use sieve_data::is_hub_model;
+use sieve_data::{Tokenizer, is_hub_model};
 use sieve_host::environment::variable;
 use sieve_host::{hub, terminal};
 use sieve_train::{RecipeFile, RunFolder};
@@ -247,6 +247,25 @@ impl RecipeArgs {
             _ => path.file_name(),
         };
         name.unwrap_or_default().to_string_lossy().into_owned()
+    }
+}
+
+/// Rows of the embedding: the recipe's, else the size of the tokenizer's vocabulary.
+pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
+    match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
+        (Some(rows), _) => Ok(rows),
+        (None, TokenizerSource::Path(path)) => {
+            let tokenizer = sieve_train::tokenizer_file(path, &variable)
+                .and_then(|path| Ok(Tokenizer::from_file(&path)?))
+                .context(
+                    "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
+                     hint: get the tokenizer, or plan with --set model.vocab_size=N",
+                )?;
+            Ok(tokenizer.vocab_size())
+        }
+        (None, TokenizerSource::Train(_) | TokenizerSource::Numbers(_)) => {
+            unreachable!("a tokenizer made here states its size")
+        }
     }
 }
 
