@@ -2,10 +2,7 @@
 //! program must read each mutation or refuse it with a message that names the file; no mutation may cause a panic.
 use crate::random_model::{random_model, recipe, write_checkpoint};
 use sieve_core::Recipe;
-use sieve_data::{BpeConfig, Corpus, CorpusConfig, Tokenizer, read_table};
-use sieve_eval::{QaData, Task, TaskRows, TaskRun, TaskTexts};
 use sieve_hf::{Checkpoint, imported_model, peek_model};
-use sieve_report::{Run, page};
 use sieve_select::Selector;
 use sieve_testing::mutated;
 use std::fs;
@@ -15,7 +12,7 @@ use tempfile::TempDir;
 const NUM_INPUTS: u64 = 10_000;
 
 /// Calls `read` with [`NUM_INPUTS`] mutations of `text`; see [`each_within`].
-fn each(text: &str, read: impl FnMut(&[u8]) -> bool) {
+pub(crate) fn each(text: &str, read: impl FnMut(&[u8]) -> bool) {
     each_within(text.as_bytes(), usize::MAX, read);
 }
 
@@ -29,7 +26,7 @@ pub(crate) fn each_within(whole: &[u8], within: usize, mut read: impl FnMut(&[u8
 }
 
 /// As [`each`], for a parser that reads its input from the file `path`.
-fn each_file(path: &Path, mut read: impl FnMut() -> bool) {
+pub(crate) fn each_file(path: &Path, mut read: impl FnMut() -> bool) {
     let whole = fs::read_to_string(path).expect("a text");
     each(&whole, |bytes| {
         fs::write(path, bytes).expect("writable");
@@ -39,7 +36,7 @@ fn each_file(path: &Path, mut read: impl FnMut() -> bool) {
 }
 
 /// Whether `read` succeeded. The message of an error must contain one of `names` and no word of a panic.
-fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str]) -> bool {
+pub(crate) fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str]) -> bool {
     let Err(error) = read else {
         return true;
     };
@@ -105,51 +102,6 @@ fn damaged_overrides() {
 }
 
 #[test]
-fn damaged_tasks_and_their_rows() {
-    let dir = quick_dir();
-    let letters = dir.path().join("letters.txt");
-    fs::write(&letters, "The cat sees the dog.\n".repeat(50)).expect("writable");
-    let corpus = CorpusConfig::text(vec![letters.display().to_string()]);
-    let corpus = Corpus::open(corpus).expect("a file");
-    let bytes = BpeConfig { vocab_size: 258, sample_bytes: 1000 };
-    let tokenizer = Tokenizer::train(&corpus, bytes).expect("a tokenizer");
-    let run = TaskRun { fewshot: 1, limit: None, truncate: false };
-    let path = dir.path().join("rows.jsonl");
-    let rows = "{\"question\": \"1 2\", \"answerKey\": \"B\", \
-                \"choices\": {\"text\": [\"3\", \"4 5\"], \"label\": [\"A\", \"B\"]}}\n";
-    let rows = [rows.to_owned(), rows.replace("1 2", "6"), rows.replace("1 2", "7")];
-    fs::write(&path, rows.concat()).expect("writable");
-    let read = || -> Result<TaskRows, sieve_data::DataError> {
-        let rows = read_table(&path)?;
-        Ok(TaskRows { rows, examples: None })
-    };
-    let data = read().expect("rows");
-    let task = "measure = \"choices\"\nprompt = \"Q {question|strip}\"\nchoices = \"choices.text\"\nlabels = \
-        \"choices.label\"\n\
-                label = \"{answerKey}\"\ndelimiter = \" \"\nfewshot = 1\n";
-    each(task, |bytes| {
-        let Ok(text) = std::str::from_utf8(bytes) else {
-            return false;
-        };
-        let task = Task::parse("mine.toml", text);
-        match task {
-            Ok(task) => {
-                is_read(TaskTexts::new(&task, &data, run, None, &tokenizer, 4096), &["mine.toml", "tokenizer", "token"])
-            }
-            Err(error) => is_read(Err::<(), _>(error), &["mine.toml"]),
-        }
-    });
-    let task = Task::parse("mine.toml", task).expect("a task");
-    each_file(&path, || match read() {
-        Ok(data) => is_read(
-            TaskTexts::new(&task, &data, run, None, &tokenizer, 4096),
-            &["mine.toml: row", "mine.toml: 1 examples", "token"],
-        ),
-        Err(error) => is_read(Err::<(), _>(error), &["rows.jsonl"]),
-    });
-}
-
-#[test]
 fn damaged_checkpoints() {
     let dir = quick_dir();
     let folder = checkpoint(&dir);
@@ -181,21 +133,6 @@ fn damaged_model_configurations() {
 }
 
 #[test]
-fn damaged_questions() {
-    let squad = "{\"version\": \"v2.0\", \"data\": [{\"title\": \"T\", \
-                 \"paragraphs\": [{\"context\": \"The sky is blue.\", \
-                 \"qas\": [{\"question\": \"What colour?\", \"id\": \"1\", \"answers\": [{\"text\": \"blue\", \
-                 \"answer_start\": 11}], \"is_impossible\": false}]}]}]}";
-    let hotpot = "[{\"question\": \"Who?\", \"answer\": \"Ann\", \"context\": [[\"A\", [\"Ann is.\", \" So.\"]], \
-                  [\"B\", [\"Bob is.\"]]], \"supporting_facts\": [[\"A\", 0]]}]";
-    for text in [squad, hotpot] {
-        QaData::parse("qa.json", text).expect("as it is");
-        let read = |text: &str| is_read(QaData::parse("qa.json", text), &["qa.json"]);
-        each(text, |bytes| std::str::from_utf8(bytes).is_ok_and(read));
-    }
-}
-
-#[test]
 fn damaged_pattern_files_and_selectors() {
     let dir = quick_dir();
     let path = dir.path().join("patterns.json");
@@ -221,42 +158,6 @@ fn damaged_pattern_files_and_selectors() {
                 }
                 Err(error) => is_read(Err::<(), _>(error), &[""]),
             }
-        });
-    }
-}
-
-#[test]
-fn damaged_runs_to_compare() {
-    let dir = quick_dir();
-    let write = |name: &str, text: &str| {
-        let path = dir.path().join(name);
-        fs::write(&path, text).expect("writable");
-        path
-    };
-    fs::create_dir(dir.path().join("eval")).expect("writable");
-    let config = write("config.toml", include_str!("../recipes/quickstart.toml"));
-    let step = |step: u64| {
-        format!(
-            "{{\"kind\":\"step\",\"step\":{step},\"num_steps\":3,\"loss\":2.5,\"lr\":0.001,\"tokens_seen\":{},\
-             \"tokens_per_second\":900.0,\"attention\":{{\"density\":0.4}},\"unix_seconds\":1795239913.5}}\n",
-            step * 100
-        )
-    };
-    let validation = "{\"kind\":\"validation\",\"step\":2,\"loss\":2.4,\"perplexity\":11.0,\"bits_per_byte\":1.2}\n";
-    let metrics = write("metrics.jsonl", &[&step(1), &step(2), validation, &step(3)].concat());
-    let scores = write(
-        "eval/tasks.json",
-        "{\"checkpoint\": \"a\", \"tasks\": [{\"task\": \"piqa\", \"rows\": 20, \"scores\": {\"acc\": 0.5}}]}",
-    );
-    for path in [config, metrics, scores] {
-        let name = path.file_name().expect("named").to_string_lossy().into_owned();
-        each_file(&path, || {
-            let run = Run::open(dir.path(), Some("run"));
-            let is_run = is_read(run.as_ref().map(|_| ()), &[&name]);
-            if let Ok(run) = run {
-                is_read(page(vec![run], None).map(|_| ()), &["run"]);
-            }
-            is_run
         });
     }
 }

@@ -22,15 +22,12 @@ mod export_kill;
 mod export_memory;
 mod hub;
 mod initial_weights;
-mod kernel_branches;
-mod kernels_cli;
 mod library_page;
 mod operator;
 mod printed_commands;
 mod resume_kill;
 mod serve;
 mod sessions;
-mod tasks_cli;
 mod train_faults;
 mod train_gradients;
 mod train_guard;
@@ -44,3 +41,15 @@ mod train_run;
 mod unwritable;
 mod what_is_trained;
 mod words_model;
+
+// Tests of what lies in lab/ alone.
+#[path = "../lab/tests/damaged_tasks.rs"]
+mod damaged_tasks;
+#[path = "../lab/tests/kernel_branches.rs"]
+mod kernel_branches;
+#[path = "../lab/tests/kernels_cli.rs"]
+mod kernels_cli;
+#[path = "../lab/tests/scripts.rs"]
+mod lab_scripts;
+#[path = "../lab/tests/tasks_cli.rs"]
+mod tasks_cli;

@@ -34,15 +34,13 @@ from run_tables import ROOT, ROWS
 import board  # noqa: E402  (run_tables names its folder)
 from layouts import table as layouts  # noqa: E402
 from long import memory, table as long_prompts  # noqa: E402
+from prose import BOOK  # noqa: E402  (memory names its folder)
 from table4 import table as table4  # noqa: E402
 from tiny8k import run as tiny8k  # noqa: E402
 
-# race.md has a script of its own (lab/experiments/race/table.py) and recipe.md is the program's.
-OTHERS = {"race", "recipe"}
-PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(
-    str(page.relative_to(ROOT)) for folder in ("docs", "lab/docs") for page in sorted((ROOT / folder).glob("**/*.md"))
-    if page.stem not in OTHERS)]
-ALL = [*(ROOT / page for page in PAGES), *(ROOT / page for page in ("lab/docs/race.md", "docs/recipe.md"))]
+# race.md has a script of its own (lab/experiments/race/table.py).
+PAGES = [page for page in BOOK if page != "lab/docs/race.md"]
+ALL = [ROOT / page for page in (*BOOK, "docs/recipe.md")]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")

@@ -27,7 +27,8 @@ TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.rs$|benc
 MOST_LINES = 110
 LIMITS = {
     "Rust files that name a variant": 0,
-    "Rust files with moba": 13,
+    # One has its lines of the recipes of all sizes, which were four files that this did not count.
+    "Rust files with moba": 14,
     # Six are of the PyTorch layers: these, their test, the test of every function's axes, two examples, and the trainers of
     # others. The lab may name a kind wherever it compares it.
     "Python files with moba": 17,

@@ -5,7 +5,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::ValueEnum;
 use sieve_core::ModelShape;
 use sieve_hf::Kept;
-pub use sieve_kernels::Target as Device;
+pub use sieve_kernels::Device;
 use sieve_kernels::{CudaReport, DeviceReport, KernelCache, KernelError};
 use sieve_plan::gpu_attention_gap;
 use std::path::PathBuf;

@@ -9,6 +9,7 @@ mod burn_memory;
 mod cache;
 mod cache_files;
 mod cublaslt;
+mod device;
 mod device_thread;
 mod gpu_memory;
 mod held_memory;
@@ -24,13 +25,13 @@ mod nvml;
 mod probe;
 mod step_graph;
 mod step_tape;
-mod target;
 
 pub use sieve_gpu::*;
 
 pub use burn_memory::{CudaPrimitive, ToBurn, burn_dtype, client_of, device_of, kernel_dtype, kernel_tensor};
 pub use cache::KernelCache;
 pub use cublaslt::{Cublaslt, GemmKind, MatmulOutput, fp8_matmul, matmul};
+pub use device::Device;
 pub use held_memory::{HeldMemory, HeldTensor, MemoryFull};
 pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelTrace, TraceResult};
@@ -44,4 +45,3 @@ pub use nvml::GpuState;
 pub use probe::{CudaReport, DeviceReport};
 pub use step_graph::{StepGraph, StepInputs, StepPositions};
 pub use step_tape::StepTape;
-pub use target::Target;

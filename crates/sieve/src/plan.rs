@@ -1,15 +1,12 @@
 //! `sieve plan`: parameters, FLOPs, memory, cache and time of a recipe before it runs.
 use crate::epochs::{self, TextEpochs};
-use crate::recipe::RecipeArgs;
 use crate::recipe::useless::useless_settings;
-use anyhow::{Context, Result, bail};
+use crate::recipe::{RecipeArgs, vocab_size};
+use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::model::gpu;
-use sieve_core::recipe::TokenizerSource;
 use sieve_core::{NumberFormat, Recipe, model_line};
-use sieve_data::Tokenizer;
 use sieve_host::device::Device;
-use sieve_host::environment::variable;
 use sieve_host::out_of_memory::{self, need, nothing_fits};
 use sieve_host::room;
 use sieve_host::terminal::{self, gib, short_count};
@@ -176,25 +173,6 @@ fn is_no_nvidia(name: &str) -> bool {
     let others = ["mi", "rx", "radeon", "instinct", "amd", "arc", "gaudi", "intel", "apple", "tpu"];
     let name = name.to_ascii_lowercase();
     others.iter().any(|other| name.starts_with(other))
-}
-
-/// Rows of the embedding: the recipe's, else the size of the tokenizer's vocabulary.
-pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
-    match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
-        (Some(rows), _) => Ok(rows),
-        (None, TokenizerSource::Path(path)) => {
-            let tokenizer = sieve_train::tokenizer_file(path, &variable)
-                .and_then(|path| Ok(Tokenizer::from_file(&path)?))
-                .context(
-                    "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
-                     hint: get the tokenizer, or plan with --set model.vocab_size=N",
-                )?;
-            Ok(tokenizer.vocab_size())
-        }
-        (None, TokenizerSource::Train(_) | TokenizerSource::Numbers(_)) => {
-            unreachable!("a tokenizer made here states its size")
-        }
-    }
 }
 
 /// What the run would train, on one line.

@@ -6,9 +6,9 @@ use crate::{elsewhere, shipped};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
-use sieve_core::recipe::{json_schema, keys_page};
+use sieve_core::recipe::{TokenizerSource, json_schema, keys_page};
 use sieve_core::{Recipe, RecipeError, ShownPath, did_you_mean};
-use sieve_data::is_hub_model;
+use sieve_data::{Tokenizer, is_hub_model};
 use sieve_host::environment::variable;
 use sieve_host::{hub, terminal};
 use sieve_train::{RecipeFile, RunFolder};
@@ -250,6 +250,25 @@ impl RecipeArgs {
     }
 }
 
+/// Rows of the embedding: the recipe's, else the size of the tokenizer's vocabulary.
+pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
+    match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
+        (Some(rows), _) => Ok(rows),
+        (None, TokenizerSource::Path(path)) => {
+            let tokenizer = sieve_train::tokenizer_file(path, &variable)
+                .and_then(|path| Ok(Tokenizer::from_file(&path)?))
+                .context(
+                    "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
+                     hint: get the tokenizer, or plan with --set model.vocab_size=N",
+                )?;
+            Ok(tokenizer.vocab_size())
+        }
+        (None, TokenizerSource::Train(_) | TokenizerSource::Numbers(_)) => {
+            unreachable!("a tokenizer made here states its size")
+        }
+    }
+}
+
 /// Folder, below the current one, in which recipes are looked up by name.
 const FOLDER: &str = "recipes";
 
@@ -374,10 +393,10 @@ mod tests {
     #[test]
     fn shipped_recipes_are_found_from_any_folder() {
         // The last three have no file: their text is made from mha_80m.toml.
-        for name in ["quickstart", "quickstart.toml", "moba_80m", "moba_80m.toml", "recipes/moba_80m.toml"] {
+        for name in ["quickstart", "quickstart.toml", "msa_80m", "msa_80m.toml", "recipes/msa_80m.toml"] {
             assert!(find(name).is_ok(), "{name}");
         }
-        for (wrong, near) in [("quikstart", "quickstart.toml"), ("moba_81m", "did you mean moba_80m.toml")] {
+        for (wrong, near) in [("quikstart", "quickstart.toml"), ("msa_81m", "did you mean msa_80m.toml")] {
             let error = find(wrong).unwrap_err().to_string();
             assert!(error.contains(near), "{error}");
         }

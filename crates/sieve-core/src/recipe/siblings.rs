@@ -90,24 +90,26 @@ fn edits(kind: &str, size: &Size) -> Vec<(&'static str, String)> {
     match kind {
         "mla" => {
             let rank = size.kv_lora_rank;
-            let slip = "# The table gives this row a window of 1024; MLA has none, and the 200M row has a dash: taken as a \
-                 slip.\n";
+            let slip = "# The table gives this row a window of 1024; MLA has none, and the 200M row has a dash: taken \
+                 as a slip.\n";
             let attention = format!(
                 "kind = \"mla\" # without query compression\nkv_lora_rank = {rank}\n{}\
                  qk_rope_head_dim = 64 # [reading] as DeepSeek-V2's; half a head\n\
-                 qk_norm = true # ours: DeepSeek-V2 has no norms of queries and keys, with which MLA learns faster here",
+                 qk_norm = true # ours: DeepSeek-V2 has no norms of queries and keys, with which MLA learns faster \
+                 here",
                 if size.name == "80m" { slip } else { "" }
             );
             let heads = format!(
-                "num_key_value_heads = {} # MLA makes keys and values for every head; its cache holds the latent alone",
+                "num_key_value_heads = {} # MLA makes keys and values for every head; its cache holds the latent \
+                 alone",
                 size.num_heads
             );
             let mut all = vec![("num_key_value_heads", heads), ("kind = ", attention)];
             if rank.contains("[reading]") {
-                let marks = "# Marks: [paper] stands in its table or text; [reading] fills a gap in it, with the reason; the \
-                     rest is ours.\n\
-                     # EXTRAPOLATION: the paper has no MLA row at this size. This is its MHA row with a latent of a quarter \
-                     of the width, as\n# in its smaller MLA rows.";
+                let marks = "# Marks: [paper] stands in its table or text; [reading] fills a gap in it, with the \
+                     reason; the rest is ours.\n\
+                     # EXTRAPOLATION: the paper has no MLA row at this size. This is its MHA row with a latent of a \
+                     quarter of the width, as\n# in its smaller MLA rows.";
                 all.push(("# Marks: ", marks.to_owned()));
             }
             if size.name == "80m" {
@@ -157,8 +159,8 @@ fn edits(kind: &str, size: &Size) -> Vec<(&'static str, String)> {
             );
             let mut all = vec![title, ("intermediate_size", inner), ("kind = ", attention)];
             if is_staged {
-                let stages = "# TWO STAGES: 32B tokens at length 2048, whose first 1.6B warm the indexer up, then 8B at \
-                     length 8192 with rope_theta\n# raised to 100,000.";
+                let stages = "# TWO STAGES: 32B tokens at length 2048, whose first 1.6B warm the indexer up, then 8B \
+                     at length 8192 with rope_theta\n# raised to 100,000.";
                 let steps = format!(
                     "steps = {steps} # [reading] 32B of the paper's 40B tokens, so 32,000 of its 40,000 steps, with \
                      the warm-up"

@@ -287,7 +287,7 @@ fn admit(process: &Process<'_>, session: &Session, place: &Device, log: &Log) ->
     let recipe = session.recipe();
     let vocab_size = match &session.origin().checkpoint {
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
-        None => crate::plan::vocab_size(recipe),
+        None => crate::recipe::vocab_size(recipe),
     };
     // A tokenizer that cannot be read is reported with the text. Until then the embedding counts with a single row: a
     // run that does not fit so does not fit with any vocabulary.

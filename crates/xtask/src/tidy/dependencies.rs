@@ -39,6 +39,9 @@ const SECOND_VERSIONS: &[(&str, &str)] = &[
 /// `cargo run` and `cargo test` build with the same features.
 const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")];
 
+/// A crate with a folder of sources elsewhere: the tests of what lies in the lab alone.
+const TESTS_OF_LAB: (&str, &str) = ("sieve-tests", "lab/tests");
+
 /// Through `burn` a crate gets the nodes of the autodiff graph without naming the crate that they come from.
 const GRAPH_OF_BURN: &str = concat!("burn::backend::", "autodiff");
 
@@ -66,7 +69,10 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     for package in ours {
         let name = text(package, "name");
         let folder = std::path::Path::new(text(package, "manifest_path"));
-        let sources = sources(folder.parent().context("a manifest is in a folder")?)?;
+        let mut sources = sources(folder.parent().context("a manifest is in a folder")?)?;
+        if name == TESTS_OF_LAB.0 {
+            sources += &self::sources(&workspace::root().join(TESTS_OF_LAB.1))?;
+        }
         if sources.contains(GRAPH_OF_BURN) {
             problems.push(format!(
                 "crate {name} registers backward passes through {GRAPH_OF_BURN}: name burn_autodiff, and depend on it"

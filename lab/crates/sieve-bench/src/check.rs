@@ -12,7 +12,6 @@ use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_core::ShownPath;
-use sieve_kernels::Target;
 use sieve_kernels::{
     Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelPolicy, NeededKernels, NeededKeys, ScoreBias,
     SumOrder,
@@ -80,12 +79,18 @@ impl BenchRows {
 ///
 /// # Errors
 /// A GPU that does not answer; a wrong result is a row of the report.
-pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
+pub fn check(
+    settings: &CheckSettings,
+    target: &sieve_kernels::Device,
+    on_part: &mut dyn FnMut(CheckedPart),
+) -> Result<Report> {
     let cpu_has_fp8 = false;
     let mut progress = Progress::new(on_part);
     match target {
-        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), cpu_has_fp8, settings)?,
-        Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
+        sieve_kernels::Device::Cpu => {
+            progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), cpu_has_fp8, settings)?
+        }
+        sieve_kernels::Device::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
 }
@@ -353,7 +358,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
 }
 
 /// The report of a check as JSON, for programs.
-pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) -> Value {
+pub fn check_json(report: &Report, settings: &CheckSettings, target: &sieve_kernels::Device) -> Value {
     json!({
         "device": target.name(),
         "sieve": env!("CARGO_PKG_VERSION"),

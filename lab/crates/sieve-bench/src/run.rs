@@ -21,7 +21,6 @@ use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::Rounding;
 use sieve_hf::{NamedTensor, write_tensor_file};
-use sieve_kernels::Target;
 use sieve_kernels::{KernelError, KernelPolicy, KeyLists, SumOrder};
 use sieve_ops::Cuda;
 use sieve_select::Selector;
@@ -113,7 +112,7 @@ pub struct RunSettings {
 pub fn run<E: From<BenchError>>(
     settings: &RunSettings,
     out: &Path,
-    target: impl FnOnce() -> Result<Target, E>,
+    target: impl FnOnce() -> Result<sieve_kernels::Device, E>,
 ) -> Result<(Vec<String>, String), E> {
     let mut case = case(settings)?;
     // With --periods the case holds ranks in place of scores; the file then has the scores, `z`, beside them.
@@ -125,27 +124,29 @@ pub fn run<E: From<BenchError>>(
         false => SumOrder::Any,
     };
     case.policy = KernelPolicy { sums, ..case.policy };
-    let on_gpu = matches!(target, Target::Cuda(_));
+    let on_gpu = matches!(target, sieve_kernels::Device::Cuda(_));
     let by_ops = settings.parts != 1 || matches!(settings.op, Op::Fp8 | Op::Nsa | Op::Mla);
     let tensors = match (&target, settings.op) {
         (_, Op::BlockSparse) => {
             let selector = settings.selector.as_ref().expect("checked with the case");
             let done = match &target {
-                Target::Cpu => masked::on_cpu(selector, &case)?,
-                Target::Cuda(gpu) => masked::on_cuda(selector, &case, &Gpu::new(gpu.index, case.policy))?,
+                sieve_kernels::Device::Cpu => masked::on_cpu(selector, &case)?,
+                sieve_kernels::Device::Cuda(gpu) => {
+                    masked::on_cuda(selector, &case, &Gpu::new(gpu.index, case.policy))?
+                }
             };
             let more = done.metadata(selector);
             metadata.extend(more.into_iter().map(|(key, value)| (key.to_owned(), value)));
             done.tensors(&case)
         }
-        (Target::Cpu, _) if by_ops => of_ops::<Flex>(settings, case, &FlexDevice, &fp8::on_host)?,
-        (Target::Cuda(gpu), _) if by_ops => {
+        (sieve_kernels::Device::Cpu, _) if by_ops => of_ops::<Flex>(settings, case, &FlexDevice, &fp8::on_host)?,
+        (sieve_kernels::Device::Cuda(gpu), _) if by_ops => {
             let device = Gpu::new(gpu.index, case.policy);
             let round = |values: &[f32], sizes, format| fp8::on_cuda(&device, values, sizes, format);
             by_kernels(|| of_ops::<Cuda>(settings, case, &device, &round))??
         }
-        (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), on_gpu),
-        (Target::Cuda(gpu), op) => {
+        (sieve_kernels::Device::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), on_gpu),
+        (sieve_kernels::Device::Cuda(gpu), op) => {
             let device = Gpu::new(gpu.index, case.policy);
             let outputs = on_cuda(op, &case, &device).map_err(BenchError::NotTaken)?;
             tensors(op, &case, z.as_deref(), outputs, on_gpu)

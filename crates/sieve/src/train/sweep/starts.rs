@@ -15,7 +15,7 @@ pub(super) fn check(process: &Process<'_>, runs: &[Run]) -> Result<()> {
 fn check_one(process: &Process<'_>, run: &Run) -> Result<()> {
     let vocab_size = match run.request.check(&run.recipe)? {
         Some(vocab_size) => Ok(vocab_size),
-        None => crate::plan::vocab_size(&run.recipe),
+        None => crate::recipe::vocab_size(&run.recipe),
     };
     let shape = run.recipe.model_shape(0)?;
     let device = process.args.device.for_model(&process.found, &run.recipe.shapes_of_stages(&shape));

@@ -3,14 +3,14 @@ use crate::DeviceReport;
 
 /// Where a program computes.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Target {
+pub enum Device {
     /// The CPU, with the kernels of sieve-cpu.
     Cpu,
     /// A CUDA device whose runtime is ready.
     Cuda(DeviceReport),
 }
 
-impl Target {
+impl Device {
     /// Name of the device.
     pub fn name(&self) -> String {
         match self {
