@@ -10,6 +10,7 @@ mod written;
 use sieve_core::ShownPath;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use serde_json::Value;
 use tokenizers::Tokenizer as HfTokenizer;
@@ -21,6 +22,7 @@ use crate::error::DataError;
 use crate::guard::guarded;
 use sieve_files::{in_place_of, write_atomically};
 pub use stream::DecodeStream;
+use stream::TokenBytes;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
 use words::byte_chars;
@@ -43,6 +45,8 @@ pub struct Tokenizer {
     marked: HfTokenizer,
     /// Encodes as `plain` does, many times faster; `None` for tokenizers that it does not support.
     fast: Option<WordEncoder>,
+    /// The bytes of each token, made when a text is first decoded token by token; `None` inside where tokens are not bytes.
+    token_bytes: OnceLock<Option<TokenBytes>>,
     vocab_size: usize,
     /// Number of ids below `vocab_size` that no token has.
     num_missing: usize,
@@ -146,6 +150,7 @@ impl Tokenizer {
         plain.set_encode_special_tokens(true);
         let mut tokenizer = Self {
             fast: WordEncoder::for_tokenizer(&plain, &canonical),
+            token_bytes: OnceLock::new(),
             plain,
             marked: inner,
             vocab_size,
@@ -310,6 +315,20 @@ impl Tokenizer {
         matches!(self.marked.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
     }
 
+    /// The most bytes of a text that one token stands for; `None` where a token may stand for any number of them: with a
+    /// normalizer, which may shorten a text, with unknown words, or with special tokens that take white space along.
+    pub fn longest_token_bytes(&self) -> Option<usize> {
+        // Only such tokenizers are known to keep every byte.
+        self.fast.as_ref()?;
+        let added = self.marked.get_added_tokens_decoder();
+        if added.values().any(|token| token.lstrip || token.rstrip || token.normalized) {
+            return None;
+        }
+        let with_added_tokens = false;
+        let letters = self.marked.get_vocab(with_added_tokens).into_keys().map(|token| token.chars().count());
+        letters.chain(added.values().map(|token| token.content.len())).max()
+    }
+
     /// Number of bytes that a token contributes to a text; 0 for special tokens. A token can contribute less as the
     /// first token of a text (`is_first`): SentencePiece's `▁the` has no space there.
     ///
@@ -368,6 +387,11 @@ impl Tokenizer {
             }
         }
         found
+    }
+
+    /// The bytes of each token, for tokenizers whose tokens are bytes.
+    fn token_bytes_table(&self) -> Option<&TokenBytes> {
+        self.token_bytes.get_or_init(|| TokenBytes::of(self)).as_ref()
     }
 
     /// The token of an id; `None` for unknown ids and special tokens, which have no text.

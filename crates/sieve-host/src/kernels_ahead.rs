@@ -14,7 +14,7 @@ use std::time::Instant;
 /// What to compile, and for which GPUs.
 #[derive(Clone, Debug)]
 pub struct BuildSettings {
-    /// The recipe whose training and decoding kernels are compiled; all kernels that ship when absent.
+    /// The recipe whose training and decoding kernels are compiled; without it, all kernels that ship are.
     pub recipe: Option<Recipe>,
     /// Architectures such as `sm_90a`; those of this machine's GPUs when empty.
     pub arch: Vec<String>,

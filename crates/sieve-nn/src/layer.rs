@@ -33,9 +33,10 @@ impl<S: Backend> PerToken<S> for Tensor<S, 4> {
 pub(crate) struct Rows<'a, B: Backend> {
     /// Document bounds and positions of the rows' tokens.
     pub(crate) documents: &'a Documents<B>,
-    /// Where the rows begin in the batch, which is the name of their choice in [`PassState::last_choice`].
+    /// Where the rows begin in the batch: the key under which [`PassState::last_choice`] stores their choice of blocks.
     pub(crate) first: usize,
-    /// The query heads that the packed tensors have, with their KV heads: all, or a process's share.
+    /// The query heads that the packed tensors have, with their KV heads: all, or this process's share. Kinds with a
+    /// parameter per head take these heads' entries of it.
     pub(crate) heads: Range<usize>,
     /// The context of the pass.
     pub(crate) context: &'a LayerContext<'a, B>,
@@ -44,7 +45,7 @@ pub(crate) struct Rows<'a, B: Backend> {
 /// New tokens' cache, with the context and the state of the pass.
 pub(crate) struct Cached<'a, 'c, B: SieveBackend> {
     /// The cache and its rows.
-    pub(crate) of: CachedRows<'c, B::Inner>,
+    pub(crate) rows: CachedRows<'c, B::Inner>,
     pub(crate) context: &'a LayerContext<'a, B>,
     pub(crate) state: &'a mut PassState<B>,
 }
@@ -67,8 +68,8 @@ pub(crate) trait KindAttention<B: SieveBackend> {
     /// Projects x, `[batch, tokens, d_model]`, after the layer's norm.
     fn project(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Self::Packed;
 
-    /// [`project`](Self::project) for new tokens after cached ones, of which [`attend_cached`](Self::attend_cached) may
-    /// need less.
+    /// [`project`](Self::project) for new tokens after cached ones. A kind whose
+    /// [`attend_cached`](Self::attend_cached) reads only a part of `Packed` may leave the rest out.
     fn project_cached(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Self::Packed {
         self.project(x, context)
     }
@@ -133,7 +134,8 @@ impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
             }
             (None, None, Some(shared)) => {
                 let packed = self.project(x, context).change(&|x| shared.repeat(x));
-                let (o, _of_repeated_prompts) = self.attend(packed, &all_heads(shared.documents()), state);
+                // What is found is about rows in which prompts are repeated, and not about the pass's own tokens.
+                let (o, _) = self.attend(packed, &all_heads(shared.documents()), state);
                 (shared.once(o), None)
             }
             (None, None, None) => {
@@ -166,11 +168,11 @@ fn with_caches<B: SieveBackend, K: KindAttention<B>>(
     }
     let batch = x.dims()[0];
     let packed = kind.project_cached(x, context).change(&|x| on_device(x));
-    let mut parts = caches.each(batch, |of| {
-        let [first, count] = of.rows;
+    let mut outputs = caches.each(batch, |rows| {
+        let [first, count] = rows.rows;
         let all = packed.clone();
         let of_rows = if count == batch { all } else { all.change(&|x| x.narrow(0, first, count)) };
-        kind.attend_cached(of_rows, Cached { of, context, state })
+        kind.attend_cached(of_rows, Cached { rows, context, state })
     });
-    from_device(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) })
+    from_device(if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 0) })
 }

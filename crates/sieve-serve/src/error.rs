@@ -76,6 +76,15 @@ impl ApiError {
         Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
     }
 
+    /// A prompt that is too long however its text is cut into tokens.
+    pub(crate) fn too_many_bytes(prompt: usize, longest: usize, context: usize) -> Self {
+        let message = format!(
+            "a prompt of {prompt} bytes does not fit into the context of {context} tokens, of at most {longest} bytes \
+             each; shorten the prompt"
+        );
+        Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
+    }
+
     pub(crate) fn unknown_model(asked: &str, name: &str) -> Self {
         let message = format!("the model \"{}\" does not exist; this server has {name:?}", shown(asked));
         let invalid = Self::invalid("model", message);

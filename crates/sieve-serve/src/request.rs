@@ -214,6 +214,13 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt
 }
 
 fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
+    // What cannot fit is refused before it is cut into tokens, which takes seconds for megabytes.
+    let context = server.settings.context;
+    if let Some(longest) = server.longest_token
+        && text.len() > context.saturating_mul(longest)
+    {
+        return Err(ApiError::too_many_bytes(text.len(), longest, context));
+    }
     let tokens =
         server.tokenizer.encode_marked(text).map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
     match tokens.iter().find(|token| **token as usize >= server.settings.vocab_size) {

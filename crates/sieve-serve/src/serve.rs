@@ -34,7 +34,8 @@ pub fn serve<B: DeviceBackend>(
     let begun = seconds_since_1970();
     let (tokenizer, counted) = (engine.tokenizer.clone(), metrics.clone());
     let long_requests = Semaphore::new(LONG_READERS);
-    let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted, long_requests });
+    let longest_token = tokenizer.longest_token_bytes();
+    let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted, longest_token, long_requests });
     listener.set_nonblocking(true)?;
     let runtime = runtime()?;
     let stop = stop.receiver();

@@ -91,6 +91,8 @@ pub(crate) struct Server {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) queue: Queue,
     pub(crate) metrics: Arc<Metrics>,
+    /// The most bytes of a text that one token stands for, if the tokenizer has such a bound.
+    pub(crate) longest_token: Option<usize>,
     /// Turns of requests that take long to read.
     pub(crate) long_requests: Semaphore,
 }

@@ -18,7 +18,7 @@ pub(crate) enum KernelsCommand {
 /// Arguments of `sieve kernels build`.
 #[derive(Args, Debug)]
 pub(crate) struct BuildArgs {
-    /// The recipe whose training and decoding kernels are compiled; all kernels that ship when absent
+    /// The recipe whose training and decoding kernels are compiled; without it, all kernels that ship are
     #[arg(long, value_name = "FILE")]
     pub(crate) recipe: Option<String>,
     /// Override a key of the recipe, for example training.deterministic=true; may be repeated

@@ -34,7 +34,8 @@ pub(crate) struct ServeArgs {
     /// The key that requests must send; the variable SIEVE_API_KEY when absent
     #[arg(long, value_name = "KEY", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     api_key: Option<String>,
-    /// A further name of a server on a loopback address, as a proxy passes it on; may be repeated
+    /// A further host name that a server on a loopback address accepts, such as the one that a proxy passes on; may be
+    /// repeated
     #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     allow_host: Vec<String>,
     /// An origin, such as https://chat.example, whose web pages may use the server; may be repeated
@@ -102,7 +103,7 @@ impl ServeArgs {
         let context = self.max_context.map_or(shape.max_seq_len, |context| context as usize);
         ensure!(
             context <= shape.max_seq_len,
-            "--max-context is {context}, and the model's context is {} (max_position_embeddings)\n  hint: use at most \
+            "--max-context is {context}, but the model's context is {} (max_position_embeddings)\n  hint: use at most \
              {} or leave it out",
             shape.max_seq_len,
             shape.max_seq_len

@@ -44,7 +44,7 @@ const SANITIZER: &[&str] = &["compute-sanitizer", "/usr/local/cuda/bin/compute-s
 pub(crate) fn require() -> Result<()> {
     let driver = ["/dev/nvidiactl", "/proc/driver/nvidia/version"];
     if !driver.iter().any(|file| Path::new(file).exists()) && !starts("nvidia-smi", "-L") {
-        bail!("check --gpu: there is no NVIDIA GPU here\n  hint: leave --gpu out for what CI runs");
+        bail!("check --gpu: there is no NVIDIA GPU here\n  hint: without --gpu, check runs what CI runs");
     }
     sanitizer().map(|_| ())
 }

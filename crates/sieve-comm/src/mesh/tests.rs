@@ -384,7 +384,7 @@ fn a_process_without_the_token_does_not_end_the_run() {
     let first = thread::spawn(move || join(first, Some(listener), QUICK, |_| {}));
     for (token, version) in [("", "1"), ("guess", "1"), ("guess", "9.9.9")] {
         let error = Mesh::join(world(1, token), version, QUICK, |_| {}).unwrap_err();
-        assert!(error.to_string().contains("another SIEVE_TOKEN"), "{error}");
+        assert!(error.to_string().contains("a different SIEVE_TOKEN"), "{error}");
     }
     let second = Mesh::join(world(1, "secret"), "1", QUICK, |_| {});
     second.expect("rank 1").leave();

@@ -1,7 +1,10 @@
 //! Decodes token by token, for text that is shown while it is generated.
 
+use super::words::byte_chars;
 use super::{Tokenizer, is_byte_token};
 use crate::error::DataError;
+use std::collections::HashMap;
+use tokenizers::decoders::DecoderWrapper;
 
 /// Decodes the ids that continue a prompt one by one. Text that later ids can change is held back: a character until
 /// all of its bytes are there, and a run of byte tokens (`<0x0A>`, in Llama's and Gemma's tokenizers) until it ends,
@@ -12,6 +15,117 @@ use crate::error::DataError;
 /// decoded alone would lose its own.
 #[derive(Debug)]
 pub struct DecodeStream<'a> {
+    tokenizer: &'a Tokenizer,
+    form: Form<'a>,
+}
+
+/// What a stream keeps of its ids.
+#[derive(Debug)]
+enum Form<'a> {
+    /// Bytes that later ones may make a character of, where each token stands for bytes.
+    Bytes(Pending<'a>),
+    /// Ids that later ones are decoded with, by any other decoder.
+    Ids(Ids<'a>),
+}
+
+/// The bytes of each token of a byte-level tokenizer; none of special tokens and of ids without a token.
+#[derive(Debug)]
+pub(super) struct TokenBytes {
+    bytes: Vec<u8>,
+    /// Where each id's bytes end.
+    ends: Vec<u32>,
+}
+
+impl TokenBytes {
+    /// The table of a tokenizer whose decoder is ByteLevel and nothing else; `None` for others.
+    pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
+        let Some(DecoderWrapper::ByteLevel(_)) = tokenizer.marked.get_decoder() else {
+            return None;
+        };
+        let byte_of: HashMap<char, u8> = byte_chars().into_iter().zip(0..=u8::MAX).collect();
+        let (mut bytes, mut ends) = (Vec::new(), Vec::with_capacity(tokenizer.vocab_size));
+        for id in 0..tokenizer.vocab_size as u32 {
+            let token = tokenizer.text_token(id).unwrap_or_default();
+            // A token with another character stands for its own text, as an added one does.
+            match token.chars().map(|char| byte_of.get(&char).copied()).collect::<Option<Vec<u8>>>() {
+                Some(of_chars) => bytes.extend(of_chars),
+                None => bytes.extend(token.bytes()),
+            }
+            ends.push(u32::try_from(bytes.len()).ok()?);
+        }
+        Some(Self { bytes, ends })
+    }
+
+    fn of_id(&self, id: u32) -> &[u8] {
+        let id = id as usize;
+        let end = |id: usize| self.ends.get(id).map_or(self.bytes.len(), |&end| end as usize);
+        &self.bytes[id.checked_sub(1).map_or(0, end)..end(id)]
+    }
+}
+
+/// Bytes behind the last whole character.
+#[derive(Debug)]
+struct Pending<'a> {
+    of_tokens: &'a TokenBytes,
+    bytes: Vec<u8>,
+    /// Whether `bytes` begin in the prompt, whose text ends with U+FFFD in their place.
+    begin_in_prompt: bool,
+}
+
+/// The most bytes of a character that is not whole.
+const MOST_UNFINISHED: usize = 3;
+
+impl<'a> Pending<'a> {
+    fn new(of_tokens: &'a TokenBytes, prompt: &[u32]) -> Self {
+        let mut tail = Vec::new();
+        for &id in prompt.iter().rev() {
+            tail.splice(..0, of_tokens.of_id(id).iter().copied());
+            if tail.len() >= MOST_UNFINISHED {
+                break;
+            }
+        }
+        let last = &tail[tail.len().saturating_sub(MOST_UNFINISHED)..];
+        let unfinished = (0..last.len()).map(|at| &last[at..]).find(|bytes| is_unfinished(bytes));
+        let bytes = unfinished.unwrap_or_default().to_vec();
+        Self { of_tokens, begin_in_prompt: !bytes.is_empty(), bytes }
+    }
+
+    fn push(&mut self, id: u32) -> String {
+        self.bytes.extend(self.of_tokens.of_id(id));
+        let mut text = String::new();
+        let mut num_kept = 0;
+        for chunk in self.bytes.utf8_chunks() {
+            text += chunk.valid();
+            if is_unfinished(chunk.invalid()) {
+                num_kept = chunk.invalid().len();
+            } else if !chunk.invalid().is_empty() && !(self.begin_in_prompt && text.is_empty()) {
+                text.push(char::REPLACEMENT_CHARACTER);
+            }
+            if num_kept == 0 {
+                self.begin_in_prompt = false;
+            }
+        }
+        self.begin_in_prompt &= text.is_empty();
+        self.bytes.drain(..self.bytes.len() - num_kept);
+        text
+    }
+
+    fn held_back(&self) -> String {
+        match self.bytes.is_empty() || self.begin_in_prompt {
+            true => String::new(),
+            false => char::REPLACEMENT_CHARACTER.into(),
+        }
+    }
+}
+
+/// Whether bytes are the beginning of one character, which further bytes may complete.
+fn is_unfinished(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|error| error.valid_up_to() == 0 && error.error_len().is_none())
+}
+
+/// Ids of a decoder whose tokens are not bytes.
+#[derive(Debug)]
+struct Ids<'a> {
     tokenizer: &'a Tokenizer,
     /// Ids whose text was returned or belongs to the prompt, then the ids whose text was not returned, or only in part.
     ids: Vec<u32>,
@@ -34,10 +148,11 @@ const MAX_CONTEXT: usize = 256;
 impl<'a> DecodeStream<'a> {
     /// A stream whose first id follows `prompt`.
     pub(super) fn new(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Result<Self, DataError> {
-        let mut stream = Self { tokenizer, ids: Vec::new(), shown: String::new() };
-        stream.ids = prompt.iter().copied().filter(|&id| tokenizer.text_token(id).is_some()).collect();
-        stream.forget()?;
-        Ok(stream)
+        let form = match tokenizer.token_bytes_table() {
+            Some(of_tokens) => Form::Bytes(Pending::new(of_tokens, prompt)),
+            None => Form::Ids(Ids::new(tokenizer, prompt)?),
+        };
+        Ok(Self { tokenizer, form })
     }
 
     /// Takes the next id and returns the text that later ids cannot change any more, which may be empty.
@@ -45,6 +160,46 @@ impl<'a> DecodeStream<'a> {
     /// # Errors
     /// An id that the tokenizer cannot decode.
     pub fn push(&mut self, id: u32) -> Result<String, DataError> {
+        match &mut self.form {
+            Form::Bytes(pending) => Ok(pending.push(id)),
+            Form::Ids(ids) => ids.push(id),
+        }
+    }
+
+    /// Ends the stream and returns the text held back; bytes that are not UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    /// Ids that the tokenizer cannot decode.
+    pub fn finish(self) -> Result<String, DataError> {
+        self.held_back()
+    }
+
+    /// The text that is held back now, as it is if no id follows.
+    ///
+    /// # Errors
+    /// Ids that the tokenizer cannot decode.
+    pub fn held_back(&self) -> Result<String, DataError> {
+        match &self.form {
+            Form::Bytes(pending) => Ok(pending.held_back()),
+            Form::Ids(ids) => ids.held_back(),
+        }
+    }
+
+    /// The tokenizer that decodes.
+    pub fn tokenizer(&self) -> &'a Tokenizer {
+        self.tokenizer
+    }
+}
+
+impl<'a> Ids<'a> {
+    fn new(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Result<Self, DataError> {
+        let mut stream = Self { tokenizer, ids: Vec::new(), shown: String::new() };
+        stream.ids = prompt.iter().copied().filter(|&id| tokenizer.text_token(id).is_some()).collect();
+        stream.forget()?;
+        Ok(stream)
+    }
+
+    fn push(&mut self, id: u32) -> Result<String, DataError> {
         let Some(token) = self.tokenizer.text_token(id) else {
             return Ok(String::new());
         };
@@ -75,26 +230,9 @@ impl<'a> DecodeStream<'a> {
         Ok(piece)
     }
 
-    /// Ends the stream and returns the text held back; bytes that are not UTF-8 become U+FFFD.
-    ///
-    /// # Errors
-    /// Ids that the tokenizer cannot decode.
-    pub fn finish(self) -> Result<String, DataError> {
-        self.held_back()
-    }
-
-    /// The text that is held back now, as it is if no id follows.
-    ///
-    /// # Errors
-    /// Ids that the tokenizer cannot decode.
-    pub fn held_back(&self) -> Result<String, DataError> {
+    fn held_back(&self) -> Result<String, DataError> {
         let text = self.tokenizer.decode(&self.ids)?;
         Ok(behind(&text, &self.shown).to_owned())
-    }
-
-    /// The tokenizer that decodes.
-    pub fn tokenizer(&self) -> &'a Tokenizer {
-        self.tokenizer
     }
 
     /// Forgets ids when the text of all ids has been returned, but the last ids, which the next id is decoded with.
@@ -124,4 +262,43 @@ fn behind<'t>(text: &'t str, shown: &str) -> &'t str {
     }
     let same = text.chars().zip(shown.chars()).take_while(|(one, other)| one == other);
     &text[same.map(|(c, _)| c.len_utf8()).sum()..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_testing::Random;
+
+    /// All that a stream returns for `ids`.
+    fn streamed(form: Form<'_>, tokenizer: &Tokenizer, ids: &[u32]) -> String {
+        let mut stream = DecodeStream { tokenizer, form };
+        let mut text: String = ids.iter().map(|&id| stream.push(id).expect("it decodes")).collect();
+        text += &stream.finish().expect("it decodes");
+        text
+    }
+
+    /// Ids of a vocabulary of bytes and merges are cut anywhere, so that prompts end inside characters, bytes are no
+    /// UTF-8, and special tokens stand between them.
+    #[test]
+    fn bytes_of_tokens_give_the_text_of_the_whole_decoder() {
+        let texts = ["größe 語彙 😀 naïve ".repeat(40), "plain words and more".to_owned()];
+        let tokenizer = Tokenizer::train_on(texts.iter().map(String::as_str), 280).expect("trains");
+        let table = TokenBytes::of(&tokenizer).expect("byte-level");
+        let written: Vec<u32> = tokenizer.encode(&texts[0]).expect("it encodes");
+        let mut random = Random::new(3);
+        for round in 0..4000 {
+            let ids: Vec<u32> = match round % 2 {
+                0 => (0..1 + random.below(12)).map(|_| random.below(tokenizer.vocab_size() + 3) as u32).collect(),
+                // A part of a text whose characters have two to four bytes.
+                _ => {
+                    let first = random.below(written.len() - 12);
+                    written[first..first + 12].to_vec()
+                }
+            };
+            let (prompt, rest) = ids.split_at(random.below(ids.len() + 1));
+            let by_ids = streamed(Form::Ids(Ids::new(&tokenizer, prompt).expect("decodes")), &tokenizer, rest);
+            let by_bytes = streamed(Form::Bytes(Pending::new(&table, prompt)), &tokenizer, rest);
+            assert_eq!(by_bytes, by_ids, "{prompt:?} then {rest:?}");
+        }
+    }
 }

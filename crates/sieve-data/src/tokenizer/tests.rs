@@ -76,7 +76,7 @@ fn special_tokens_and_sizes_are_as_asked() {
 fn too_small_a_vocabulary_or_text_is_refused() {
     let train = |text: &str, vocab_size| Tokenizer::train_on([text].into_iter(), vocab_size);
     refusal(train(TEXT, 257), "take 258");
-    refusal(train("ab", 300), "only 259 of 300");
+    refusal(train("ab", 300), "only 259 of the requested 300");
     // Every byte is a token, whether the training text holds it or not.
     let bytes_only = train("a", 258).unwrap();
     assert_eq!(bytes_only.encode(TEXT).unwrap().len(), TEXT.len());
@@ -163,7 +163,7 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
     let all = json(&Tokenizer::train_on(texts().iter().map(String::as_str), 300).unwrap());
     assert_eq!(json(&train(u64::MAX).unwrap()), all);
     // A bound below one document leaves nothing to train on.
-    refusal(train(10), "only 258 of 300");
+    refusal(train(10), "only 258 of the requested 300");
 }
 
 #[test]

@@ -1,11 +1,14 @@
-//! Attention over blocks of keys that each query chooses: the layer and the cache of the kinds that do.
+//! Attention over blocks of keys that each query chooses: the layer and the cache of InfLLM-V2, MoBA and MSA.
 //!
 //! Queries choose by pooled keys (means of several tokens' keys), without parameters of their own, or by an indexer, a
 //! projection to further queries and one further key per token. A layer may also read the blocks that an earlier layer
 //! chose.
 //!
-//! A block of more than 64 tokens is read in pieces of 64. Where each query head chooses for itself, attention gets
-//! the keys and values of each head, which the backward pass recomputes.
+//! A block of more than 64 tokens is read in pieces of 64. Where each query head chooses for itself, the keys and
+//! values of its KV head are repeated for it; the backward pass repeats them anew, so that no copy is kept.
+//!
+//! How blocks are scored is a `ChoiceRule` of sieve-core, which is all in which kinds without an indexer differ. A new
+//! rule is written in sieve-ops, behind `choose_key_blocks`, and in `cache.rs`, for one token.
 mod cache;
 
 pub use cache::ChosenCache;
@@ -153,8 +156,8 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
         }
     }
 
-    /// Blocks are chosen per KV head. An indexer has one query per KV head, and one key and one value that every
-    /// process gets.
+    /// Blocks are chosen per KV head. An indexer has one query per KV head. Every process gets its key, and the key before
+    /// its norm, which has the place of a value.
     fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> Packed<B> {
         let Packed { qkv, index } = self.project(x, rows.context);
         let of_indexer = [Heads::Split(self.spec().num_kv_heads), Heads::Shared(2)];
@@ -216,7 +219,7 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
 
     /// A single new token reads the cache; several new tokens attend in one row with all cached tokens.
     fn attend_cached(&self, packed: Packed<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
-        let Cached { of: cached, context, state } = cached;
+        let Cached { rows: cached, context, state } = cached;
         let ([first, _], spec) = (cached.rows, self.spec());
         let LayerCache::Chosen(cache) = cached.cache else {
             panic!("a layer that chooses blocks decodes after a prompt");
@@ -271,7 +274,8 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
         Some(TokenAttention { extra, ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
     }
 
-    /// The weight of each key, as attention gives it where the key's value is one-hot.
+    /// The weight of each key. It is an output of attention itself, with one-hot values in place of the values, see
+    /// [`by_key`].
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, state: &PassState<B>) -> Tensor<B, 3> {
         let chosen = self.block_indices(&|| x.clone(), context, state);
         let (qkv, spec, documents) = (self.qkv.forward(x.clone(), context), self.spec(), context.documents);

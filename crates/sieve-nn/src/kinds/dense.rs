@@ -112,7 +112,7 @@ impl<B: SieveBackend> KindAttention<B> for MultiHeadAttention<B> {
     }
 
     fn attend_cached(&self, qkv: Tensor<B::Inner, 4>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
-        attend_recent(cached.of, qkv, self.sinks().map(on_device), cached.context.under_policy(self.spec()))
+        attend_recent(cached.rows, qkv, self.sinks().map(on_device), cached.context.under_policy(self.spec()))
     }
 
     fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {

@@ -114,7 +114,7 @@ impl<B: SieveBackend> KindAttention<B> for DynamicMaskAttention<B> {
     }
 
     fn attend_cached(&self, qkv: Tensor<B::Inner, 4>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
-        attend_selected(cached.of, qkv, &self.dma_layer_on_device(), cached.context.under_policy(self.spec()))
+        attend_selected(cached.rows, qkv, &self.dma_layer_on_device(), cached.context.under_policy(self.spec()))
     }
 
     fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {

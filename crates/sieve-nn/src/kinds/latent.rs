@@ -216,7 +216,7 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
     /// logit; the attention's outputs by W_UV, its rows for values. A query head is then `kv_lora_rank +
     /// qk_rope_head_dim` wide.
     fn attend_cached(&self, tokens: PackedLatents<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
-        let LayerCache::Latent(cache) = cached.of.cache else {
+        let LayerCache::Latent(cache) = cached.rows.cache else {
             panic!("a layer of latents decodes after a prompt");
         };
         let packed = tokens.packed.clone();
@@ -283,7 +283,8 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         })
     }
 
-    /// The weight of each key, as attention gives it where the key's value is one-hot.
+    /// The weight of each key. It is an output of attention itself, with one-hot values in place of the values, see
+    /// [`by_key`].
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.project(x, context).packed, self.spec());
         let [_, seq_len, width] = packed.dims();

@@ -251,7 +251,7 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
     /// Attends one token at a time: a token may complete a block, which later tokens attend to.
     fn attend_cached(&self, branches: Branches<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
         let (spec, blocks) = (self.spec(), self.nsa.blocks());
-        let CachedRows { cache, scratch, .. } = cached.of;
+        let CachedRows { cache, scratch, .. } = cached.rows;
         let LayerCache::Blocks(cache) = cache else {
             panic!("an NSA layer decodes after a prompt");
         };

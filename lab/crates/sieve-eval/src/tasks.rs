@@ -285,7 +285,7 @@ impl Encoder<'_> {
             return Err(self.error(
                 n,
                 format!(
-                    "leaves no room: max_new_tokens is {}, and the model's context is {}",
+                    "leaves no room: max_new_tokens is {}, but the model's context is {}",
                     self.task.matching.max_new_tokens, self.context
                 ),
             ));

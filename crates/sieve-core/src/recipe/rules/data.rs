@@ -131,7 +131,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
             mqar.num_pairs.len(),
             mqar.num_samples.len()
         ),
-        "give each list one entry a kind of sample, at least one",
+        "give each list one entry per kind of sample, at least one",
     );
     let longest = mqar.seq_lens.iter().copied().max().unwrap_or(0);
     let vocab_size = mqar.vocab_size;
@@ -162,7 +162,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
         vocab_sizes.len() == num_kinds,
         "data.mqar.vocab_sizes",
         format!("has {} entries, seq_lens {num_kinds}", vocab_sizes.len()),
-        "give it one entry a kind of sample, or leave it out",
+        "give it one entry per kind of sample, or leave it out",
     );
     let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs).zip(&mqar.num_samples).zip(&vocab_sizes);
     for (((&seq_len, &num_pairs), &num_samples), &of_kind) in kinds {
