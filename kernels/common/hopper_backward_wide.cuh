@@ -7,7 +7,8 @@
 #if IS_WIDE
 static_assert(Q_STAGES == 2 && DO_STAGES == 2, "a step's number is its place in both rings");
 
-// Work of a consumer warpgroup. Leaves the complete sums of dk and dv in `sums`.
+// Work of consumer `warpgroup`, 0 or 1, all 128 threads of which call it: it walks through the block's steps with 64 of
+// its keys. Leaves the complete sums of dk and dv in `sums`.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
   const KeyRange range = key_range(keys, warpgroup * 64, 64);

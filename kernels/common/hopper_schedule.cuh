@@ -27,7 +27,8 @@ struct WorkSchedule {
     num_rounds = (units + section_units - 1) / section_units * section_rounds;
   }
 
-  // What this block does in `round`; false where it does nothing.
+  // Finds the tile that this thread block works on in `round`, 0 .. num_rounds - 1; false where it does nothing. Any
+  // thread may call it alone.
   DEVICE bool find(u32 round, WorkPlace& place) const {
     const u32 section = round / section_rounds, turn = round % section_rounds,
               at = (blockIdx.x + section * section_items) % gridDim.x;

@@ -3,11 +3,13 @@
 #pragma once
 #include "common/types.cuh"
 
+// Reads a semaphore from the L2 cache, where other blocks write it.
 DEVICE int read_semaphore(const i32* semaphore) {
   int value;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
   return value;
 }
+// Writes a semaphore to the L2 cache; fence_sums comes before it.
 DEVICE void write_semaphore(i32* semaphore, int value) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(semaphore), "r"(value) : "memory");
 }
