@@ -105,6 +105,7 @@ DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block)
 }
 #else
 // Number of lists at a launch's end whose chunks start longest first. More would not fit into the L2 cache together.
+// kernels/notes/longest-chunks-of-the-last-lists.md
 constexpr u32 LAST_LISTS = 8;
 
 // Blocks start in the order of their linear number, list after list. In the launch's last LAST_LISTS lists all first

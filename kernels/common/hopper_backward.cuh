@@ -18,6 +18,7 @@
 // wait at each head's end, since later keys are seen by fewer queries. In a window all keys are seen by equally many
 // queries: there HEAD_BY_HEAD is faster, since the L2 cache then holds the queries of the head that all blocks work
 // on. TILE_LISTS: steps are a list's, in its order, and ORDERED takes the turns that it names.
+// kernels/notes/order-of-a-backward-step.md has what bounds a step, and an order of its GEMMs that was slower.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/key_range.cuh"
@@ -36,19 +37,23 @@
 #ifndef DQ_STAGES
 #define DQ_STAGES 1
 #endif
+// Two at width 64: kernels/notes/two-senders-at-width-64.md
 #ifndef SENDERS
 #define SENDERS 1
 #endif
+// kernels/notes/order-of-ordered-steps.md
 #ifndef HEAD_BY_HEAD
 #define HEAD_BY_HEAD !ORDERED
 #endif
 // Whether lse (without a bias) and D enter the GEMMs as extra K steps; with a bias, delta - base always does. These
 // steps cost power: long dense rows at head_dim 128 are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
 // against 19.7), everything else is faster with them (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
+// kernels/notes/statistics-as-k-steps.md
 #ifndef SPLIT_STATS
 #define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
 #endif
 // Whether a step's last GEMM is dQ, or the next step's scores. Without a bias either works; with one, dQ last spills.
+// kernels/notes/ds-from-registers.md
 #define DQ_LAST !HAS_BIAS
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
@@ -302,6 +307,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
     if (tile + SENDERS < num_tiles) semaphore = block.semaphores + row_of(place) / BLOCK_Q;
     seen = read_semaphore(semaphore);  // on its way while the adds and the fence are waited for
     bulk_wait();
+    // kernels/notes/fence-of-ordered-sums.md
     fence_sums();
     write_semaphore(done, OWN_TURN + 1);
   }
@@ -428,6 +434,7 @@ struct KeySplit : SplitWeights {
 // Where a GEMM has the split step of keys and queries among its K steps.
 enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
 // delta - base is the first K step: with zero accumulators the difference of two large numbers is exact.
+// kernels/notes/bias-as-the-first-k-step.md
 constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
 // d = a b^T: 64 keys of the consumer (rows of a tile of 128, at shared address `keys`) against a tile of 64 queries
 // over COLUMNS columns, and their split step, with the queries' columns at `stats`. Starts the GEMM and closes its
@@ -482,6 +489,7 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
 // The warp's 16 rows x 2 N columns of dQ, on their way to the f32 sums, which are consecutive 16 x 8 fragments of 512
 // bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a
 // tenth of a step; a later one does not.
+// kernels/notes/fence-a-step-late.md
 #if DQ_BULK
 // The warp's part of the staging memory. ORDERED: rows in the order of the sums, and nothing between them; else a part
 // that no other warp writes to, whatever N is.
@@ -691,6 +699,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     for (int i = 0; i < 4; ++i) store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, ds[i]);
     wgmma_fence();
     // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier
+    // kernels/notes/ds-from-registers.md
     accumulate_queries(sums.dk, ds, q);
     wgmma_wait<1>();                     // dV
     release(barrier_at(shared, EMPTY_DO + do_place.slot));

@@ -12,6 +12,7 @@
 #endif
 // One lane arrives for a warp that has read or written a slot. compute-sanitizer's racecheck credits the arrival to
 // that lane alone and reports false races; with EVERY_LANE_ARRIVES every lane arrives: what it reports then is a race.
+// kernels/notes/arrivals-that-racecheck-misses.md
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif

@@ -5,6 +5,7 @@
 // Defines    as hopper_tiles.cuh; RESIDUAL 0|1: `o_low` (o_f32 - bf16(o)) is stored too
 #pragma once
 #if GATHER
+// kernels/notes/first-stage-of-64-keys.md
 #define HALF_STAGES 1
 #endif
 #include "common/hopper_tiles.cuh"
@@ -45,6 +46,7 @@ DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS
 
 // Whether a row's largest logit is computed only where one outgrows the reference maximum or keys are masked. In all
 // other stages this saves half the instructions of the maximum, and its shuffles.
+// kernels/notes/maximum-where-outgrown.md
 constexpr bool LAZY_MAXIMUM = !RESIDUAL && !HAS_BIAS && !GATHER && !SPARSE;
 static_assert(!LAZY_MAXIMUM || TILE_QUERIES % 64 == 0, "the stage with a row's first key is partial");
 
@@ -306,7 +308,7 @@ struct RowsInWork {
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale, partial);
     // The exponentials must stay before the wait for O += P V, which hides them; this call and the loop inside
-    // barrier_wait keep the compiler from moving them after it.
+    // barrier_wait keep the compiler from moving them after it. kernels/notes/exponentials-before-the-wait.md
     keep_here(score);
     next_values();
     if (outgrown) rescale(factor);

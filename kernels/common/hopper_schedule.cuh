@@ -23,6 +23,7 @@ struct WorkSchedule {
     const u32 capacity = (u32)max(cache_bytes / unit_bytes, (u64)1), sections = (units + capacity - 1) / capacity;
     section_units = (units + sections - 1) / sections;
     section_items = section_units * heads_per_unit * tiles;
+    // kernels/notes/sections-begin-a-round.md
     section_rounds = (section_items + gridDim.x - 1) / gridDim.x;
     num_rounds = (units + section_units - 1) / section_units * section_rounds;
   }

@@ -201,6 +201,7 @@ struct StagePlaces {
 template <int BIAS, int N>
 DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
+  // kernels/notes/bias-as-the-first-k-step.md
   if (BIAS) wgmma<0, 0>(d, wgmma_unswizzled(bases), wgmma_unswizzled(keys + ENTRY_BYTES), 0);
   wgmma_rows<HEAD_DIM, BLOCK_Q, BLOCK_KV>(d, a, b, BIAS);
   wgmma_commit();

@@ -49,6 +49,7 @@ DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 
 }
 
 // Consecutive bins, the last first, in one access: separate accesses four bins apart would conflict in banks.
+// kernels/notes/bins-in-one-access.md
 DEVICE void load_bins(u32 (&counts)[4], const u32* bins) {
   const uint4 four = *(const uint4*)bins;
   counts[0] = four.w, counts[1] = four.z, counts[2] = four.y, counts[3] = four.x;

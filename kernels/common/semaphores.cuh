@@ -16,6 +16,7 @@ DEVICE void write_semaphore(i32* semaphore, int value) {
 // Waits until every thread of the warp that waits has its turn. The loop ends by a vote, so that all lanes leave it
 // together. Else the compiler keeps nothing of the next run in uniform registers, and computes the address of each
 // GEMM's operand in every thread.
+// kernels/notes/operand-addresses-in-uniform-registers.md
 DEVICE void wait_for_turn(bool waits, const i32* semaphore, int own_turn) {
   while (__any_sync(~0u, waits && read_semaphore(semaphore) != own_turn)) {}
 }
