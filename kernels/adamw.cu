@@ -37,6 +37,7 @@ struct Update {
   }
 };
 
+// A thread updates four consecutive parameters; the last thread takes the one to three that may be left, one by one.
 extern "C" __global__ void __launch_bounds__(256)
 adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad, const float* grad_scale,
 #if HAS_LEAF

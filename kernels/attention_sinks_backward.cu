@@ -11,6 +11,8 @@
 #include "common/attention_sinks.cuh"
 #include "common/block_sums.cuh"
 
+// A block sums over its rows of one query head: a warp has a row at a time, a lane VECTOR columns of it. Thread 0
+// writes the block's partial sum.
 extern "C" __global__ void __launch_bounds__(256)
 attention_sinks_backward(const element* o, const element* d_o, const float* lse, const sink* sinks, float* partials,
                          const __grid_constant__ AttentionSinksParams params) {

@@ -11,6 +11,7 @@
 // Edges      a row without a key (lse = -inf) has joined = the sink and o = 0; a sink of -inf changes nothing
 #include "common/attention_sinks.cuh"
 
+// A thread has VECTOR columns of one row of a head; the row's first thread writes its new log-sum-exp.
 extern "C" __global__ void __launch_bounds__(256)
 attention_sinks_forward(element* o, const float* lse, const sink* sinks, float* joined,
                         const __grid_constant__ AttentionSinksParams params) {

@@ -28,6 +28,7 @@ struct BiasBaseParams {
 struct Ranges {
   u32 largest[LEVELS][BLOCK_QUERIES];
 
+  // Enters a key's bias for the queries `first` to `end` - 1 of the block, which see it.
   DEVICE void add(int first, int end, u32 order) {
     const int level = min(31 - __clz(end - first), LEVELS - 1);
     atomicMax(&largest[level][first], order);
@@ -35,8 +36,11 @@ struct Ranges {
   }
 };
 
+// The float of an order key: the inverse of order_of_score.
 DEVICE float score_of_order(u32 order) { return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order); }
 
+// A block finds the bases of the 1024 queries of a super-block for one KV head. Keys are spread over the threads, each
+// of which enters the bias of its keys into the ranges of queries that see them; at the end thread t stores query t.
 extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
     bias_base(const float* delta,
 #if GATHER
@@ -65,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
   // Load: 1024 keys at a time, several loads in flight. Most keys are seen by every query of the block; their maximum
   // is kept in a register.
   u32 seen_by_all = 0;
+  // Enters the bias of a key that the queries `first` to `end` - 1 of the block see.
   auto add = [&](int first, int end, float bias) {
     if (first >= end) return;
     const u32 order = bias == bias ? order_of_score(bias) : ~0u;  // a NaN of either sign wins

@@ -25,6 +25,7 @@ struct BlockScoresParams {
   u64 num_heads, choosers, pooled_capacity, num_blocks, size, stride, select_size;
 };
 
+// A block computes the importances of one chooser (a head that chooses blocks) for the new token of one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
     block_scores(float* scores, const i32* length, float* importance,
                  const __grid_constant__ BlockScoresParams params) {
@@ -34,12 +35,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const i32 before = length[blockIdx.y], stride = (i32)params.stride, size = (i32)params.size;
   const PooledKeys keys = {before + 1, size, stride};
   const i32 num = min(keys.num(), (i32)capacity);
+  // The token's own block: the last one that gets an importance.
   const i32 own = min(before / (i32)params.select_size, (i32)params.num_blocks - 1);
   float* rows = scores + chooser * group_size * capacity;
   float* to = importance + chooser * params.num_blocks;
 #if RULE == 2
+  // A pooled key is a block.
   for (i32 block = threadIdx.x; block <= own; block += THREADS) to[block] = block < num ? rows[block] : 0.f;
 #elif RULE == 3
+  // The largest score of a block's tokens.
   const int lane = threadIdx.x & 31;
   for (i32 block = threadIdx.x >> 5; block <= own; block += NUM_WARPS) {
     const i32 first = block * (i32)params.select_size, end = min(first + (i32)params.select_size, num);
@@ -70,12 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   __syncthreads();  // every probability is stored
 
+  // Blocks: a pooled key counts for a block by the number of strides that both cover.
   const i32 per_select = (i32)params.select_size / stride, per_pooled = size / stride;
   for (i32 block = threadIdx.x; block <= own; block += THREADS) {
     const i32 first = max(block * per_select - per_pooled + 1, 0), end = min((block + 1) * per_select, num);
     float score = 0.f;
     for (i32 c = first; c < end; c++) {
-      const i32 offset = c - block * per_select;
+      const i32 offset = c - block * per_select;  // strides from the block's start to the pooled key's
       const i32 shared = min(per_select - 1, offset + per_pooled - 1) - max(offset, 0) + 1;
       score = RULE == 0 ? score + (float)shared * rows[c] : fmaxf(score, rows[c]);
     }

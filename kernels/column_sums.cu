@@ -13,6 +13,8 @@ constexpr int COLUMNS = 32, SHARES = 32;
 
 struct ColumnSumsParams { u64 num_partials, width, split; };
 
+// A block adds up 32 columns: thread (share, lane) adds every 32nd partial of a column, and the threads of share 0 add
+// the shares.
 extern "C" __global__ void __launch_bounds__(COLUMNS * SHARES)
 column_sums(const float* partials, float* first, float* second, const __grid_constant__ ColumnSumsParams params) {
   __shared__ float sums[SHARES][COLUMNS];

@@ -69,6 +69,7 @@ DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8], int count) {
   if (running.maximum != -INFINITY_F32) running.sum += sum;
 }
 
+// A block has one row of logits; a thread has every 512th chunk of eight of them.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
 cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_constant__ CrossEntropyParams params) {
   __shared__ float shared_maximum[NUM_WARPS], shared_sum[NUM_WARPS];

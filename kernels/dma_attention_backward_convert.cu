@@ -29,6 +29,7 @@ struct DmaAttentionBackwardConvertParams {
   u64 num_sums;  // read if JOINED
 };
 
+// A thread stores one group of 16 columns of a key's gradient; its quad loads four such groups together.
 extern "C" __global__ void __launch_bounds__(256)
     dma_attention_backward_convert(const float* sums,
 #if SOME_ROWS

@@ -55,6 +55,8 @@ DEVICE void clear_row(T* row) {
   for (int at = (int)threadIdx.x % 32 * EACH; at < WIDTH; at += 32 * EACH) *(uint4*)(row + at) = make_uint4(0, 0, 0, 0);
 }
 
+// A block makes the list of one super-block and KV head. Warp w first finds the end of chunk w % 8 of the list that
+// lies w / 8 super-blocks before; then thread t has entry t of every 1024 of the list.
 extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, 1)
     dma_backward_lists(const int2* list, const i32* list_len, int2* own_list, i32* own_list_len, i32* chunk_end,
                        i32* summed, float* dk_sum, float* dv_sum, float* ddelta, bf16* dk, bf16* dv,

@@ -13,6 +13,7 @@
 
 struct DmaHaloKeysForwardParams { u64 seq_len, num_heads, num_kv_heads, head_dim, slots; };
 
+// A block has one slot of a row of the batch, for all KV heads; a thread VECTOR columns of a key or a value at a time.
 extern "C" __global__ void __launch_bounds__(256)
 dma_halo_keys_forward(const element* packed, const float* rank, const i32* kept, element* keys, float* ranks,
                       const __grid_constant__ DmaHaloKeysForwardParams params) {

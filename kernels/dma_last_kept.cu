@@ -12,6 +12,8 @@ constexpr int NUM_THREADS = 1024;
 
 struct DmaLastKeptParams { u64 seq_len, num_kv_heads, slots; };
 
+// A block has one KV head of a row. It walks from the row's end in steps of 1024 positions, one a thread, and fills the
+// slots from the last one down.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 dma_last_kept(const i32* __restrict__ expire, i32* __restrict__ kept,
               const __grid_constant__ DmaLastKeptParams params) {

@@ -86,6 +86,8 @@ struct OldKeys {
   }
 };
 
+// A block makes the list of one super-block and KV head. Thread t has the query and the key at position t of the
+// super-block; old keys are spread over the threads.
 extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
     dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
               const u64* __restrict__ survivors, int2* __restrict__ list, i32* __restrict__ list_len,

@@ -20,6 +20,8 @@ struct DmaListsPrefixParams {
   u64 seq_len, num_kv_heads, keep_window_size;
 };
 
+// A block collects the keys that one KV head keeps at one boundary; the positions before it are spread over the
+// threads.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 dma_lists_prefix(const i32* __restrict__ expire, const i32* __restrict__ doc_start, u64* __restrict__ survivors,
          const __grid_constant__ DmaListsPrefixParams params) {

@@ -45,6 +45,8 @@ DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
   if constexpr (HALF > 1) sum_over_warp<HALF / 2>(sums);
 }
 
+// A block scores BLOCK_TOKENS tokens for all KV heads: a warp has TOKENS tokens at a time, a lane every 32nd chunk of
+// eight of their channels.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a,
                const i32* __restrict__ start, float* __restrict__ x, float* __restrict__ z,

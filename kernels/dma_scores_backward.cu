@@ -55,6 +55,7 @@ DEVICE void load_weights(float (&to)[NUM_WEIGHTS], const float* from, i32 row) {
       }
     }
 }
+// Writes what load_weights reads, in the same order.
 DEVICE void store_weights(float* to, const float (&from)[NUM_WEIGHTS], i32 row) {
 #pragma unroll
   for (int h = 0; h < NUM_KV_HEADS; h++)

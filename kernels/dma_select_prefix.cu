@@ -60,6 +60,7 @@ struct Candidates {
   }
 };
 
+// A block finds the survivors of one KV head at one boundary; the keys before it are spread over the threads.
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start, u64* __restrict__ survivors,
                       const __grid_constant__ DmaSelectPrefixParams params) {

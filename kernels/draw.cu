@@ -25,6 +25,7 @@ DEVICE u32 key_of(bf16 x) {
   return bits & 0x8000 ? bits ^ 0xffff : bits ^ 0x8000;
 }
 
+// The logit of a key: the inverse of key_of.
 DEVICE float value_of(u32 key) {
   const u32 bits = key & 0x8000 ? key ^ 0x8000 : key ^ 0xffff;
   return __uint_as_float(bits << 16);
@@ -78,6 +79,7 @@ DEVICE Sums sums_before(Sums own, Sums& all) {
 // A place in the order of tokens: the `nth` token of those with this key, and the weights up to it.
 struct Place { u32 key, nth; u64 weight; };
 
+// One row of logits, and a histogram of BINS of its keys in shared memory.
 struct Row {
   const bf16* x;
   i32 width;
@@ -86,6 +88,7 @@ struct Row {
   u32* counts;  // of the keys from `high` downwards
   i32 high;
 
+  // The weight w of a token with this key.
   DEVICE u64 weight(u32 key) const { return weight_of(value_of(key), largest, scale); }
 
   // Counts the tokens of each key from `from` downwards. Every thread calls it.
@@ -103,15 +106,18 @@ struct Row {
     __syncthreads();  // all tokens are counted
   }
 
-  // The first place up to which there are `wanted` tokens, or weights of `wanted`. Every thread calls it.
+  // The first place in the order of falling keys up to which there are `wanted` tokens (by_count), or tokens whose
+  // weights add up to `wanted`. Every thread calls it, and each gets the place.
   DEVICE Place find(bool by_count, u64 wanted) {
-    __shared__ Place found;
+    __shared__ Place place;
     __shared__ bool is_found;
     __syncthreads();  // the last place is read
     if (threadIdx.x == 0) is_found = false;
-    Sums passed = {0, 0};
+    Sums passed = {0, 0};  // of the histograms before
     for (i32 from = top; from >= 0; from -= BINS) {
       count_from(from);
+      // Bin b holds the tokens with key `from` - b. A thread has THREAD_BINS bins side by side, thread 0 those of the
+      // largest keys.
       const int first = threadIdx.x * THREAD_BINS;
       Sums own = {0, 0};
       for (int bin = first; bin < first + THREAD_BINS && bin <= from; ++bin) {
@@ -122,25 +128,27 @@ struct Row {
       Sums all;
       Sums before = sums_before(own, all);
       before.weight += passed.weight, before.count += passed.count;
+      // Tokens, or weights, before the thread's bins and up to their end. The place lies in one thread's bins.
       u64 measure = by_count ? before.count : before.weight;
       const u64 end = measure + (by_count ? own.count : own.weight);
       if (measure < wanted && wanted <= end) {
         for (int bin = first;; ++bin) {
-          const u64 each = counts[bin] == 0 ? 0 : weight(from - bin), one = by_count ? 1 : each;
-          if (measure + counts[bin] * one >= wanted) {
-            const u64 nth = (wanted - measure + one - 1) / one;
-            found = {(u32)(from - bin), (u32)nth, before.weight + nth * each};
+          // The weight of one of the bin's tokens, and what such a token adds to `measure`.
+          const u64 each = counts[bin] == 0 ? 0 : weight(from - bin), adds = by_count ? 1 : each;
+          if (measure + counts[bin] * adds >= wanted) {
+            const u64 nth = (wanted - measure + adds - 1) / adds;
+            place = {(u32)(from - bin), (u32)nth, before.weight + nth * each};
             is_found = true;
             break;
           }
-          measure += counts[bin] * one, before.weight += counts[bin] * each;
+          measure += counts[bin] * adds, before.weight += counts[bin] * each;
         }
       }
       __syncthreads();  // the place is stored
       if (is_found) break;
       passed.weight += all.weight, passed.count += all.count;
     }
-    return found;
+    return place;
   }
 };
 
@@ -158,6 +166,7 @@ DEVICE u32 largest_key(const bf16* x, i32 width) {
   return key;
 }
 
+// A block draws the token of one row of logits, which are spread over its 512 threads.
 extern "C" __global__ void __launch_bounds__(THREADS)
     draw(const bf16* x, const u32* draws, i32* ids, const __grid_constant__ DrawParams params) {
   __shared__ u32 counts[BINS];
@@ -172,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   row.largest = value_of(row.top), row.scale = __uint_as_float(own[0]);
   row.counts = counts, row.high = -1;
-  u64 total;
+  u64 total;  // the weights of the tokens that may be drawn: the first top_k, or all
   if (top_k > 0 && top_k < (u32)row.width) {
     total = row.find(true, top_k).weight;
   } else {
@@ -182,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sums_before(sums, all);
     total = all.weight;
   }
+  // Nucleus: the fewest first tokens that have this share of the weights.
   if (top_p != ~0ull) {
     const u64 wanted = __umul64hi(top_p, total);
     total = row.find(false, wanted == 0 ? 1 : wanted).weight;
@@ -190,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Of the tokens with the drawn key, the `nth` by id: each thread counts those of its part of the row.
   const i32 part = (row.width + THREADS - 1) / THREADS;
   const i32 first = min((i32)threadIdx.x * part, row.width), end = min(first + part, row.width);
-  Sums mine = {0, 0}, all;
-  for (i32 at = first; at < end; ++at) mine.count += key_of(row.x[at]) == drawn.key;
-  u32 nth = drawn.nth - sums_before(mine, all).count;
-  if (nth - 1 >= mine.count) return;
+  Sums equal = {0, 0}, all;
+  for (i32 at = first; at < end; ++at) equal.count += key_of(row.x[at]) == drawn.key;
+  u32 nth = drawn.nth - sums_before(equal, all).count;
+  if (nth - 1 >= equal.count) return;  // the token lies in another thread's part
   for (i32 at = first;; ++at) {
     if (key_of(row.x[at]) == drawn.key && --nth == 0) {
       ids[blockIdx.x] = at;

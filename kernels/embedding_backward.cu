@@ -17,6 +17,8 @@ struct EmbeddingBackwardParams { u64 tokens, vocab_size, width, dy_stride, dweig
 
 constexpr int BATCH = 8;  // rows that a thread loads at once
 
+// A block has a chunk of 32 sorted tokens and 2048 columns of them. Lane l of every warp holds entry l of the chunk,
+// and a thread eight columns of each row.
 extern "C" __global__ void __launch_bounds__(RUN_WARPS * 32)
 embedding_backward(const bf16* dy, const int2* order, float* dweight, float* begun, float* ended,
                    const __grid_constant__ EmbeddingBackwardParams params) {
@@ -25,7 +27,7 @@ embedding_backward(const bf16* dy, const int2* order, float* dweight, float* beg
   const u64 column = (u64)blockIdx.y * RUN_COLUMNS + threadIdx.x * 8;
   const bool active = column < params.width;
   const int first = chunk * RUN_CHUNK, count = runs.end(chunk) - first;
-  const int2 mine = order[first + min(lane, count - 1)];
+  const int2 entry = order[first + min(lane, count - 1)];  // {id, token} that the other lanes take from this one
   const bool began_before = runs.began_before(chunk);
   const int vocab_size = (int)params.vocab_size;
 
@@ -37,13 +39,14 @@ embedding_backward(const bf16* dy, const int2* order, float* dweight, float* beg
     uint4 words[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-      const i64 token = __shfl_sync(0xffffffffu, mine.y, (base + i) & 31);
+      const i64 token = __shfl_sync(0xffffffffu, entry.y, (base + i) & 31);
       if (active && base + i < count) words[i] = load_16_bytes(dy + token * params.dy_stride + column);
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
       const int at = base + i;
-      const int id = __shfl_sync(0xffffffffu, mine.x, at & 31), next = __shfl_sync(0xffffffffu, mine.x, (at + 1) & 31);
+      const int id = __shfl_sync(0xffffffffu, entry.x, at & 31),
+                next = __shfl_sync(0xffffffffu, entry.x, (at + 1) & 31);
       if (at < count) {
         if (active) {
           float values[8];

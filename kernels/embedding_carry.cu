@@ -12,6 +12,8 @@
 
 struct EmbeddingCarryParams { u64 tokens, vocab_size, width, dweight_stride; };
 
+// A block completes the run, if there is one, that begins in its chunk of tokens and goes on past it; a thread has
+// eight columns.
 extern "C" __global__ void __launch_bounds__(RUN_WARPS * 32)
 embedding_carry(const int2* order, const float* begun, const float* ended, float* dweight,
                 const __grid_constant__ EmbeddingCarryParams params) {

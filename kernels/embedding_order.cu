@@ -16,6 +16,7 @@ constexpr int THREAD_COUNTS = NUM_DIGITS * NUM_WARPS / NUM_THREADS;  // counters
 
 struct EmbeddingOrderParams { u64 tokens, vocab_size, num_bits; };
 
+// The place of a warp's counter of a digit.
 DEVICE int slot(int digit, int warp) { return digit * PITCH + warp; }
 
 // Mask of the `valid` lanes with the same digit as this one; 0 for a lane that is not valid. One ballot a bit, since
@@ -31,6 +32,7 @@ DEVICE u32 same_digit(int digit, bool valid) {
   return valid ? same : 0;
 }
 
+// One block sorts all tokens. A warp owns one stretch of them, of which each lane has every 32nd.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constant__ EmbeddingOrderParams params) {
   __shared__ u32 counts[NUM_DIGITS * PITCH];  // [digit][warp]: counts, then the next token's place

@@ -16,6 +16,7 @@ struct Fp8AmaxParams { u64 num_elements; };
 // The larger of `largest` and the magnitudes of a pair, as the bits of f32s.
 DEVICE u32 fold(u32 largest, u32 pair) { return max(max(largest, pair & 0x7fff0000u), pair << 16 & 0x7fff0000u); }
 
+// A block finds the largest magnitude of its words of eight numbers, which are spread over all blocks in turn.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 fp8_amax(const bf16* x, u32* amax, const __grid_constant__ Fp8AmaxParams params) {
   __shared__ u32 of_warps[NUM_WARPS];

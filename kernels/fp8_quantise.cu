@@ -41,6 +41,8 @@ DEVICE void turn(u32& a, u32& b, u32& c, u32& d) {
   c = __byte_perm(ab_high, cd_high, 0x5410), d = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
+// A block converts a tile of 128 x 128 numbers; a thread has 8 x 8 of them, and then stores parts of eight of its
+// transposed columns.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char* columns, float* scale,
              const __grid_constant__ Fp8QuantiseParams params) {

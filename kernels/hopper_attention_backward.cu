@@ -47,11 +47,15 @@ struct DenseKeys {
   const QueryShare* share;
 #endif
 
+  // {position, expire} of key `at` of the tile, 0 .. 127: expire is where its document or its window ends.
   DEVICE int2 entry(int at) const {
     const int key = first_key + at;
     return make_int2(key, key < seq_len ? min(doc_end[key], key + window) : 0);
   }
+  // The position whose rows of k and v are loaded for key `at`; past the end the last one.
   DEVICE int row(int at) const { return min(first_key + at, seq_len - 1); }
+  // Sets the range of query tiles in which a key of the tile is seen. Every lane of a warp calls it, and each warp of
+  // the block does so by itself.
   DEVICE void find_tiles(BackwardBlock& block) const {
     block.first_tile = first_key / BLOCK_Q;
     block.num_tiles = ceil_div(key_range(*this, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
@@ -65,6 +69,8 @@ struct DenseKeys {
   }
 };
 
+// A block computes the gradients of one tile of 128 keys of a KV head, or its share of them: warpgroup 0 loads,
+// warpgroups 1 and 2 have 64 keys each.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats,

@@ -15,6 +15,7 @@
 #include "common/attention_params.cuh"
 #include "common/backward_prepare.cuh"
 
+// A block prepares ROWS rows, each by HEAD_DIM_V / 8 lanes, rounded up to a power of two.
 extern "C" __global__ void __launch_bounds__(256)
     hopper_attention_backward_prepare(const bf16* o, const short* o_low, const bf16* d_out, const float* lse,
                                       float2* row_stats,

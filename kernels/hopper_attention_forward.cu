@@ -28,6 +28,7 @@
 #include "common/hopper_forward.cuh"
 #include "common/hopper_dense.cuh"
 
+// A block computes tiles of query rows until none is left: warpgroup 0 loads, each of the others has 64 rows of a tile.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,

@@ -12,6 +12,8 @@
 #include "common/hopper_row_sums.cuh"
 #include "common/hopper_dense.cuh"
 
+// A block computes the sums of tiles of query rows until none is left: warpgroup 0 loads, each of the others has 64
+// rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_sums(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,

@@ -45,8 +45,13 @@ struct ListKeys {
   int num_before;
 #endif
 
+  // {position, expire} of entry `at` of the chunk, 0 .. 127; of padding both are 0.
   DEVICE int2 entry(int at) const { return entries[at]; }
+  // The position whose rows of k and v are loaded for entry `at`. Padding takes the chunk's first entry, which every
+  // block has.
   DEVICE int row(int at) const { return entries[entries[at].y > 0 ? at : 0].x; }
+  // Sets the range of query tiles in which a key of the chunk is seen; tiles of BLOCK_Q positions count from position
+  // 0. Every lane of a warp calls it, and each warp of the block does so by itself.
   DEVICE void find_tiles(BackwardBlock& block) const {
     const KeyRange range = key_range(*this, 0, BLOCK_KV);
     int lowest = range.lowest, last_expire = range.last_expire;
@@ -77,21 +82,30 @@ struct ListPlace {
 // a key's gradient rows wait for the list before.
 constexpr u32 LISTS_TOGETHER = 8;
 
+// Blocks start in the order of their linear number: super-block after super-block. A super-block has one list for each
+// KV head (or share of its query heads) of each batch row. Groups of LISTS_TOGETHER lists follow one another; in a
+// group the last chunks of all its lists start first, then the chunks before them, down to the first. `block` is
+// blockIdx.x.
 DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block) {
-  const u32 num_chunks = (u32)ceil_div((int)params.list_capacity, BLOCK_KV), lists = gridDim.y * gridDim.z;
+  const u32 num_chunks = (u32)ceil_div((int)params.list_capacity, BLOCK_KV),
+            lists = gridDim.y * gridDim.z;  // of one super-block
+  // The block's number in the launch, among the blocks of its super-block, and among those of its group of lists. A
+  // super-block's last group may have fewer lists than LISTS_TOGETHER.
   const u32 linear = block + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z),
-            in_super_block = linear % (lists * num_chunks), first = in_super_block / (LISTS_TOGETHER * num_chunks);
-  const u32 together = min(lists - first * LISTS_TOGETHER, LISTS_TOGETHER),
-            at = in_super_block % (LISTS_TOGETHER * num_chunks), list = first * LISTS_TOGETHER + at % together;
+            in_super_block = linear % (lists * num_chunks), group = in_super_block / (LISTS_TOGETHER * num_chunks);
+  const u32 group_lists = min(lists - group * LISTS_TOGETHER, LISTS_TOGETHER),
+            in_group = in_super_block % (LISTS_TOGETHER * num_chunks),
+            list = group * LISTS_TOGETHER + in_group % group_lists;
   ListPlace place;
   place.super_block = (int)(params.first_super_block + linear / (lists * num_chunks));
-  place.chunk = (int)(num_chunks - 1 - at / together);
+  place.chunk = (int)(num_chunks - 1 - in_group / group_lists);
   place.head = (int)(list % gridDim.y);
   place.batch = (int)(list / gridDim.y);
   return place;
 }
 #else
 // Number of lists at a launch's end whose chunks start longest first. More would not fit into the L2 cache together.
+// kernels/notes/longest-chunks-of-the-last-lists.md
 constexpr u32 LAST_LISTS = 8;
 
 // Blocks start in the order of their linear number, list after list. In the launch's last LAST_LISTS lists all first
@@ -101,29 +115,33 @@ DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block)
   const u32 num_chunks = (u32)ceil_div((int)params.list_capacity, BLOCK_KV), super_blocks = gridDim.x / num_chunks,
             lists = super_blocks * gridDim.y * gridDim.z, num_last = min(lists, LAST_LISTS);
   const u32 linear = block + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z),
-            first_last = (lists - num_last) * num_chunks;
-  u32 at = linear / num_chunks, chunk = linear % num_chunks;
+            first_last = (lists - num_last) * num_chunks;  // number of the first block of the last lists
+  u32 list = linear / num_chunks, chunk = linear % num_chunks;
   if (linear >= first_last) {
+    // Chunks of a list by their length: the middle one, the one before it, the one after it, and so on outwards.
     const u32 rank = (linear - first_last) / num_last;
-    at = lists - num_last + (linear - first_last) % num_last;
+    list = lists - num_last + (linear - first_last) % num_last;
     chunk = num_chunks / 2 + (rank % 2 ? 0 - (rank + 1) / 2 : rank / 2);
   }
   ListPlace place;
-  place.super_block = (int)(params.first_super_block + at % super_blocks);
+  place.super_block = (int)(params.first_super_block + list % super_blocks);
   place.chunk = (int)chunk;
-  place.head = (int)(at / super_blocks % gridDim.y);
-  place.batch = (int)(at / super_blocks / gridDim.y);
+  place.head = (int)(list / super_blocks % gridDim.y);
+  place.batch = (int)(list / super_blocks / gridDim.y);
   return place;
 }
 
 #endif
 
-// The first of a consumer thread's two entries, the other is 8 further.
+// The first of a consumer thread's two entries of the chunk, 0 .. 127; the other is 8 further. `thread` is threadIdx.x,
+// `warpgroup` the number of the consumer, 0 or 1.
 DEVICE int row_of_thread(u32 thread, int warpgroup) {
   return warpgroup * 64 + (int)thread % 128 / 32 * 16 + (int)thread % 32 / 4;
 }
 
-// Adds the thread's two rows; a quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by side.
+// Adds the thread's two rows of a gradient to the f32 sums of their keys. `to` is the row of position 0 of the KV head;
+// entries with expire 0 are left out. A quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side
+// by side. Every thread of the consumers calls it.
 DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (&entries)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -137,8 +155,9 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
 }
 
 #if WHOLE_KEYS
-// Writes 2 N columns of one gradient in bf16: of the thread's two rows, which its quad shares, those that are `whole`.
-// Not shared with hopper_attention_backward, which spills where it takes rows in this form.
+// Writes 2 N columns of one gradient in bf16, times `scale`, to the rows of the thread's two keys that are `whole`;
+// `to` is the row of position 0, `stride` counts elements from token to token. All four lanes of a quad call it, since
+// they share the rows. hopper_attention_backward has its own form, because it spills where it takes rows in this one.
 template <int N>
 DEVICE void store_whole_rows(bf16* to, u64 stride, float scale, const float (&sums)[N], const int2 (&entries)[2],
                              const bool (&whole)[2]) {
@@ -155,6 +174,8 @@ DEVICE void store_whole_rows(bf16* to, u64 stride, float scale, const float (&su
 }
 #endif
 
+// A block computes the gradients of one chunk of a list: warpgroup 0 loads, warpgroups 1 and 2 have 64 of its 128 keys
+// each.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats,

@@ -23,6 +23,7 @@
 #include "common/hopper_forward.cuh"
 #include "common/hopper_gather.cuh"
 
+// A block computes tiles of query rows until none is left: warpgroup 0 gathers keys, each of the others has 64 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_forward(
     const __grid_constant__ TensorMap q_map,
     const bf16* q, const bf16* k, const bf16* v,

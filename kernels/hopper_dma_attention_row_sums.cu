@@ -16,6 +16,8 @@
 #include "common/hopper_row_sums.cuh"
 #include "common/hopper_gather.cuh"
 
+// A block computes the sums of tiles of query rows until none is left: warpgroup 0 gathers keys, each of the others has
+// 64 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_row_sums(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta,

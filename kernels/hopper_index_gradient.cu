@@ -28,7 +28,8 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen_gradients.cuh"
 
-// The consumer warpgroup's part; scores are kept transposed, S^T = K Q^T.
+// Work of consumer `warpgroup`, 0 or 1, all 128 threads of which call it: the gradients of 64 queries of each tile, run
+// after run. Scores are kept transposed, S^T = K Q^T: a thread has keys g and g + 8 of its warp's 16.
 DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_sum, [[maybe_unused]] i32* key_semaphores,
                     u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
@@ -106,6 +107,8 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
   }
 }
 
+// A block takes items of the lists until none is left: warpgroup 0 loads, warpgroups 1 and 2 each have 64 of a tile's
+// 128 queries.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_index_gradient(const bf16* q, const bf16* k, const bf16* index, const float* lse, const float* index_lse,
                           const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items,

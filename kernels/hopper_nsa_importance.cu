@@ -39,6 +39,7 @@ constexpr int SUM_STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 
 template <int MERGED>
 constexpr int SUM_ROWS = MERGED == 16 ? 1 : 2;
 
+// With 16 heads a query has both rows of a thread: adds the probabilities of row g + 8 to those of row g.
 template <int MERGED>
 DEVICE void merge_rows(float (&p)[4 * TILES]) {
   if (MERGED == 16) {
@@ -49,8 +50,9 @@ DEVICE void merge_rows(float (&p)[4 * TILES]) {
   }
 }
 
-// Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED consecutive
-// heads, and writes them. `carry`: the last slot's of the step before, in lanes t = 3.
+// Adds up a step's probabilities, `p[4 n + 2 h + x]` of row g + 8 h and column 8 n + 2 t + x, over blocks and the
+// MERGED consecutive heads, and writes them; all 32 lanes call it. `carry`: the last slot's of the step before, in
+// lanes t = 3.
 template <int MERGED>
 DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
   using Sums = RowSums<SUM_STEPS<MERGED>, 1>;
@@ -85,7 +87,8 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
   }
 }
 
-// The lane of a query's rows whose column tiles lie before the thread's, around the end: see RowSums::first_tile.
+// The lane that has the column tiles before those of the calling lane, which RowSums::first_tile gives, for the same
+// query and the same t. Before a step's first tiles come its last ones.
 template <int STEPS>
 DEVICE int lane_before() {
   constexpr int TILES = 8 >> STEPS, BITS = (1 << STEPS) - 1;
@@ -153,12 +156,16 @@ DEVICE void write_scores(const float (&s)[4 * TILES], float (&carry)[2], const I
   }
 }
 
+// Writes a step's importances by the rule RULE, 0 or 1; `first_block` is the first of the step's 32 blocks, counted
+// from the document's start. All 32 lanes of a warp call it.
 template <int MERGED>
 DEVICE void write_importances(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
   if constexpr (RULE == 1) write_largest<MERGED>(p, carry, rows, first_block);
   else write_step<MERGED>(p, carry, rows, first_block);
 }
 
+// A block computes the importances of 128 rows, queries x heads, for all blocks that they see; a warp has 16 of the
+// rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     hopper_nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
                           float* importance, const __grid_constant__ NsaImportanceParams params) {

@@ -23,8 +23,9 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen_gradients.cuh"
 
-// The consumer warpgroup's part. Values derived from the thread index are recomputed where they are used: held in
-// registers they would spill.
+// Work of consumer `warpgroup`, 0 or 1, all 128 threads of which call it: the gradients of 64 rows of each tile, run
+// after run. Values derived from the thread index are recomputed where they are used: held in registers they would
+// spill.
 DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
                     [[maybe_unused]] i32* key_semaphores, u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
@@ -108,6 +109,8 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
   }
 }
 
+// A block takes items of the lists until none is left: warpgroup 0 loads, warpgroups 1 and 2 each have 64 of a tile's
+// 128 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_nsa_selected_attention_backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
                                            const float2* row_stats, const i32* doc_start, const i32* doc_end,

@@ -15,7 +15,8 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen.cuh"
 
-// Work of a consumer warpgroup: scores, softmax and parts of o.
+// Work of consumer `warpgroup`, 0 or 1, all 128 threads of which call it: scores, softmax and parts of o of 64 rows of
+// each tile, run after run.
 DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unused]] bf16* parts, float* part_lse,
                     u32 shared, int warpgroup) {
   const int warp_row = (int)threadIdx.x % 128 / 32 * 16, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -132,6 +133,8 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
   }
 }
 
+// A block takes items of the lists until none is left: warpgroup 0 loads, warpgroups 1 and 2 each have 64 of a tile's
+// 128 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_nsa_selected_attention_forward(const bf16* q, const bf16* k,
 #if !KEYS_ONLY

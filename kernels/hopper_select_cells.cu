@@ -21,6 +21,7 @@
 #include "common/wgmma.cuh"
 #include "common/select_cells.cuh"
 
+// A block computes one tile of 128 cells of queries against 128 cells of keys of a head.
 extern "C" __global__ void __launch_bounds__(256, 2)
     hopper_select_cells(const bf16* q, const bf16* k, const i32* order, float* out,
                         const __grid_constant__ SelectCellsParams params) {

@@ -37,11 +37,14 @@ struct ListKeys {
   TileSteps list;
   int first_key, seq_len;
 
+  // {position, expire} of key `at` of the tile, 0 .. 127. No key expires: which queries see it is in the list.
   DEVICE int2 entry(int at) const {
     const int key = first_key + at;
     return make_int2(key, key < seq_len ? 0x7fffffff : 0);
   }
+  // The position whose rows of k and v are loaded for key `at`; past the end the last one.
   DEVICE int row(int at) const { return min(first_key + at, seq_len - 1); }
+  // Takes the steps of the list in place of a range of query tiles.
   DEVICE void find_tiles(BackwardBlock& block) const {
     block.steps = list.steps;
     block.first_tile = list.begin;
@@ -49,6 +52,8 @@ struct ListKeys {
   }
 };
 
+// A block computes the gradients of the keys of one list, or ORDERED of several lists in turn: warpgroup 0 loads,
+// warpgroups 1 and 2 have 64 of a list's 128 keys each.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats, const i32* tile_lists,
@@ -69,12 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention
 #endif
   const int num_lists = num_kv_heads * head_shares * tiles, own_heads = group_size / head_shares;
 
-  // The block's part of list `at / query_shares`, and its place among the blocks of a KV head's tile of keys.
+  // A part of a list, and its place among the parts of a KV head's tile of keys.
   struct Part {
     ListKeys keys;
     BackwardBlock block;
     int kv_head, place;
   };
+  // Fills in part `query_share`, of query_shares, of list number `list`.
   auto part_of = [&](int list, int query_share, Part& part) {
     const int share = list / tiles, first_key = list % tiles * STEP_KEYS;
     part.kv_head = share / head_shares;
@@ -105,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention
     block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
     block.bias_unit = 1.0f / f32_word(params.softmax_scale);
   };
+  // Stores the gradients of the 64 keys that consumer `warpgroup` has of the part; all its threads call it.
   auto store = [&](const Part& part, const KeyGradients& sums, int warpgroup) {
     const int first_key = part.keys.first_key + warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16;
 #if SHARES

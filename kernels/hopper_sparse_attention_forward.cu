@@ -26,6 +26,7 @@
 #include "common/hopper_blocks.cuh"
 #include "common/hopper_sparse.cuh"
 
+// A block computes tiles of 128 query rows until none is left: warpgroup 0 loads, warpgroups 1 and 2 have 64 rows each.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention_forward(
 #if !GATHER
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,

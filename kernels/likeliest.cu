@@ -23,6 +23,7 @@ struct Place {
   }
 };
 
+// Gives every lane the largest logit that a lane of the warp holds.
 DEVICE void join_warp(Place& best) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -32,6 +33,7 @@ DEVICE void join_warp(Place& best) {
   }
 }
 
+// A block finds the largest logit of one row; warp 0 joins what the warps have found.
 extern "C" __global__ void __launch_bounds__(THREADS)
     likeliest(const bf16* x, i32* ids, const __grid_constant__ LikeliestParams params) {
   __shared__ float values[NUM_WARPS];

@@ -17,6 +17,7 @@ constexpr int THREADS = 256, GROUPS = 4, COLUMNS = 128, MAX_SPLITS = 4096;
 
 struct MlaDecodeJoinParams { u64 num_splits; };
 
+// A block joins 128 columns of one row (a query head of a token): a thread has two columns of every fourth part.
 extern "C" __global__ void __launch_bounds__(THREADS)
     mla_decode_join(const float* __restrict__ partials, bf16* __restrict__ o,
                     const __grid_constant__ MlaDecodeJoinParams params) {

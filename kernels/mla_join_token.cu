@@ -22,6 +22,8 @@ constexpr int THREADS = 256, WORDS = 16, SHARES = THREADS / WORDS;
 
 struct MlaJoinTokenParams { u64 num_heads, rank, capacity, q_stride, rotated_offset, rotated_stride; };
 
+// A block folds 128 columns of W_UK into the query of one head; a thread has eight of the columns, over every 16th row
+// of W_UK.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     mla_join_token(const bf16* packed, const bf16* norm, const bf16* up, const bf16* latent, const bf16* rotated,
                    const float* key_scale, const i32* length, bf16* latents, float* scales, bf16* folded,

@@ -16,6 +16,7 @@ constexpr int NUM_WARPS = 8, WARP_ROWS = 2;
 
 struct MlaValuesParams { u64 num_heads, head_dim, rank; };
 
+// A warp computes two of the columns of a head's output, each a product of a row of W_UV and the head's latent output.
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
     mla_values(const bf16* c, const bf16* up, bf16* o, const __grid_constant__ MlaValuesParams params) {
   wait_for_previous();

@@ -20,6 +20,8 @@ struct NsaBlocksParams {
   u64 k_offset, v_offset, k_token_stride, v_token_stride, k_batch_stride, v_batch_stride;  // elements
 };
 
+// A block writes one slot of compressed keys (blockIdx.y 0) or values (1) for all KV heads; a thread has eight columns
+// of a token, or of the mean.
 extern "C" __global__ void __launch_bounds__(256)
     nsa_blocks(const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end,
 #if !MEAN

@@ -16,6 +16,7 @@ struct NsaBlocksBackwardParams {
   u64 seq_len, num_heads, num_kv_heads, width, size, stride, num_slots;
 };
 
+// A block writes the gradient of one token of the packed tensor; a thread has eight of its columns at a time.
 extern "C" __global__ void __launch_bounds__(128)
     nsa_blocks_backward(const bf16* dy, const i32* doc_start, const i32* doc_end, bf16* dqkv,
                         const __grid_constant__ NsaBlocksBackwardParams params) {

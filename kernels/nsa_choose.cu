@@ -162,6 +162,8 @@ DEVICE void choose_by_block(const Choice& choice) {
   }
 }
 
+// A warp, or with QUERY_THREADS 1024 a block, writes the list of one query and chooser: forced blocks at both ends, and
+// between them the most important of the others.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS * QUERIES)
     nsa_choose(const float* importance, const i32* doc_start, i32* block_indices,
                const __grid_constant__ NsaChooseParams params) {

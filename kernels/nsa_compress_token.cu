@@ -29,6 +29,7 @@ struct NsaCompressTokenParams {
   u64 k_offset, k_batch_stride, v_offset, v_batch_stride;
 };
 
+// A block has the keys (blockIdx.y 0) or the values (1) of one KV head of a new token.
 extern "C" __global__ void __launch_bounds__(THREADS)
     nsa_compress_token(const bf16* k_new, const bf16* v_new, bf16* k_tail, bf16* v_tail,
 #if MLP

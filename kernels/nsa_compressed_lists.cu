@@ -28,6 +28,8 @@ DEVICE int last_slot(const CompressedBlocks& blocks, int token) {
   return blocks.first_slot(document) + blocks.num_seen(token, document) - 1;
 }
 
+// A block writes the list of one super-block and KV head, and the windows of its tiles of queries; a thread has every
+// 256th entry.
 extern "C" __global__ void __launch_bounds__(256)
     nsa_compressed_lists(const i32* doc_start, const i32* doc_end, int2* list, i32* list_len, int2* tile_window,
                          const __grid_constant__ NsaCompressedListsParams params) {
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const u64 row = (u64)blockIdx.z * gridDim.y + blockIdx.y, list_row = row * gridDim.x + blockIdx.x;
   const int first_query = (int)blockIdx.x * SUPER_BLOCK, end_query = min(first_query + SUPER_BLOCK, seq_len);
 
-  // Slots of the block, both ends included.
+  // The slots that queries of the super-block may see, both ends included, as entries with the last slot first.
   const int low = blocks.first_slot(blocks.doc_start[first_query]), high = last_slot(blocks, end_query - 1),
             count = max(high - low + 1, 0);
   list += list_row * params.capacity;
@@ -51,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(256)
     list[at] = entry;
   }
   if (thread == 0) list_len[list_row] = count;
+  // The window of entries of each tile of 64 queries.
   const int num_tiles = ceil_div(seq_len, TILE_QUERIES), first_tile = first_query / TILE_QUERIES;
   for (int tile = first_tile + thread; tile < min(first_tile + SUPER_BLOCK / TILE_QUERIES, num_tiles); tile += 256) {
     const int last_query = min((tile + 1) * TILE_QUERIES, end_query) - 1;

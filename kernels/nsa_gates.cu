@@ -13,6 +13,7 @@ struct NsaGatesParams {
   u64 rows, num_heads, width;  // rows = tokens * num_heads
 };
 
+// A thread computes eight columns of one row: a query head of a token.
 extern "C" __global__ void __launch_bounds__(256)
     nsa_gates(const bf16* compressed, const bf16* selected, const bf16* window, const bf16* logits, const float* bias,
               bf16* o, const __grid_constant__ NsaGatesParams params) {

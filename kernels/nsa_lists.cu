@@ -21,6 +21,7 @@
 
 constexpr int LIST_THREADS = 512, SLOTS = LIST_THREADS / 32;
 
+// A block enters one part, 256 queries, into the lists of one KV head; the block of part 0 also writes the items.
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
     nsa_lists(const i32* block_indices, const i32* doc_start, const i32* counts, int2* entries, int4* items,
               i32* num_items, const __grid_constant__ NsaCellsParams params) {
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
         all += count;
       }
     }
-    const u32 pieces = (all + most - 1) / most;
+    const u32 pieces = (all + most - 1) / most;  // items of the cell
     u32 total_entries, total_items;
     const u32 entry = first_entry + block_exclusive_sum<LIST_THREADS>(all, warp_sums[0], total_entries);
     const u32 item = first_item + block_exclusive_sum<LIST_THREADS>(pieces, warp_sums[1], total_items);
@@ -54,13 +55,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
       cursor[cell] = entry + before;
       bits[cell] = 0;
     }
+    // The items of 16 neighbouring cells lie together: the first item of each of them, then the second ones, and so on.
     if (blockIdx.x == 0) {
       const u32 first = __shfl_sync(~0u, item, lane & 16);
       u32 neighbours[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) neighbours[i] = __shfl_sync(~0u, pieces, (lane & 16) + i);
       for (u32 piece = 0; piece < pieces; ++piece) {
-        u32 at = first;
+        u32 at = first;  // then the items that precede it: of cells before this one also their item number `piece`
 #pragma unroll
         for (int i = 0; i < 16; ++i) at += min(neighbours[i], piece + (i < lane % 16));
         items[at] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, (int)piece};

@@ -52,6 +52,7 @@ DEVICE void copy_group(bf16* to, const bf16* from, bool exists) {
 }
 #endif
 
+// A block has one token of a row, for all KV heads; a thread has groups of 16 columns.
 extern "C" __global__ void __launch_bounds__(128) nsa_place(
 #if TAKE
     const float* dk_sum, const float* dv_sum, const i32* doc_start, const i32* doc_end, bf16* compressed, bf16* dqkv,
@@ -67,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(128) nsa_place(
   const u64 batch = blockIdx.y, row = batch * params.seq_len, half = (u64)gridDim.y * num_slots * groups * 16;
   const CompressedBlocks blocks = {doc_start + row, doc_end + row, (int)params.size, (int)params.stride};
 #if TAKE
+  // Take the sums of the slot of the block's number, if there is one, and clear the token's keys and values in dqkv.
   const int token = (int)blockIdx.x;
   if (token < num_slots) {
     const int start = blocks.start(token), last = start + (int)params.size - 1;
@@ -81,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(128) nsa_place(
   bf16* zeros = dqkv + (row + token) * (q_columns + 2 * groups * 16) + q_columns;
   for (int at = (int)threadIdx.x; at < 4 * groups; at += 128) store_16_bytes(zeros + at * 8, make_uint4(0, 0, 0, 0));
 #else
+  // A slot goes to its last token; the first token of a super-block at which no slot ends is cleared.
   const bool is_slot = (int)blockIdx.x < num_slots;
   int token = ((int)blockIdx.x - num_slots) * SUPER_BLOCK;
   if (is_slot) {

@@ -15,6 +15,8 @@ struct NsaPositionsBackwardParams {
   u64 batch, seq_len, num_kv_heads, columns, size, stride, num_slots;
 };
 
+// A block sums 1024 columns over the slots of its part, for keys (blockIdx.y 0) or values (1); a thread has eight
+// columns.
 extern "C" __global__ void __launch_bounds__(128)
     nsa_positions_backward(const bf16* dy, const i32* doc_start, const i32* doc_end, float* partials,
                            const __grid_constant__ NsaPositionsBackwardParams params) {

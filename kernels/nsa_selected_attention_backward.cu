@@ -23,6 +23,8 @@
 #include "common/add_rows.cuh"
 static_assert(BLOCK_KV == 64, "a block of threads holds one block of keys");
 
+// A block has one item: a piece of the list of queries that chose a cell's blocks. For each of its documents, whose
+// queries all chose one block of keys, it loads that block and walks through the queries.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     nsa_selected_attention_backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
                                     const float2* row_stats, const i32* doc_start, const i32* doc_end,

@@ -31,6 +31,7 @@ struct NsaSelectedCombineParams {
   u64 num_lists;
 };
 
+// A group of LANES lanes has one row, a query head of a token; a lane has eight of its columns.
 extern "C" __global__ void __launch_bounds__(256)
     nsa_selected_combine(const i32* block_indices, i32* num_items,
 #if !LSE_ONLY

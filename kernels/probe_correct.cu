@@ -17,6 +17,7 @@ struct ProbeCorrectParams {
   u64 num_queries, width, gamma, offset, dense_first, dense_end, replaces_only;
 };
 
+// A block has one probe row and the rows up to the next probe; a thread eight of their columns.
 extern "C" __global__ void __launch_bounds__(128)
     probe_correct(bf16* o, const bf16* dense, const __grid_constant__ ProbeCorrectParams params) {
   const int probe = (int)blockIdx.x, gamma = (int)params.gamma, offset = (int)params.offset, width = (int)params.width;

@@ -16,6 +16,7 @@ struct ProbeMaskParams {
   u64 row_ptr_at, tile_idx_at, query_order_at;
 };
 
+// A block writes the lists of one tile of 128 probes: thread t has probe t, and every 128th tile of keys.
 extern "C" __global__ void __launch_bounds__(128)
     probe_mask(i32* mask, const __grid_constant__ ProbeMaskParams params) {
   const int probes = (int)params.num_probes, gamma = (int)params.gamma, offset = (int)params.offset,

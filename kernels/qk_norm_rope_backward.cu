@@ -27,7 +27,7 @@ struct Token {
   const bf16 *in, *grad;
   bf16* out;
   int column;
-  bool holds;
+  bool holds;  // whether the lane has columns of its head
 };
 
 // x and dy of BATCH heads of a token for each group of lanes, from head `base` on; zeros from head `end` on.
@@ -106,6 +106,8 @@ DEVICE void store_weight_sums(HeadColumns& sums, float (*shared)[HEAD_DIM], floa
   }
 }
 
+// A warp has a token at a time: its query heads, then its key heads, BATCH heads a lane. The gradients of both weights
+// stay in registers until all tokens are done.
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
     qk_norm_rope_backward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions,
                           const float* cos, const float* sin, const bf16* dy, bf16* dqkv, float* partials,

@@ -38,6 +38,7 @@ DEVICE HeadWords selected(bool first, const HeadWords& a, const HeadWords& b) {
   return words;
 }
 
+// A warp has one token and a slice of its heads: a group of lanes a head, a lane a few columns of BATCH heads at once.
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions,
                          const float* cos, const float* sin, bf16* out,
@@ -52,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   const float epsilon = f32_word(params.epsilon);
 
   const int num_normed = num_heads + num_kv_heads, head_in_warp = lane / GROUP;
-  const bool holds = lane % GROUP < LANES;
+  const bool holds = lane % GROUP < LANES;  // whether the lane has columns of its head
   const int stride = (int)gridDim.y * BATCH * HEADS_PER_WARP;
-  const i64 last = (i64)params.max_positions - 1, asked = positions[token];
+  const i64 last = (i64)params.max_positions - 1, asked = positions[token];  // rows of the tables
 
   HeadColumns angles = {};
 #if QK_NORM
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       if (holds && head < num_normed) store_head(to + head * HEAD_DIM, column, rotated(x, angles));
     }
   }
+  // Copy the values, which follow the keys.
   const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;
 #pragma unroll 4
   for (int at = first + ((int)blockIdx.y * 32 + lane) * 8; at < end; at += (int)gridDim.y * 256)

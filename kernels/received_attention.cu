@@ -37,14 +37,16 @@ DEVICE void load_rows(u32 shared, const bf16* from, u64 stride, int first, int c
   }
 }
 
-// Adds the probabilities of a tile's queries to the sums of the lane's keys. IS_DIAGONAL: some queries come before keys
-// of the block; the lane's first key is seen from the tile's query `first_seeing` on. Two forms, as a branch at each
-// probability would part the products from the exponentials that hide them.
+// Adds the probabilities of the 64 queries at `stage` to sums[m][h], those of the lane's keys 16 m + 8 h + lane / 4 of
+// the warp's 32, which `keys` holds as operands. `of_queries` are the queries' log-sum-exps in powers of two.
+// IS_DIAGONAL: some queries come before keys of the block; the lane's first key is seen from the tile's query
+// `first_seeing` on. Two forms, as a branch at each probability would part the products from the exponentials that hide
+// them.
 template <bool IS_DIAGONAL>
 DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[STEPS][2][4], u32 stage, const float* of_queries,
                      float scale, int first_seeing) {
   const int lane = threadIdx.x & 31, column = (lane & 3) * 2;
-  float of_tile[2][2] = {};
+  float of_tile[2][2] = {};  // as sums, of this tile
 #pragma unroll SLICES_AT_ONCE
   for (int slice = 0; slice < QUERIES / 16; slice++) {
     float s[2][2][4] = {};
@@ -56,7 +58,7 @@ DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[STEPS][2][4], u32 st
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const int at = slice * 16 + n * 8 + column;
+      const int at = slice * 16 + n * 8 + column;  // the lane's first query of the fragment
       const float2 pair = *(const float2*)(of_queries + at);
 #pragma unroll
       for (int x = 0; x < 2; x++)
@@ -76,6 +78,8 @@ DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[STEPS][2][4], u32 st
     for (int h = 0; h < 2; h++) sums[m][h] += of_tile[m][h];
 }
 
+// A block has 128 keys of one KV head, a warp 32 of them, and streams the queries of all heads of the group past them,
+// head after head.
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 64 ? 3 : 4)
     received_attention(const bf16* q, const bf16* k, const float* lse, float* received, i32* nan,
                        const __grid_constant__ ReceivedAttentionParams params) {

@@ -16,6 +16,7 @@ static_assert(NUM_WARPS % WARPS_PER_ROW == 0, "a row's warps are in one block");
 
 struct RmsNormForwardParams { u64 rows, width, x_stride, epsilon; };
 
+// WARPS_PER_ROW warps have one row; a thread has every CHUNK_STEP-th chunk of eight of its columns.
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
     rms_norm_forward(const bf16* x, const bf16* weight, bf16* y, const __grid_constant__ RmsNormForwardParams params) {
   __shared__ float shared[NUM_WARPS];

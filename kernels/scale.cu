@@ -10,6 +10,7 @@
 
 struct ScaleParams { u64 width, stride; };
 
+// A thread has VECTOR consecutive columns of one row.
 extern "C" __global__ void __launch_bounds__(256)
 scale(const float* factor, element* x, const __grid_constant__ ScaleParams params) {
   const u64 row = blockIdx.x, column = ((u64)blockIdx.y * 256 + threadIdx.x) * VECTOR;

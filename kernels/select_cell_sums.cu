@@ -17,7 +17,8 @@ struct SelectCellSumsParams {
   u64 segment, first_query, cell, query_cells;
 };
 
-// Sum or maximum over the block's 128 threads.
+// The sum (SUM) or the maximum of `x` over the block's 128 threads, all of which call it and get the result. `places`
+// is shared memory for one number a warp.
 template <bool SUM>
 DEVICE float together(float x, float* places) {
   const auto combine = [](float a, float b) { return SUM ? a + b : fmaxf(a, b); };
@@ -29,6 +30,8 @@ DEVICE float together(float x, float* places) {
   return combine(combine(places[0], places[1]), combine(places[2], places[3]));
 }
 
+// A block has one block of queries (a row) of one head: it goes through the row's cells, and a thread has every 128th
+// block of keys.
 extern "C" __global__ void __launch_bounds__(128)
     select_cell_sums(const float* block_lse, float* mass, const __grid_constant__ SelectCellSumsParams params) {
   __shared__ float places[4];
@@ -42,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int j = (int)threadIdx.x; j < blocks.admissible(row); j += 128) mass[j] = 0.0f;
   for (int a = begin; a < end; ++a) {
     const float* from = block_lse + (u64)a * columns;
-    // Up to the cell's own block, or the blocks of earlier segments.
+    // The softmax of cell `a` goes over the first `count` blocks of keys: up to the block with the cell's own first
+    // position, or, with segments, all blocks of the segments before the row's.
     const int count = segment > 0 ? blocks.competing(row, segment) : (first_query + a * cell) / blocks.block + 1;
     float largest = -INFINITY_F32, sum = 0.0f;
     for (int j = (int)threadIdx.x; j < count; j += 128) largest = fmaxf(largest, from[j]);

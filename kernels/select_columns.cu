@@ -19,6 +19,7 @@ struct SelectColumnsParams {
   u64 fills, col_ptr_at, col_idx_at;
 };
 
+// A warp has one row of a list, and a lane a word of 32 keys at a time.
 extern "C" __global__ void __launch_bounds__(128)
     select_columns(const u32* columns, const u32* bits, i32* counts, i32* pairs, i32* mask,
                    const __grid_constant__ SelectColumnsParams params) {
@@ -42,6 +43,8 @@ extern "C" __global__ void __launch_bounds__(128)
       left = columns[word];
       if (word == words - 1) left &= ~0u >> (31 - last % 32);
     }
+    // Keys of the lane's word, and of the words up to it. One launch adds up the pairs of each key and the queries that
+    // see it, the other (fills) writes the keys.
     const u32 here = (u32)__popc(left), inclusive = warp_inclusive_sum(here);
     if (params.fills) {
       i32* next = to + count + (inclusive - here);

@@ -13,6 +13,7 @@ struct SelectFillParams {
   u64 rows, words, row_ptr_at, tile_idx_at;
 };
 
+// A warp writes the tiles of one row, and a lane those of a word of 32 bits at a time.
 extern "C" __global__ void __launch_bounds__(128)
     select_fill(const u32* bits, i32* mask, const __grid_constant__ SelectFillParams params) {
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, words = (int)params.words;

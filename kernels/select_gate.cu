@@ -48,6 +48,7 @@ DEVICE double normal_quantile(double p) {
           1.0);
 }
 
+// A thread walks through the blocks of keys of one probe row, in their order.
 extern "C" __global__ void __launch_bounds__(64)
     select_gate(const float* lse, u32* chosen, i32* nan, const __grid_constant__ SelectGateParams params) {
   const int probe = (int)(blockIdx.x * 64 + threadIdx.x), probes = (int)params.num_probes,
@@ -58,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(64)
   lse += (u64)blockIdx.y * blocks * probes + probe;
   chosen += ((u64)head * probes + probe) * words;
   for (int word = 0; word < words; ++word) chosen[word] = 0;
+  // A score that is no number or infinite counts for the head, and the probe chooses nothing.
   bool bad = false;
   for (int j = 0; j <= (context + probe * gamma) / block; ++j) bad |= !(lse[(u64)j * probes] < INFINITY_F32);
   if (bad) {
@@ -76,8 +78,9 @@ extern "C" __global__ void __launch_bounds__(64)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const auto best = [&](int i) -> float& { return ((float*)shared_memory)[i * 64 + (int)threadIdx.x]; };
   const auto place = [&](int i) -> int& { return ((int*)shared_memory)[(capacity + i) * 64 + (int)threadIdx.x]; };
+  // Scores in the buffer, the place of the worst of them, and blocks that the gate may still choose.
   int held = 0, worst = 0, slots = (int)params.k - capacity;
-  double seen = 0.0, mean = 0.0, squares = 0.0;
+  double num_scores = 0.0, mean = 0.0, squares = 0.0;  // of the scores that the gate got
   const auto find_worst = [&] {
     worst = 0;
     for (int i = 1; i < held; ++i)
@@ -91,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(64)
       find_worst();
       continue;
     }
+    // A better score takes the place of the worst one, which goes to the gate instead.
     if (capacity > 0 && score > best(worst)) {
       const float out = best(worst);
       const int out_at = place(worst);
@@ -100,12 +104,12 @@ extern "C" __global__ void __launch_bounds__(64)
     }
     // The gate updates its mean and variance with every score.
     const double x = score, delta = x - mean;
-    seen += 1.0;
-    mean += delta / seen;
+    num_scores += 1.0;
+    mean += delta / num_scores;
     squares += delta * (x - mean);
     if (slots == 0) continue;
     const double p = 1.0 - (double)slots / (double)(end - j);
-    if (p <= 0.0 || x > mean + sqrt(squares / seen) * normal_quantile(p)) {
+    if (p <= 0.0 || x > mean + sqrt(squares / num_scores) * normal_quantile(p)) {
       slots -= 1;
       choose(at);
     }

@@ -16,6 +16,7 @@ struct SelectGatherParams {
   u64 k_offset, v_offset, k_token_stride, v_token_stride;  // elements
 };
 
+// A warp copies those of 32 tokens that stay, for one KV head: of each token all its lanes copy the key and the value.
 extern "C" __global__ void __launch_bounds__(256)
     select_gather(const u32* kept, const bf16* k, const bf16* v, const float* received, bf16* k_out, bf16* v_out,
                   float* received_out, i32* position, const __grid_constant__ SelectGatherParams params) {

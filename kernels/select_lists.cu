@@ -52,6 +52,8 @@ DEVICE i64 seen_up_to(i64 n, i64 keys) {
   return n <= keys ? n * (n + 1) / 2 : keys * (keys + 1) / 2 + (n - keys) * keys;
 }
 
+// A warp decides which tiles of keys one row (a tile of queries) of a list keeps; a lane has a word of 32 tiles at a
+// time.
 extern "C" __global__ void __launch_bounds__(128)
     select_lists(const u32* kept, const i32* nan, const i32* key_order, const i32* query_order, u32* bits, i32* counts,
                  i32* pairs, const __grid_constant__ SelectListsParams params) {
@@ -64,8 +66,10 @@ extern "C" __global__ void __launch_bounds__(128)
   if (row >= rows) return;
   const int block_row = row / per_block, block_rows = blocks.num_rows(),
             block_words = ceil_div(blocks.num_columns(), 32);
+  // Blocks that the row keeps in any case, and the end of the tiles that it may keep.
   const int own = blocks.own(block_row, segment), own_end = blocks.own_end(block_row, segment),
             admissible = segment ? own_end : tiles.admissible(row);
+  // Tiles from `band` on hold the row's queries or the `local` tokens before them.
   const int band = segment ? own : max(tiles.first(row) - (int)params.local, 0) / tiles.block,
             sinks = (int)params.first_tiles;
   bool dense = false;
@@ -81,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) first_key = max(first_key, __shfl_xor_sync(~0u, first_key, step));
   }
-  int count = 0;
-  i64 sum = 0;
+  int count = 0;  // kept tiles
+  i64 sum = 0;    // pairs of a query and a kept key
   // The tiles of the row's own segments that hold a key not after one of its queries.
   u64 own_bits = 0;
   for (int tile = own; segment && tile < own_end; ++tile) {
@@ -99,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(128)
     if (here > 0) own_bits |= 1ull << (tile - own);
     if (lane == 0) sum += here;
   }
+  // The bits of the row's tiles of keys j.
   for (int word = lane; word < words; word += 32) {
     u32 here = 0;
     for (int j = word * 32; j < min(word * 32 + 32, admissible); ++j) {

@@ -14,6 +14,7 @@ struct SelectNormsParams {
   u64 head_dim, first_token, num_tokens;
 };
 
+// A thread computes the length of one head of a token.
 extern "C" __global__ void __launch_bounds__(128)
     select_norms(const bf16* x, float* score, const __grid_constant__ SelectNormsParams params) {
   const u64 token = (u64)blockIdx.x * 128 + threadIdx.x;

@@ -12,6 +12,7 @@ struct SelectOffsetsParams {
   u64 rows, row_ptr_at;
 };
 
+// One block adds up the counts of all rows; a thread has consecutive rows.
 extern "C" __global__ void __launch_bounds__(1024)
     select_offsets(const i32* counts, i32* mask, const __grid_constant__ SelectOffsetsParams params) {
   __shared__ u32 warp_sums[32];

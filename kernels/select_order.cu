@@ -17,6 +17,7 @@ struct SelectOrderParams {
   u64 num_tokens, first_position, segment, whole_only, heads_per_set;
 };
 
+// A block sorts the tokens of one segment, one a thread, by falling score.
 extern "C" __global__ void __launch_bounds__(512)
     select_order(const float* score, const i32* nan, i32* order, const __grid_constant__ SelectOrderParams params) {
   __shared__ u64 front[512], back[512];

@@ -21,6 +21,8 @@ struct SelectPagesParams : TokenParams {
   u64 capacity, room, page, head_dim;
 };
 
+// A warp has one page of keys of one KV head at a time: it scores the page for the new token or, if it is the token's
+// own page, widens the page's bounds. Block 0 also writes the token's key and value.
 extern "C" __global__ void __launch_bounds__(256)
     select_pages(const bf16* q, const bf16* k_new, const bf16* v_new, bf16* k_cache, bf16* v_cache, float* bounds,
                  const i32* length, float* score, const __grid_constant__ SelectPagesParams params) {
@@ -33,24 +35,26 @@ extern "C" __global__ void __launch_bounds__(256)
   k_new += params.k_offset + batch * params.k_batch_stride + (i64)kv_head * head_dim;
   v_new += params.v_offset + batch * params.v_batch_stride + (i64)kv_head * head_dim;
   q += params.q_offset + batch * params.q_batch_stride + (i64)kv_head * group * head_dim;
+  // Store the token's key and value.
   if (blockIdx.x == 0) {
     const i64 row = (head * params.capacity + before) * head_dim;
     for (int c = (int)threadIdx.x; c < head_dim; c += 256) k_cache[row + c] = k_new[c], v_cache[row + c] = v_new[c];
   }
   for (i32 page = (i32)blockIdx.x * 8 + (i32)threadIdx.x / 32; page <= own; page += (i32)gridDim.x * 8) {
-    float* of_page = bounds + (head * params.room + page) * 2 * head_dim;
+    float* page_bounds = bounds + (head * params.room + page) * 2 * head_dim;  // least of each column, then largest
     float sum = 0.0f;
     for (int c = lane; c < head_dim; c += 32) {
-      float least = of_page[c], most = of_page[head_dim + c];
+      float least = page_bounds[c], most = page_bounds[head_dim + c];
       if (page == own) {
         const float x = bf16_to_f32(k_new[c]);
         const bool is_first = before % size == 0;
-        of_page[c] = is_first ? x : fminf(least, x);
-        of_page[head_dim + c] = is_first ? x : fmaxf(most, x);
+        page_bounds[c] = is_first ? x : fminf(least, x);
+        page_bounds[head_dim + c] = is_first ? x : fmaxf(most, x);
         continue;
       }
-      for (int of_group = 0; of_group < group; ++of_group) {
-        const float x = bf16_to_f32(q[of_group * head_dim + c]);
+      // A key of the page gives no more than this, whatever the sign of the query's column.
+      for (int query_head = 0; query_head < group; ++query_head) {
+        const float x = bf16_to_f32(q[query_head * head_dim + c]);
         sum += fmaxf(x * least, x * most);
       }
     }

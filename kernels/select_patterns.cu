@@ -23,6 +23,7 @@ struct SelectPatternsParams {
 // x log(x / m); 0 log 0 = 0.
 DEVICE double divergence(double x, double m) { return x > 0.0 ? x * log(x / m) : 0.0; }
 
+// A block decides for one head; its blocks of keys and its words of tokens are spread over the threads.
 extern "C" __global__ void __launch_bounds__(256)
     select_patterns(const float* column, const float* diagonal, const float* estimate, const u32* column_tokens,
                     const u32* diagonal_tokens, float* column_blocks, float* diagonal_blocks, i32* tops, i32* nan,
@@ -33,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(256)
             block = (int)params.block, thread = (int)threadIdx.x;
   const int blocks = ceil_div(num_keys, block), words = ceil_div(num_keys, 32);
   estimate += (u64)head * blocks;
+  // The softmax of the estimate over blocks of keys.
   float largest = -INFINITY_F32, bad = 0.0f, sum = 0.0f;
   for (int j = thread; j < blocks; j += 256) {
     const float x = estimate[j];
@@ -45,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int j = thread; j < blocks; j += 256) sum += exp2f((estimate[j] - largest) * LOG2_E);
   sum = block_sum<256>(sum, places);
   const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+  // The sums of the probe's columns and diagonals over each block, and the block's part of the distance.
   double distance = 0.0;
   for (int j = thread; j < blocks; j += 256) {
     float of_column = 0.0f, of_diagonal = 0.0f;
@@ -58,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(256)
     distance += divergence(e, middle) + divergence(of_column, middle);
   }
   halves[thread] = distance;
+  // The kept tokens of columns and of diagonals.
   float kept[2] = {};
   for (int word = thread; word < words; word += 256) {
     kept[0] += (float)__popc(column_tokens[(u64)head * words + word]);

@@ -57,6 +57,7 @@ struct PooledBlock {
   }
 };
 
+// A block reduces one block of tokens of one head.
 extern "C" __global__ void __launch_bounds__(128)
     select_pool(const bf16* x, const i32* order, float* mean, float* variance,
                 const __grid_constant__ SelectPoolParams params) {

@@ -15,6 +15,7 @@ struct SelectProbeRowsParams {
   u64 rows, num_keys, first_position, first_head;
 };
 
+// A block has one row of logits, a query of the probe of one head; the keys are spread over its threads.
 extern "C" __global__ void __launch_bounds__(256)
     select_probe_rows(const float* logit, float* scale, i32* nan,
                       const __grid_constant__ SelectProbeRowsParams params) {

@@ -21,6 +21,7 @@ struct SelectProbeSumsParams {
   u64 adds;
 };
 
+// A thread sums over the rows and heads of a group for one key (blockIdx.z 0) or one distance (1).
 extern "C" __global__ void __launch_bounds__(256)
     select_probe_sums(const float* logit, const float* scale, float* column, float* diagonal,
                       const __grid_constant__ SelectProbeSumsParams params) {

@@ -28,6 +28,7 @@ DEVICE void load_side(float* to, const float* from, int vectors, int head_dim, i
   }
 }
 
+// A block computes 64 x 64 scores of one head, a thread 4 x 4 of them.
 extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_mean, const float* k_mean, float* score,
                                                                 const __grid_constant__ SelectScoresParams params) {
   __shared__ float q[DEPTH * PITCH], k[DEPTH * PITCH];

@@ -21,14 +21,15 @@ struct SelectSlashesParams {
 
 // Whether a bit from `low` to `high` is set.
 DEVICE bool any_bit(const u32* bits, int low, int high) {
-  u32 found = 0;
+  u32 set = 0;
   for (int word = low / 32; word <= high / 32; ++word) {
     const u32 from = word == low / 32 ? ~0u << low % 32 : ~0u, to = word == high / 32 ? ~0u >> (31 - high % 32) : ~0u;
-    found |= bits[word] & from & to;
+    set |= bits[word] & from & to;
   }
-  return found;
+  return set;
 }
 
+// A warp has one row, a block of queries of one head, and a lane a word of 32 blocks of keys at a time.
 extern "C" __global__ void __launch_bounds__(128)
     select_slashes(const u32* columns, const u32* diagonals, const u32* map, u32* kept,
                    const __grid_constant__ SelectSlashesParams params) {

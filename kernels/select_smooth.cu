@@ -13,6 +13,7 @@ struct SelectSmoothParams {
   u64 num_keys, count, width, by_largest;
 };
 
+// A thread smooths the score of one key of a KV head.
 extern "C" __global__ void __launch_bounds__(256)
     select_smooth(const float* received, float* score, const __grid_constant__ SelectSmoothParams params) {
   const int j = (int)(blockIdx.x * 256 + threadIdx.x), count = (int)params.count, half = (int)params.width / 2;

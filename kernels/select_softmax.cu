@@ -15,6 +15,7 @@ struct SelectSoftmaxParams {
   u64 first_head;
 };
 
+// A block turns one row of one head into probabilities; its columns are spread over the threads.
 extern "C" __global__ void __launch_bounds__(128)
     select_softmax(float* x, const i32* wanted, i32* nan, const __grid_constant__ SelectSoftmaxParams params) {
   __shared__ float places[4];

@@ -15,6 +15,7 @@ struct SelectVotesParams {
   u64 num_probes, num_blocks, per_tile, first_head;
 };
 
+// A thread has one block of keys for one tile of queries of one head.
 extern "C" __global__ void __launch_bounds__(128)
     select_votes(const float* lse, const u32* chosen, float* score, const __grid_constant__ SelectVotesParams params) {
   const int j = (int)(blockIdx.x * 128 + threadIdx.x), blocks = (int)params.num_blocks, probes = (int)params.num_probes,

@@ -20,6 +20,7 @@ struct SelectedBlockSumsParams {
   u64 seq_len, num_choosers, num_indices, pieces, group, first_query, num_queries;
 };
 
+// A warp has one list: the indices of one query and chooser. A lane has every 32nd index.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     selected_block_sums(const i32* indices,
 #if COUNTS

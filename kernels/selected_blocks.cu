@@ -21,6 +21,8 @@ struct SelectedBlocksParams {
   u64 num_words;           // words of a warp's bits
 };
 
+// A warp has one list: the indices of one query and chooser, and in shared memory a bit for each block up to the
+// query's own.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     selected_blocks(const i32* indices,
 #if COUNTS
@@ -36,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const u64 token = list / params.num_choosers;
   const int position = (int)(token % params.seq_len) - doc_start[token], own = position / size,
             own_piece = position / (size / pieces), num_words = own / 32 + 1;
+  // Set the bit of each block that is listed and not after the query's own.
   for (int word = lane; word < num_words; word += 32) bits[word] = 0;
   __syncwarp();  // the bits are zero
 #if COUNTS
@@ -50,19 +53,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   }
   __syncwarp();  // every bit is set
 
+  // Write the blocks of the set bits in their order: a lane has a word of 32 blocks.
   i32* to = block_indices + list * num_indices * pieces;
-  int found = 0;
+  int num_blocks = 0;  // written so far
   for (int base = 0; base < num_words; base += 32) {
     u32 left = base + lane < num_words ? bits[base + lane] : 0;
     const u32 up_to = warp_inclusive_sum((u32)__popc(left));
-    for (int at = found + (int)up_to - __popc(left); left != 0; ++at, left &= left - 1) {
+    for (int at = num_blocks + (int)up_to - __popc(left); left != 0; ++at, left &= left - 1) {
       const int block = (base + lane) * 32 + __ffs((int)left) - 1;
       for (int i = 0; i < pieces; ++i) {
         const int piece = block * pieces + i;
         to[at * pieces + i] = piece <= own_piece ? piece : -1;
       }
     }
-    found += (int)__shfl_sync(~0u, up_to, 31);
+    num_blocks += (int)__shfl_sync(~0u, up_to, 31);
   }
-  for (int at = found * pieces + lane; at < num_indices * pieces; at += 32) to[at] = -1;
+  for (int at = num_blocks * pieces + lane; at < num_indices * pieces; at += 32) to[at] = -1;
 }

@@ -14,6 +14,7 @@ struct SlotLogitsParams {
   u64 softmax_scale;  // f32 bits
 };
 
+// A warp has four slots of one KV head, and goes through the query heads of its group.
 extern "C" __global__ void __launch_bounds__(256)
     slot_logits(const bf16* q, const bf16* k, float* logit, const __grid_constant__ SlotLogitsParams params) {
   const int lane = (int)threadIdx.x % 32, kv_head = (int)blockIdx.y, head_dim = (int)params.head_dim,

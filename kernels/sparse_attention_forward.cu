@@ -30,6 +30,7 @@
 #include "common/sparse_keys.cuh"
 #include "common/attention_forward.cuh"
 
+// A block computes BLOCK_Q rows of one query tile of one head, a warp WARP_ROWS of them.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     sparse_attention_forward(const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse,
 #if BLOCK_LSE

@@ -11,6 +11,7 @@
 
 struct SplitMasterParams { u64 num_elements; };
 
+// A thread has four consecutive elements; the last thread takes the one to three that may be left, one by one.
 extern "C" __global__ void __launch_bounds__(256)
 #if JOIN
 split_master(const bf16* leaf, const bf16* rest, float* master, const __grid_constant__ SplitMasterParams params) {

@@ -39,6 +39,7 @@ DEVICE float sum_words(const uint4& words) {
 #endif
 }
 
+// A block adds up 65536 consecutive elements.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 sum_partials(const element* x, float* partials, const __grid_constant__ SumPartialsParams params) {
   __shared__ float shared[NUM_WARPS];

@@ -23,6 +23,7 @@
 
 struct SwigluBackwardParams { u64 d_ff, row_stride, dy_stride; };
 
+// A thread has VECTOR consecutive columns of one row.
 extern "C" __global__ void __launch_bounds__(256)
     swiglu_backward(const element* gate_up, const element* dy, element* dgate_up, AMAX_BUFFER
 #if HAS_OUTPUT

@@ -17,6 +17,7 @@
 
 struct SwigluForwardParams { u64 d_ff, row_stride; };
 
+// A thread has VECTOR consecutive columns of one row.
 extern "C" __global__ void __launch_bounds__(256)
 swiglu_forward(const element* gate_up, element* y, AMAX_BUFFER const __grid_constant__ SwigluForwardParams params) {
   const u64 row = blockIdx.x;

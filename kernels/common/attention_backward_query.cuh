@@ -20,6 +20,7 @@ static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
               "no device gives a block more shared memory");
 static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients are in registers at the same time");
 
+// Takes the tensors and params of the launch, with dq at the tile's batch row and first head.
 template <class Params>
 DEVICE BackwardQueries backward_queries(const bf16* d_out, const float2* row_stats, bf16* dq, const Params& params,
                                         const QueryTile& tile) {
@@ -33,6 +34,8 @@ DEVICE BackwardQueries backward_queries(const bf16* d_out, const float2* row_sta
   return back;
 }
 
+// Computes and stores dq of the block's tile of queries, whose keys come from `stream`; a warp has 16 rows. Every
+// thread of the block calls it; `memory` is the block's shared memory.
 DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, KvStream& stream,
                                           unsigned char* memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;

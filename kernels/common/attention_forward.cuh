@@ -33,6 +33,8 @@ struct ForwardOutput {
 #endif
 };
 
+// Computes and stores attention of the block's tile of queries, whose keys come from `stream`; a warp has WARP_ROWS
+// rows. Every thread of the block calls it; `memory` is the block's shared memory.
 DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, KvStream& stream,
                                    unsigned char* q_memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;

@@ -43,6 +43,8 @@ DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4],
   }
 }
 
+// Computes and stores the sums of the block's tile of queries, whose keys come from `stream`; a warp has WARP_ROWS
+// rows. Every thread of the block calls it; `memory` is the block's shared memory.
 DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, KvStream& stream,
                                     unsigned char* memory) {
   const int lane = (int)threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * WARP_ROWS, g = lane / 4, t = lane % 4;

@@ -39,17 +39,19 @@ struct BlockLseRows {
     *at = value;
   }
 
-  // Stores the blocks of a stage of scores, which begins at key `first`; `scale` makes them powers of two.
+  // Stores the log-sum-exps of the blocks that the scores of a stage meet, for the thread's two rows; all lanes of a
+  // warp call it. The stage begins at key `first`; `scale` makes scores powers of two.
   template <int N>
   DEVICE void store(const float (&score)[N], int first, float scale) const {
-    // Of the 2 N keys UNIT have one block: a fragment's TILES of eight columns, PAIR of a lane's columns, LANES of a
-    // quad.
+    // UNIT keys of the 2 N are reduced to one number: those of a block, or fewer where 2 N is not a multiple of it (2 *
+    // N & -2 * N is the largest power of two that divides 2 N). They lie in TILES fragments of eight columns, in PAIR
+    // of a lane's two columns of each, and in LANES of a quad's lanes.
     constexpr int UNIT = min_int(BLOCK_LSE, 2 * N & -2 * N), TILES = max_int(UNIT / 8, 1), PAIR = min_int(UNIT, 2),
                   LANES = max_int(min_int(UNIT / 2, 4), 1);
     const int t = (int)threadIdx.x % 4;
 #pragma unroll
     for (int at = 0; at < N / TILES; at += PAIR) {
-      const int n = at / 4 * TILES, r = at / 2 % 2, x = at % 2;
+      const int n = at / 4 * TILES, r = at / 2 % 2, x = at % 2;  // first fragment, row and column of the unit
       float largest = -INFINITY_F32, sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < TILES * PAIR; ++i) largest = fmaxf(largest, score[4 * (n + i / PAIR) + 2 * r + x + i % PAIR]);

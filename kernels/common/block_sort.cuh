@@ -4,6 +4,7 @@
 #pragma once
 #include "common/types.cuh"
 
+// Sorts the keys of a warp's 32 lanes, one each: lane l gets the l-th smallest. All lanes call it.
 DEVICE u64 warp_bitonic_sort(u64 key) {
   const int lane = threadIdx.x & 31;
 #pragma unroll

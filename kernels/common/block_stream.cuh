@@ -24,7 +24,8 @@ DEVICE void for_each_word(const u32* __restrict__ words, i32 begin, i32 end, Vis
   if (thread < end - tail) visit(words[tail + thread], tail + thread);
 }
 
-// Calls visit(low word, high word) once for each of `count` 64-bit words; `words` is at least 8-byte aligned.
+// Calls visit(low word, high word) once for each of `count` 64-bit words, spread over the block's threads, all of which
+// call it; `words` is at least 8-byte aligned, and two words are loaded at once where it is 16-byte aligned.
 template <int NUM_THREADS, int UNROLL, class Visit>
 DEVICE void for_each_pair(const u64* __restrict__ words, i32 count, Visit visit) {
   const i32 thread = threadIdx.x;

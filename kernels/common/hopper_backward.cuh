@@ -18,6 +18,7 @@
 // wait at each head's end, since later keys are seen by fewer queries. In a window all keys are seen by equally many
 // queries: there HEAD_BY_HEAD is faster, since the L2 cache then holds the queries of the head that all blocks work
 // on. TILE_LISTS: steps are a list's, in its order, and ORDERED takes the turns that it names.
+// kernels/notes/order-of-a-backward-step.md has what bounds a step, and an order of its GEMMs that was slower.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/key_range.cuh"
@@ -36,19 +37,23 @@
 #ifndef DQ_STAGES
 #define DQ_STAGES 1
 #endif
+// Two at width 64: kernels/notes/two-senders-at-width-64.md
 #ifndef SENDERS
 #define SENDERS 1
 #endif
+// kernels/notes/order-of-ordered-steps.md
 #ifndef HEAD_BY_HEAD
 #define HEAD_BY_HEAD !ORDERED
 #endif
 // Whether lse (without a bias) and D enter the GEMMs as extra K steps; with a bias, delta - base always does. These
 // steps cost power: long dense rows at head_dim 128 are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
 // against 19.7), everything else is faster with them (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
+// kernels/notes/statistics-as-k-steps.md
 #ifndef SPLIT_STATS
 #define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
 #endif
 // Whether a step's last GEMM is dQ, or the next step's scores. Without a bias either works; with one, dQ last spills.
+// kernels/notes/ds-from-registers.md
 #define DQ_LAST !HAS_BIAS
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
@@ -133,12 +138,14 @@ struct BackwardBlock {
 #endif
 };
 
-// A kernel's `Keys`: `entry(at)` is {position, expire}, `row(at)` the row to load (an initialised one also for
-// padding), `find_tiles(block)` sets first_tile and num_tiles.
+// A kernel's `Keys`: `entry(at)` is {position, expire} of the block's key `at`, 0 .. 127; `row(at)` the row to load (an
+// initialised one also for padding); `find_tiles(block)` sets first_tile and num_tiles, and all lanes of a warp call
+// it.
 
+// The shared address of mbarrier number `barrier`: one of FULL_KV, FULL_Q and so on, plus the slot in its ring.
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 
-// One thread sets up the barriers.
+// Sets up all mbarriers of the block; one thread calls it, before any other uses them.
 DEVICE void start_barriers(u32 shared) {
   // FULL barriers count an arrival for the copies and one of each warp that stores statistics, EMPTY barriers one of
   // each consumer warp.
@@ -150,7 +157,8 @@ DEVICE void start_barriers(u32 shared) {
   barrier_ready();
 }
 
-// Returns the aligned shared memory, whose barriers one thread sets up; followed by a __syncthreads.
+// Returns the shared address of the block's memory, rounded up to 1024 bytes. Every thread calls it, thread 0 sets up
+// the barriers, and a __syncthreads follows.
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) start_barriers(shared);
@@ -160,23 +168,31 @@ DEVICE u32 start_block(void* memory) {
 // ---- Producer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The head and the query tile of a block's step.
+// The query head (counted from the block's first one) and the query tile (of BLOCK_Q positions) of a block's step.
+// Every thread that walks through the steps keeps its own: that which loads tiles, those of the statistics, those that
+// send dQ, and all consumers.
 #if TILE_LISTS
 struct StepPlace : TileStep {
   int at, last;  // places in the list
+  // The first step of the block's list.
   DEVICE explicit StepPlace(const BackwardBlock& block)
       : TileStep(block.steps[block.first_tile]), at(block.first_tile), last(at + block.num_tiles - 1) {}
+  // Moves on to the next step of the list; at the last one it stays.
   DEVICE void advance(const BackwardBlock& block) {
     at = min(at + 1, last);
     *(TileStep*)this = TileStep(block.steps[at]);
   }
+  // Whether no other block adds to the dQ of this head and query tile before this one.
   DEVICE bool is_first(const BackwardBlock&) const { return own_turn == 0; }
 };
 #else
 struct StepPlace {
   int head, tile;
+  // The first step: of the first head the first query tile, or with ORDERED the last.
   DEVICE explicit StepPlace(const BackwardBlock& block)
       : head(0), tile(block.first_tile + (ORDERED ? block.num_tiles - 1 : 0)) {}
+  // Moves on to the next step: the next head at the same tile, or the next tile (ORDERED: the one before) of the same
+  // head.
   DEVICE void advance(const BackwardBlock& block) {
 #if !HEAD_BY_HEAD
     if (++head == block.group_size) head = 0, --tile;
@@ -187,12 +203,15 @@ struct StepPlace {
 #endif
   }
 #if ORDERED
+  // Whether no other block adds to the dQ of this query tile before this one.
   DEVICE bool is_first(const BackwardBlock& block) const { return tile >= block.other_end; }
 #endif
 };
 #endif
 
-// Queries and output gradients by the copy engine: thread 0's part.
+// Streams the tiles of queries and output gradients of all steps by the copy engine, each to the next free slot of its
+// ring; without SPLIT_STATS the statistics of the tile's queries follow the output gradients. Thread 0 of the producer
+// calls it.
 DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
@@ -223,6 +242,7 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 // complete in the phase of numbers before 0.
 struct DqPlace {
   u32 barrier, phase;
+  // Of part `number`: which of the DQ_BARRIERS barriers it has, and that barrier's phase.
   DEVICE explicit DqPlace(u32 number)
       : barrier(number / DQ_PARTS % DQ_BARRIERS),
         phase((number / DQ_PARTS / DQ_BARRIERS * DQ_PARTS + number % DQ_PARTS) & 1) {}
@@ -287,6 +307,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
     if (tile + SENDERS < num_tiles) semaphore = block.semaphores + row_of(place) / BLOCK_Q;
     seen = read_semaphore(semaphore);  // on its way while the adds and the fence are waited for
     bulk_wait();
+    // kernels/notes/fence-of-ordered-sums.md
     fence_sums();
     write_semaphore(done, OWN_TURN + 1);
   }
@@ -294,7 +315,11 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
 #endif
 
 #if SPLIT_STATS
-// Statistics of every STATS_THREADS-th query of a tile, from query `first` on, loaded before the tile's slot is free.
+// Stores each query's statistics as operands of the GEMMs' extra K steps (split_step.cuh): a number becomes three bf16
+// that add up to it, in a column of SPLIT_BYTES. Beside the queries stands -lse, in units of q . k, which the step adds
+// to S; with a bias -base in its place. Beside the output gradients stands -D, which the step adds to dP; with a bias
+// lse follows, as f32. STATS_THREADS threads of the producer call it, from its warp 1 on; thread `first` of these has
+// the queries `first`, first + STATS_THREADS, .. of each tile of 64. It loads them before the tile's slot is free.
 DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
   constexpr int OWN = BLOCK_Q / STATS_THREADS;
   RingPlace<Q_STAGES> q_place;
@@ -349,8 +374,9 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
 }
 #endif
 
-// Work of the producer warpgroup: loads keys, values, queries and dO. `bias` is the bias of this thread's key, times
-// bias_unit.
+// Work of the producer warpgroup, all 128 threads of which call it: its warps copy the rows of the block's keys and
+// values, each thread naming one, then single threads stream queries, dO and statistics, and send dQ. `bias` is the
+// bias of this thread's key, times bias_unit.
 template <class Keys>
 DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] float bias, u32 shared) {
   const int thread = (int)threadIdx.x % 128, warp = thread / 32;
@@ -386,25 +412,33 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
 #if HAS_BIAS
 struct KeySplit {
   u32 rows;
+  // The operand of the consumer's 64 keys; `warpgroup` is the consumer's number, 0 or 1.
   DEVICE KeySplit(u32 shared, int warpgroup) : rows(shared + KEY_SPLIT_AT + warpgroup * 64 * SPLIT_BYTES) {}
+  // d = each key's number plus each query's, or with `accumulate` d += these. `stats` is the shared address of the
+  // queries' columns; a column without a one leaves the keys' numbers out.
   DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const {
     wgmma<0, 0>(d, wgmma_unswizzled(rows), wgmma_unswizzled(stats), accumulate);
   }
 };
 #else
 struct KeySplit : SplitWeights {
+  // Takes the same arguments as with a bias; the operand of ones needs neither.
   DEVICE KeySplit(u32, int) {}
+  // d = each query's number, or with `accumulate` d += it. `stats` is the shared address of the queries' columns.
   DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const {
     wgmma<0>(d, words, wgmma_unswizzled(stats), accumulate);
   }
 };
 #endif
 
-// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the split steps of keys
-// and queries, as the first or the last K step.
+// Where a GEMM has the split step of keys and queries among its K steps.
 enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
 // delta - base is the first K step: with zero accumulators the difference of two large numbers is exact.
+// kernels/notes/bias-as-the-first-k-step.md
 constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
+// d = a b^T: 64 keys of the consumer (rows of a tile of 128, at shared address `keys`) against a tile of 64 queries
+// over COLUMNS columns, and their split step, with the queries' columns at `stats`. Starts the GEMM and closes its
+// group; all 128 threads of a consumer call it. Also of values against output gradients.
 template <SplitPlace SPLIT, int COLUMNS = HEAD_DIM>
 DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySplit& key_split, u32 stats) {
   const u64 a = wgmma_along(keys), b = wgmma_along(queries);
@@ -414,22 +448,26 @@ DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySpl
   wgmma_commit();
 }
 
-// sums += weights queries, weights 64 keys x 64 queries in registers.
+// sums += weights queries: 64 keys x 64 queries of weights in registers times 2 N columns of the tile of queries (or of
+// output gradients) at shared address `queries`. Starts the GEMM and closes its group; all threads of a consumer call
+// it.
 template <int N>
 DEVICE void accumulate_queries(float (&sums)[N], const u32 (&weights)[4][4], u32 queries) {
   wgmma_weigh<BLOCK_Q>(sums, weights, queries, true);
   wgmma_commit();
 }
 
-// dq = dS K for the warpgroup's columns, which lie in one block of 64; dS^T lies in shared memory, rows are keys.
+// dq = dS K for the consumer's 2 N columns of the 64 queries, which lie in one block of 64 columns, over all 128 keys;
+// dS^T lies in shared memory at `ds`, rows are keys. Starts the GEMM and closes its group.
 template <int N>
 DEVICE void multiply_keys(float (&dq)[N], u32 ds, u32 keys) {
   wgmma_columns<BLOCK_KV>(dq, ds, keys);
   wgmma_commit();
 }
 
-// As multiply_keys. Where the step sees one half of the keys alone, these are multiplied with the other half's dS too,
-// which is 0: what lies there need not be finite.
+// Like multiply_keys, where the step sees one half of the keys alone: bit 0 of `halves` for the first 64, bit 1 for the
+// others. The keys of that half are then multiplied with the other half's dS too, which is 0: what lies in the unseen
+// half need not be finite.
 template <int N>
 DEVICE void multiply_seen_keys(float (&dq)[N], u32 ds, u32 keys, u32 halves) {
   constexpr u32 HALF = BLOCK_KV / 2 * 128;
@@ -443,6 +481,7 @@ DEVICE void multiply_seen_keys(float (&dq)[N], u32 ds, u32 keys, u32 halves) {
   wgmma_commit();
 }
 
+// Stores four f32 of the calling thread at shared address `shared`, a multiple of 16.
 DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -450,6 +489,7 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
 // The warp's 16 rows x 2 N columns of dQ, on their way to the f32 sums, which are consecutive 16 x 8 fragments of 512
 // bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a
 // tenth of a step; a later one does not.
+// kernels/notes/fence-a-step-late.md
 #if DQ_BULK
 // The warp's part of the staging memory. ORDERED: rows in the order of the sums, and nothing between them; else a part
 // that no other warp writes to, whatever N is.
@@ -459,7 +499,8 @@ DEVICE u32 staging_of_warp(u32 shared, u32 number) {
   return shared + DQ_AT + number % DQ_STAGES * DQ_BYTES +
          (warp * NUM_CONSUMERS + warpgroup) * (ORDERED ? N * 128 : WARP_DQ_BYTES);
 }
-// `number`: of the part in the order of staging.
+// Writes the warp's part `number` of dQ, in the order of staging, to its staging memory, once the copy engine has read
+// what lay there. All 32 lanes call it.
 template <int N>
 DEVICE void stage_dq(const float (&dq)[N], u32 shared, u32 number) {
   const int lane = (int)threadIdx.x % 32;
@@ -477,8 +518,8 @@ DEVICE void stage_dq(const float (&dq)[N], u32 shared, u32 number) {
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(to + n * 512, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-// Adds part `number` to the sums at `to`; ORDERED: passes it to send_tiles. Adds by one thread of the producer take 3
-// to 14 % longer in a free order.
+// Adds the warp's part `number`, which stage_dq wrote, to the sums at `to`; ORDERED: passes it to send_tiles. All 32
+// lanes call it. Adds by one thread of the producer take 3 to 14 % longer in a free order.
 template <int N>
 DEVICE void send_dq([[maybe_unused]] float* to, u32 shared, u32 number) {
   fence_async_proxy();  // the copy engine reads what every lane stored
@@ -493,6 +534,7 @@ DEVICE void send_dq([[maybe_unused]] float* to, u32 shared, u32 number) {
 #endif
 }
 #else
+// Adds the warp's 16 rows x 2 N columns of dQ from registers to the f32 sums; `to` is the warp's first fragment there.
 template <int N>
 DEVICE void add_dq(const float (&dq)[N], float* to) {
   const int lane = (int)threadIdx.x % 32;
@@ -511,8 +553,8 @@ struct KeyGradients {
   float ddelta[2];
 };
 
-// Loads lse (WHICH 0) or D (1) of the two queries that this thread has of the n-th eight. With SPLIT_STATS only lse is
-// loaded, which lies alone.
+// Loads lse (WHICH 0) or D (1) of the two queries that this thread has of the n-th eight of a tile's 64, `stats` being
+// the shared address of the tile's statistics. With SPLIT_STATS only lse is loaded, which lies alone.
 template <int WHICH>
 DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
   const int t = (int)threadIdx.x % 4;
@@ -526,7 +568,8 @@ DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
 }
 
 #if !IS_WIDE
-// The consumer warpgroup's part. Leaves complete sums, ddelta over the quad too.
+// Work of consumer `warpgroup`, 0 or 1, all 128 threads of which call it: it walks through the block's steps with 64 of
+// its keys. Leaves complete sums in `sums`, ddelta over the quad too.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
   const int lane = (int)threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0), g = lane / 4,
@@ -656,6 +699,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     for (int i = 0; i < 4; ++i) store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, ds[i]);
     wgmma_fence();
     // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier
+    // kernels/notes/ds-from-registers.md
     accumulate_queries(sums.dk, ds, q);
     wgmma_wait<1>();                     // dV
     release(barrier_at(shared, EMPTY_DO + do_place.slot));

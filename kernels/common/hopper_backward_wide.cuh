@@ -1,13 +1,15 @@
 // hopper_backward_wide: the consumer of hopper_backward.cuh for keys of 192 and values of 128. dK and dV take 160
 // registers of a thread, so at most two of the GEMMs S, dP and dQ are in flight. Order of a step's GEMMs: S | exp S |
 // dP, dV | dS, dK | barrier | dQ (32 columns, 64 columns) and S of the next step beside the second | add dQ.
+// kernels/notes/sums-of-160-registers.md has what else was tried.
 #pragma once
 #include "common/hopper_backward.cuh"
 
 #if IS_WIDE
 static_assert(Q_STAGES == 2 && DO_STAGES == 2, "a step's number is its place in both rings");
 
-// Work of a consumer warpgroup. Leaves the complete sums of dk and dv in `sums`.
+// Work of consumer `warpgroup`, 0 or 1, all 128 threads of which call it: it walks through the block's steps with 64 of
+// its keys. Leaves the complete sums of dk and dv in `sums`.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
@@ -107,7 +109,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     // from overlapping.
     const u32 next = step + 1 < num_steps ? step + 1 : step;
     // The slot comes from lane 0, so that the compiler sees one slot for the whole warp. Else it computes the address
-    // of each GEMM's operand in every thread.
+    // of each GEMM's operand in every thread. kernels/notes/operand-addresses-in-uniform-registers.md
     const u32 next_slot = __shfl_sync(~0u, next % 2, 0), next_queries = shared + Q_AT + next_slot * QUERY_TILE_BYTES;
     barrier_wait(barrier_at(shared, FULL_Q + next_slot), next / 2 % 2);
     float dq_block[32], dq_half[16];

@@ -14,13 +14,17 @@
 constexpr int ABSENT_BOX = (1 << 30) / KEY_BOX;  // behind all keys
 static_assert(KEY_BOX == HALF_KV || (KEY_BOX == BLOCK_KV && !PAIRS), "consumers of a pair see halves of a stage");
 
-// A warp reads a list of key tiles as boxes: it holds 32 boxes and has loaded the next 32.
+// A warp reads a list of key tiles as boxes of KEY_BOX keys: its lane l holds box l of the present 32, and has loaded
+// box l of the next 32. All its lanes call the functions.
 struct BoxList {
   const i32* tiles;  // null: all boxes
   int count;         // boxes
   int per_tile;      // boxes of a key tile
-  int at, here, ahead;
+  int at;           // place in the list of the next box
+  int here, ahead;  // this lane's boxes: of the present 32, of the next 32
 
+  // The list of query tile `tile` for query head `head`: where the mask has no lists all boxes before position
+  // `end_query`, and where the tile does not exist no box.
   DEVICE BoxList(const SparseMask& mask, int head, int tile, int end_query, bool is_there)
       : per_tile(mask.key_tile / KEY_BOX), at(0) {
     tiles = nullptr;
@@ -34,12 +38,15 @@ struct BoxList {
     ahead = load(32);
   }
 
+  // The box at place `from` + lane of the list, counted from key 0; past the list's end ABSENT_BOX.
   DEVICE int load(int from) const {
     const int box = from + (int)threadIdx.x % 32;
     if (box >= count) return ABSENT_BOX;
     return tiles ? tiles[box / per_tile] * per_tile + box % per_tile : box;
   }
+  // The next box, the same for all lanes.
   DEVICE int first() const { return __shfl_sync(~0u, here, at % 32); }
+  // Goes past the next box.
   DEVICE void advance() {
     if (++at % 32 == 0) {
       here = ahead;
@@ -53,12 +60,15 @@ struct StageBoxes {
   int key[BOXES], seen[BOXES];  // seen: bit w for consumer w
 };
 
+// WorkSchedule over the parts of 128 rows of all query tiles, the tiles with most keys first; with PAIRS over pairs of
+// query tiles, the last ones first.
 struct BlockSchedule {
   SparseMask mask;
   int parts;  // tiles of 128 rows that a query tile fills
   WorkSchedule all;
   u32 num_rounds;
 
+  // For the query tiles and heads of the launch that `mask` describes.
   DEVICE BlockSchedule(const SparseMask& mask)
       : mask(mask),
         parts(ceil_div(mask.query_tile, BLOCK_Q)),
@@ -66,16 +76,17 @@ struct BlockSchedule {
             (u32)mask.launch_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
         num_rounds(all.num_rounds) {}
 
-  // The query tile of a consumer's rows.
+  // The query tile of the rows of `consumer`, 0 or 1, counted from the call's first query tile.
   DEVICE int query_tile(WorkPlace place, int consumer) const {
     if (PAIRS) return (ceil_div(mask.num_query_tiles, 2) - 1 - place.tile) * 2 + consumer;
     return mask.tile_of_rank(place.head, place.tile / parts);
   }
-  // The query rows of a consumer warpgroup.
+  // The 64 query rows of `consumer`, 0 or 1; with fewer than one slot there are none.
   DEVICE SparseQueries queries(WorkPlace place, int consumer) const {
     return mask.queries(place.head, query_tile(place, consumer), PAIRS ? 0 : place.tile % parts * 2 + consumer, 64);
   }
 
+  // Finds this thread block's tile in `round`, with the head counted over the whole call; false where it has none.
   DEVICE bool find(u32 round, WorkPlace& place) const {
     if (!all.find(round, place)) return false;
     place.head += mask.first_head;
@@ -83,12 +94,15 @@ struct BlockSchedule {
   }
 };
 
+// What run_block calls to load a tile: keys and values in boxes.
 struct BlockWork {
   BlockSchedule schedule;
 
+  // Makes the schedule of the launch's mask.
   DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup loads one tile: its first warp loads keys and values, all warps load queries.
+  // Loads tile number `done` of the thread block, at `place`: the producer's first warp loads keys and values, all four
+  // warps load queries. All 128 threads of the producer call it.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
                       StagePlaces& places) const {
     const SparseMask& mask = schedule.mask;
@@ -185,11 +199,14 @@ struct BlockWork {
 };
 
 #if PAIRS
+// What run_block calls to compute a pair of query tiles: each consumer has a tile of its own and boxes of that tile's
+// list.
 struct PairConsumer {
   static constexpr int HALF = HALF_KV / 16;  // steps of 16 keys of a stage's half
   ForwardOutput out;
 
-  // Attention of the warpgroup's 64 rows of one tile; false when there was none.
+  // Computes attention of the 64 rows of consumer `warpgroup` of the block's tile number `done`; false when there was
+  // none. All 128 threads of the consumer call it.
   DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);

@@ -100,12 +100,17 @@ DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, c
   return inputs;
 }
 
+// The shared address of mbarrier number `barrier`: FULL_KEYS, EMPTY_KEYS and so on, plus the slot in their ring.
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
+// The shared address of the tile of 128 rows in slot `slot`, 0 .. ROW_STAGES - 1.
 DEVICE u32 stage_at(u32 shared, u32 slot) { return shared + STAGES_AT + slot * STAGE_BYTES; }
+// The shared address of {token, part} of the rows in slot `slot`, 8 bytes a row.
 DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 8; }
+// The shared address of the log-sum-exps of the rows in slot `slot`, 4 bytes a row; after them stand their D.
 DEVICE u32 stats_at(u32 shared, u32 slot) { return shared + STATS_AT + slot * ROWS * 8; }
 
-// Sets up the barriers and returns the aligned shared memory. A __syncthreads must follow.
+// Returns the shared address of the block's memory, rounded up to 1024 bytes. Every thread calls it, thread 0 sets up
+// the barriers, and a __syncthreads must follow.
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
@@ -132,6 +137,8 @@ DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
   return make_int2(list, item < inputs.num_items[list] ? item : -1);
 }
 #else
+// Consecutive indices are consecutive items of a list, then those of the next list. Lane l adds up the items of lists 0
+// to l of 32, and the first lane whose sum exceeds the index has the item's list.
 DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
   const int lane = (int)threadIdx.x % 32;
   for (int base = 0; base < inputs.num_lists; base += 32) {
@@ -156,8 +163,9 @@ DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
 constexpr int UNIT = 8;  // elements of a 16-byte copy; offsets of rows count these, so that they fit 32 bits
 
 #if INDEXED
-// Loads the tiles of a run: 128 queries, once for each head of the group and once for the indexer's head, each time
-// with their log-sum-exp.
+// Loads the tiles of a run of KV head `kv_head`: 128 queries, once for each head of the group and once for the
+// indexer's head, each time with their log-sum-exp. `first_part` is the row of dq_parts of the list's choice 0. All 128
+// threads of the producer call it, and thread t loads row t.
 DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPlace<ROW_STAGES>& place,
                                  const ChosenRun& run, int batch, int kv_head, int first_part) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
@@ -186,19 +194,20 @@ DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPla
 }
 #endif
 
-// Work of the producer warpgroup: loads keys, values and rows.
+// Work of the producer warpgroup, all 128 threads of which call it: takes items until none is left, and loads the keys,
+// values and rows of each of their runs. Thread t loads row t of a tile.
 DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
   const int row_heads = INDEXED ? 1 : group;  // rows of a query in a tile
   RingPlace<KEY_SLOTS> keys_place;
   RingPlace<ROW_STAGES> place;
-  int taken = 0;
+  int taken = 0;  // index of the next item, in thread 0
   if (thread == 0) taken = atomicAdd(inputs.num_items + inputs.num_lists, 1);
   for (u32 done = 0;; ++done) {
-    const u32 announced = shared + ITEMS_AT + done % 2 * 8;
+    const u32 announced = shared + ITEMS_AT + done % 2 * 8;  // where warp 0 tells the others {list, item}
     if (warp == 0) {
-      const int2 found = find_item(inputs, __shfl_sync(~0u, taken, 0));
-      if (thread == 0) store_shared_int2(announced, found.x, found.y);
+      const int2 list_and_item = find_item(inputs, __shfl_sync(~0u, taken, 0));
+      if (thread == 0) store_shared_int2(announced, list_and_item.x, list_and_item.y);
     }
     // after it all four warps may read the item, and all have read the item before the last, whose place is reused next
     barrier_sync(PRODUCERS_MEET, 128);
@@ -294,30 +303,43 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
 // ---- Consumer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Run number `runs` for a consumer. Its description stays in shared memory, where it costs no registers.
+// Run number `runs` of the thread block for a consumer, all threads of which read it. Its description, four words,
+// stays in shared memory, where it costs no registers.
 struct RunInWork {
   u32 shared, slot;
+  // Waits until the run's keys and its description are there.
   DEVICE RunInWork(u32 shared, u32 runs) : shared(shared), slot(runs % KEY_SLOTS) {
     barrier_wait(barrier_at(shared, FULL_KEYS + slot), runs / KEY_SLOTS % 2);
   }
+  // The shared address of the tile of 64 keys.
   DEVICE u32 keys() const { return shared + slot * 2 * KEY_TILE_BYTES; }
+  // The shared address of the tile of 64 values; INDEXED: of the indexer's keys.
   DEVICE u32 values() const { return keys() + KEY_TILE_BYTES; }
-  DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }  // K of dQ = dS K
+  // The shared address of K of dQ = dS K.
+  DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }
+  // The position of the block's first key in its row of the batch.
   DEVICE int first_key() const { return load_shared_int(shared + RUNS_AT + slot * 16); }
 #if ORDERED
+  // Keys of the block, 1 .. 64.
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) & 0xff; }
+  // The item's index among those that add to the block's gradients, in the order of adds.
   DEVICE int piece() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 9; }
   // Whether no run before it adds to its keys' gradients.
   DEVICE bool is_first() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 8 & 1; }
 #else
+  // Keys of the block, 1 .. 64.
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4); }
 #endif
-  DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }  // 0 after the last run
+  // Rows of the run, in tiles of 128; 0 after the last run.
+  DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }
+  // The run's list, batch * num_kv_heads + KV head.
   DEVICE int list() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 12); }
+  // The empty barrier of the run's keys, at which each consumer arrives when it has read them.
   DEVICE u32 done() const { return barrier_at(shared, EMPTY_KEYS + slot); }
 };
 
-// d = a b^T over HEAD_DIM columns: 64 rows of a tile of A_ROWS against 64 of a tile of B_ROWS.
+// d = a b^T over HEAD_DIM columns: 64 rows of a tile of A_ROWS at shared address `a_tile` against 64 of a tile of
+// B_ROWS at `b_tile`. Starts the GEMM and closes its group; all 128 threads of a consumer call it.
 template <int A_ROWS, int B_ROWS>
 DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
   wgmma_rows<HEAD_DIM, A_ROWS, B_ROWS>(d, wgmma_along(a_tile), wgmma_along(b_tile), false);
@@ -325,14 +347,15 @@ DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
 }
 
 // sums = weights rows, or with `accumulate` sums += weights rows: 64 x 64 weights in registers, 64 rows of a tile of
-// TILE_ROWS.
+// TILE_ROWS at shared address `rows`. Starts the GEMM and closes its group; all 128 threads of a consumer call it.
 template <int TILE_ROWS>
 DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[4][4], u32 rows, bool accumulate) {
   wgmma_weigh<TILE_ROWS>(sums, weights, rows, accumulate);
   wgmma_commit();
 }
 
-// Stores the warp's 16 rows of 64 columns in a swizzled tile of shared memory.
+// Stores the warp's 16 rows of 64 columns in a swizzled tile of 64 rows at shared address `tile`; `packed` are the
+// lane's columns in the order of pack_operand. All 32 lanes call it.
 DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
   const int thread = (int)opaque(threadIdx.x) % 128, lane = thread % 32;
   // Address of this lane's row of the first 8x8 matrices; 16 columns further is an xor with two chunks (32 bytes).
@@ -341,9 +364,9 @@ DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
   for (int i = 0; i < 4; ++i) store_matrix_x4(row ^ (i << 5), packed[i]);
 }
 
-// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on. `tile` is 64 rows of 128 bytes of
-// shared memory that no other warp uses any more; through it whole cache lines are stored, with an evict-first hint so
-// that rows of q stay in the cache.
+// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on, each in the row that its {token, part}
+// at `places` names. `tile` is 64 rows of 128 bytes of shared memory that no other warp uses any more; through it whole
+// cache lines are stored, with an evict-first hint so that rows of q stay in the cache. All 32 lanes call it.
 DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)[4][4]) {
   store_warp_rows(tile, packed);
   __syncwarp();  // a lane reads what others stored

@@ -6,19 +6,21 @@
 #include "common/reduce_add.cuh"
 #include "common/semaphores.cuh"
 
-// 64 columns of dq = dS K: dS^T in shared memory, rows are keys.
+// Computes 64 columns of dq = dS K: dS^T lies in shared memory at `ds`, rows are keys. Starts the GEMM and closes its
+// group; all 128 threads of a consumer call it.
 DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
   wgmma_columns<KEYS>(dq, ds, keys);
   wgmma_commit();
 }
 
-// Zeros where the key of a row of transposed scores is not one of the run's, or comes after the query of the column.
+// Zeros the thread's scores where the key of a row of transposed scores is not one of the run's, or comes after the
+// query of the column; `places` is the shared address of the 64 columns' {token, part}.
 DEVICE void hide_keys(float (&scores)[32], const RunInWork& run, u32 places) {
   const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
             num_keys = run.num_keys(), first_key = run.first_key();
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
+    const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);  // {token, part} of two columns
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key)) scores[4 * n + x] = 0.0f;
@@ -26,8 +28,9 @@ DEVICE void hide_keys(float (&scores)[32], const RunInWork& run, u32 places) {
   }
 }
 
-// dK += dS^T Q, and partial dQ = dS K, stored through the tile of q in shared memory. On return the warpgroup's earlier
-// GEMMs are complete, too.
+// dK += dS^T Q, and partial dQ = dS K, stored through the tile of q in shared memory, for consumer `warpgroup`, 0 or 1,
+// all threads of which call it. `gradient` is dS^T of 64 keys and 64 rows, `parts` the first partial result of the
+// launch. On return the warpgroup's earlier GEMMs are complete, too.
 DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4], bf16* parts, u32 q, u32 places,
                            const RunInWork& run, u32 shared, int warpgroup) {
   const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;
@@ -56,7 +59,9 @@ DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4
   store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
 }
 
-// Adds the thread's two keys; a quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by side.
+// Adds the thread's two keys, `first` and `first` + 8 of the run's `num_keys`, to the sums of their rows; `first_row`
+// is that of the run's first key. A quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by
+// side.
 DEVICE void add_rows(float* sums, u64 first_row, int first, int num_keys, const float (&x)[HEAD_DIM / 2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -3,11 +3,13 @@
 #pragma once
 #include "common/hopper_tiles.cuh"
 
+// What run_block calls to load a tile: consecutive keys by TMA.
 struct DenseWork {
   const i32* doc_start;  // [batch, seq_len]
   int seq_len, window, tiles;
   WorkSchedule schedule;
 
+  // For all tiles of TILE_QUERIES queries and HEADS_PER_TILE heads of the launch.
   template <class Params>
   DEVICE DenseWork(const i32* doc_start, const Params& params)
       : doc_start(doc_start),
@@ -17,7 +19,8 @@ struct DenseWork {
         schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
                  params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES) {}
 
-  // The producer warpgroup loads one tile.
+  // Loads tile number `done` of the thread block, at `place`. All 128 threads of the producer call it: thread 0 starts
+  // the copies, all of them describe the tile and store biases.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
                       StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128;

@@ -5,6 +5,7 @@
 // Defines    as hopper_tiles.cuh; RESIDUAL 0|1: `o_low` (o_f32 - bf16(o)) is stored too
 #pragma once
 #if GATHER
+// kernels/notes/first-stage-of-64-keys.md
 #define HALF_STAGES 1
 #endif
 #include "common/hopper_tiles.cuh"
@@ -28,13 +29,15 @@ constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
 
-// The weights of the first 16 STEPS keys.
+// The first STEPS of a stage's A operands, which hold the weights of its first 16 STEPS keys, as an array of that
+// length.
 template <int STEPS>
 DEVICE u32 (&first_steps(u32 (&weights)[BLOCK_KV / 16][4]))[STEPS][4] {
   return *reinterpret_cast<u32(*)[STEPS][4]>(&weights);
 }
 
-// O += P V, over a stage or its first half.
+// O += P V: the consumer's 64 rows over the first 16 STEPS keys of a stage whose values are at shared address `v`.
+// Starts the GEMM and closes its group; all 128 threads call it.
 template <int STEPS>
 DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS][4], u32 v) {
   wgmma_weigh<BLOCK_KV>(output, weights, v, true);
@@ -43,6 +46,7 @@ DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS
 
 // Whether a row's largest logit is computed only where one outgrows the reference maximum or keys are masked. In all
 // other stages this saves half the instructions of the maximum, and its shuffles.
+// kernels/notes/maximum-where-outgrown.md
 constexpr bool LAZY_MAXIMUM = !RESIDUAL && !HAS_BIAS && !GATHER && !SPARSE;
 static_assert(!LAZY_MAXIMUM || TILE_QUERIES % 64 == 0, "the stage with a row's first key is partial");
 
@@ -63,7 +67,7 @@ DEVICE bool outgrows(const float (&logit)[N]) {
   return __any_sync(~0u, max(max(largest[0], largest[1]), max(largest[2], largest[3])) > __float_as_int(RESCALE_AT));
 }
 
-// The largest of this thread's scores of a row, from the FIRST-th eight columns to before the END-th.
+// The largest of this thread's scores of its row `r`, 0 or 1, from the FIRST-th eight columns to before the END-th.
 template <int FIRST, int END, int N>
 DEVICE float lane_maximum(const float (&score)[N], int r) {
   float largest = fmaxf(score[4 * FIRST + 2 * r], score[4 * FIRST + 2 * r + 1]);
@@ -72,7 +76,7 @@ DEVICE float lane_maximum(const float (&score)[N], int r) {
   return largest;
 }
 
-// The largest of a row's scores, over the quad.
+// The largest of the scores of row `r`, 0 or 1, over the quad, whose four lanes share it and all call this.
 template <int N>
 DEVICE float row_maximum(const float (&score)[N], int r) {
   return quad_max(lane_maximum<0, N / 4>(score, r));
@@ -91,8 +95,9 @@ struct SoftmaxState {
 // smaller weights would lose digits, and below 2^-126 they are zero.
 [[maybe_unused]] constexpr float FAR_BELOW = 64.0f;
 
-// Replaces scores by weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns
-// whether any of it differs from 1. `is_partial`: keys are masked, or the stage is the tile's first.
+// Replaces the scores of the thread's two rows by weights 2^(S - maximum); `factor` is what earlier sums and outputs of
+// each row must be multiplied by. Returns whether any of the warp's factors differs from 1; all 32 lanes call it.
+// `logit_scale` makes scores powers of two. `is_partial`: keys are masked, or the stage is the tile's first.
 template <int N>
 DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor)[2], float logit_scale,
                           bool is_partial = true) {
@@ -187,7 +192,8 @@ struct ForwardOutput {
 #endif
 };
 
-// Divides, rounds and stores the warpgroup's rows.
+// Divides, rounds and stores the 64 rows of consumer `warpgroup` of the tile described at shared address `tile`; all
+// its threads call it.
 DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& state,
                        [[maybe_unused]] float logit_scale, const InputTensors& tensors, const ForwardOutput& out,
                        u32 tile, int warpgroup) {
@@ -241,8 +247,11 @@ struct RowsInWork {
   float (&output)[O_REGISTERS];
   SoftmaxState& state;
 
+  // The shared address of the current stage's keys, in their ring of K_STAGES.
   DEVICE u32 key_tile() const { return shared + K_AT + places.k.slot * STAGE_BYTES; }
+  // The shared address of the values that O += P V reads next, in their ring of V_STAGES.
   DEVICE u32 value_tile() const { return shared + V_AT + places.v.slot * V_STAGE_BYTES; }
+  // Gives the current stage's keys back to the producer, and after the tile's last stage its queries too.
   DEVICE void release_keys(bool is_last) const {
     release(barrier_at(shared, EMPTY_K + places.k.slot));
     if (is_last) release(barrier_at(shared, EMPTY_Q));
@@ -256,6 +265,7 @@ struct RowsInWork {
     release(barrier_at(shared, EMPTY_V + places.v.slot));
     places.v = next_v;
   }
+  // Multiplies the outputs of the thread's two rows by `factor`, since their reference maximum has moved.
   DEVICE void rescale(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
@@ -278,7 +288,7 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
-  // The weights of the next stage, `it` of the tile, while the values of the last are weighed.
+  // Computes the weights of the next stage, number `it` of the tile, while the values of the last one are weighed.
   template <int STEPS>
   DEVICE void next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
     float score[64], factor[2];
@@ -298,7 +308,7 @@ struct RowsInWork {
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale, partial);
     // The exponentials must stay before the wait for O += P V, which hides them; this call and the loop inside
-    // barrier_wait keep the compiler from moving them after it.
+    // barrier_wait keep the compiler from moving them after it. kernels/notes/exponentials-before-the-wait.md
     keep_here(score);
     next_values();
     if (outgrown) rescale(factor);
@@ -309,7 +319,7 @@ struct RowsInWork {
   // What a consumer does with a stage of two boxes of keys, of which its rows may see one or none. Its products are of
   // the 16 STEPS keys that it sees; `k_at` and `v_at` are the bytes from a tile's start to the first of them.
 
-  // The weights of the next stage, while the last ones, of 16 LAST keys, meet their values.
+  // Computes the weights of the next stage, while those of the last one, of 16 LAST keys, are multiplied by its values.
   template <int LAST, int STEPS>
   DEVICE void next_part(u32 (&weights)[BLOCK_KV / 16][4], bool is_last, int2 first, u32 k_at, u32 v_at) {
     float score[8 * STEPS], factor[2];
@@ -332,7 +342,7 @@ struct RowsInWork {
     pack_operand(first_steps<STEPS>(weights), score);
   }
 
-  // The weights of a stage where no others wait for their values: the tile's first, or one after stages that went by.
+  // Computes the weights of a stage where none wait for their values: the tile's first, or one after skipped stages.
   template <int STEPS>
   DEVICE void start_part(u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last, int2 first, u32 k_at) {
     float score[8 * STEPS], factor[2];
@@ -358,6 +368,7 @@ struct RowsInWork {
     release(barrier_at(shared, EMPTY_V + places.v.slot));
     places.v.advance();
   }
+  // Adds P V of the last stage of which the rows see a key: 16 `steps` keys, of which 0, one half or all are seen.
   DEVICE void weigh_pending(u32 (&weights)[BLOCK_KV / 16][4], int steps, u32 v_at) {
     if (steps == BLOCK_KV / 16) weigh_part<BLOCK_KV / 16>(weights, v_at);
     else if (steps > 0) weigh_part<HALF_KV / 16>(weights, v_at);
@@ -395,7 +406,8 @@ struct RowsInWork {
 struct ForwardConsumer {
   ForwardOutput out;
 
-  // Attention of the warpgroup's 64 rows of one tile; false when there was none.
+  // Computes attention of the 64 rows of consumer `warpgroup` of the block's tile number `done`; false when there was
+  // none. All 128 threads of the consumer call it.
   DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);

@@ -15,12 +15,14 @@ struct KeyWindow {
   // Bytes to copy of each 16-byte chunk. A tile that sees no key has one stage of zeros, since rows of K and V may hold
   // NaN.
   DEVICE u32 row_bytes() const { return head_count > 0 ? 16 : 0; }
+  // {position, expire} of key `at`, 0 .. 127, of stage `stage` of the tile; what lies past the window has expire 0.
   DEVICE int2 entry(int stage, int at) const {
     if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);
     return entries[stage == 0 ? at : head_count - BLOCK_KV + stage * BLOCK_KV + at];
   }
 };
 
+// What run_block calls to load a tile: listed keys, row by row.
 struct GatherWork {
   const int2* list;        // [batch, num_kv_heads, num_super_blocks, list_capacity]
   const i32* tile_window;  // [batch, num_kv_heads, ceil(seq_len / tile_queries), 2]
@@ -28,6 +30,7 @@ struct GatherWork {
   int tile_queries, tiles;
   WorkSchedule schedule;
 
+  // For all tiles of TILE_QUERIES queries and HEADS_PER_TILE heads of the launch; none crosses a super-block.
   template <class Params>
   DEVICE GatherWork(const int2* list, const i32* tile_window, const Params& params)
       : list(list),
@@ -39,7 +42,8 @@ struct GatherWork {
         schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
                  params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
 
-  // The producer warpgroup loads one tile.
+  // Loads tile number `done` of the thread block, at `place`. All 128 threads of the producer call it, and thread t has
+  // key t of each stage.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
                       StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32;

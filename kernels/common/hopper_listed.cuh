@@ -7,8 +7,8 @@
 
 static_assert(BLOCK_Q == 128 && HEADS_PER_TILE == 1, "a producer thread loads one query, as a row of a tile of 128");
 
-// Loads Q and the tile's head once the consumers have released the last tile's Q. `position` is that of this thread's
-// row, `tile.end_query` or more where the row is empty.
+// Loads Q and the tile's head once the consumers have released the last tile's Q. All 128 threads of the producer call
+// it; `position` is that of this thread's row, `tile.end_query` or more where the row is empty.
 DEVICE void bring_queries(const InputTensors& tensors, const TileHead& tile, int position, u32 done, u32 shared) {
   const int thread = (int)threadIdx.x % 128;
   const u32 full = barrier_at(shared, FULL_Q);

@@ -6,8 +6,8 @@
 #define ROW_SUMS 1
 #include "common/hopper_tiles.cuh"
 
-// The warp's 16 rows of a tile of BLOCK_Q as A operands in registers, which leaves shared memory's bandwidth to keys
-// and values. Registers hold one of q and do, not both.
+// Loads the warp's 16 rows of a tile of BLOCK_Q, whose consumer's first row is at shared address `rows`, as A operands
+// in registers, which leaves shared memory's bandwidth to keys and values. Registers hold one of q and do, not both.
 DEVICE void keep_rows(u32 (&kept)[HEAD_DIM / 16][4], u32 rows) {
   const int thread = (int)threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
@@ -16,7 +16,8 @@ DEVICE void keep_rows(u32 (&kept)[HEAD_DIM / 16][4], u32 rows) {
                    rows + step / 4 * BLOCK_Q * 128 + row * 128 + (((step % 4 * 2 + lane / 16) ^ (row % 8)) << 4));
 }
 
-// d = rows stage^T, the rows from registers.
+// d = rows stage^T, the consumer's 64 rows from registers against the 128 keys or values of the stage at shared address
+// `stage`. Starts the GEMM and closes its group; all 128 threads of a consumer call it.
 DEVICE void multiply_kept(float (&d)[64], const u32 (&rows)[HEAD_DIM / 16][4], u32 stage) {
   const u64 b = wgmma_along(stage);
 #pragma unroll
@@ -30,7 +31,8 @@ struct RowSumsConsumer {
   float2* stats;
   int padded_len;
 
-  // The warpgroup's 64 rows of one tile; false when there was none.
+  // Computes the sums of the 64 rows of consumer `warpgroup` of the block's tile number `done`; false when there was
+  // none. All 128 threads of the consumer call it.
   DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done), q = shared + warpgroup * 64 * 128, d_out = q + DO_AT;
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);

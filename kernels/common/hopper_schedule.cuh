@@ -23,11 +23,13 @@ struct WorkSchedule {
     const u32 capacity = (u32)max(cache_bytes / unit_bytes, (u64)1), sections = (units + capacity - 1) / capacity;
     section_units = (units + sections - 1) / sections;
     section_items = section_units * heads_per_unit * tiles;
+    // kernels/notes/sections-begin-a-round.md
     section_rounds = (section_items + gridDim.x - 1) / gridDim.x;
     num_rounds = (units + section_units - 1) / section_units * section_rounds;
   }
 
-  // What this block does in `round`; false where it does nothing.
+  // Finds the tile that this thread block works on in `round`, 0 .. num_rounds - 1; false where it does nothing. Any
+  // thread may call it alone.
   DEVICE bool find(u32 round, WorkPlace& place) const {
     const u32 section = round / section_rounds, turn = round % section_rounds,
               at = (blockIdx.x + section * section_items) % gridDim.x;

@@ -14,6 +14,7 @@ struct SparseSchedule {
   WorkSchedule all;
   u32 num_rounds;
 
+  // For the query tiles and heads of the launch that `mask` describes.
   DEVICE SparseSchedule(const SparseMask& mask)
       : mask(mask),
         parts(ceil_div(mask.query_tile, BLOCK_Q)),
@@ -21,11 +22,14 @@ struct SparseSchedule {
             (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
         num_rounds(all.num_rounds) {}
 
+  // The rows of the part at `place` of query tile `tile`; with fewer than one slot there are none.
   DEVICE SparseQueries queries(WorkPlace place, int tile) const {
     return mask.queries(place.head, tile, place.tile % parts, BLOCK_Q);
   }
+  // The query tile at `place`, counted from the call's first. place.tile counts parts of tiles, in the order of rank.
   DEVICE int query_tile(WorkPlace place) const { return mask.tile_of_rank(place.head, place.tile / parts); }
 
+  // Finds this thread block's tile in `round`, with the head counted over the whole call; false where it has none.
   DEVICE bool find(u32 round, WorkPlace& place) const {
     if (!all.find(round, place)) return false;
     place.head += mask.first_head;
@@ -33,12 +37,15 @@ struct SparseSchedule {
   }
 };
 
+// What run_block calls to load a tile: listed keys, row by row.
 struct SparseWork {
   SparseSchedule schedule;
 
+  // Makes the schedule of the launch's mask.
   DEVICE SparseWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup loads one tile.
+  // Loads tile number `done` of the thread block, at `place`. All 128 threads of the producer call it, and thread t has
+  // key t of each stage.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, WorkPlace place, u32 done, u32 shared,
                       StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32,

@@ -76,8 +76,9 @@ constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 
-// The description of a tile for the consumers. In shared memory it is followed by the lowest key that each query sees
-// (dense) or the position of each query (SPARSE), and by each row's -base / softmax_scale (HAS_BIAS).
+// The description of a tile for the consumers, which read its members by their offsets in bytes: batch 0, head 4,
+// first_query 8 and so on. In shared memory it is followed by the lowest key that each query sees (dense) or the
+// position of each query (SPARSE), and by each row's -base / softmax_scale (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
   // num_stages: 0 is the end mark, at which the consumers stop. last_stage (dense): stages are visited from this
@@ -121,16 +122,19 @@ DEVICE InputTensors input_tensors(const bf16* q, const bf16* k, const bf16* v, c
   return tensors;
 }
 
+// The shared address of the description of the block's tile number `done`, counted over all its tiles; two are kept.
 DEVICE u32 tile_base(u32 shared, u32 done) { return shared + TILE_AT + (done & 1) * TILE_BYTES; }
+// The shared address of the key slot of stage number `stage`, counted over all tiles of the block.
 DEVICE u32 key_slot(u32 shared, u32 stage) { return shared + KEYS_AT + (stage % NUM_KEY_SLOTS) * KEY_BYTES; }
+// The shared address of mbarrier number `barrier`: FULL_K, EMPTY_K and so on, plus the slot in their ring.
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 
 // ---- Producer
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if !SPARSE
-// Loads the tile's queries, and with ROW_SUMS its output gradients; thread 0 does it. `maps` are those of q, k, v and
-// do.
+// Starts the copies of the tile's queries, and with ROW_SUMS of its output gradients, to the block's memory at
+// `shared`; all threads of the producer call it, thread 0 does it. `maps` are those of q, k, v and do.
 DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHead& tile) {
   if (threadIdx.x % 128 != 0) return;
   const u32 full = barrier_at(shared, FULL_Q);
@@ -146,19 +150,22 @@ DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHea
 #endif
 
 #if HAS_BIAS
-// Loads the base of this thread's row of the tile, well before store_base.
+// Returns the base of producer thread t's row t of the tile, for KV head `kv_head`: loaded well before store_base
+// stores it. All 128 producer threads call both.
 DEVICE float load_base(const InputTensors& tensors, const TileHead& tile, int kv_head) {
   const int query = min(tile.first_query + (int)threadIdx.x % 128 % TILE_QUERIES, tensors.seq_len - 1),
             padded_len = (tensors.seq_len + 63) & ~63;
   return tensors.base[((u64)tile.batch * tensors.num_kv_heads + kv_head) * padded_len + query];
 }
-// Stores it as an operand. Call fence_async_proxy before wgmma reads it.
+// Stores `base`, in units of q . k and negated, as the operand of the thread's row; `tile` is the shared address of the
+// tile's description. Call fence_async_proxy before wgmma reads it.
 DEVICE void store_base(u32 tile, float base, float inverse_scale) {
   store_split_row(tile + BASES_AT + threadIdx.x % 128 * SPLIT_BYTES, -in_scores(base, inverse_scale));
 }
 #endif
 
-// Tells the consumers that there is no further tile, by the description of a tile without stages or queries.
+// Tells the consumers that there is no further tile, by the description of a tile without stages or queries, in place
+// of tile number `done`. All 128 producer threads call it.
 DEVICE void describe_end(u32 done, u32 shared) {
   const u32 full = barrier_at(shared, FULL_Q);
   barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
@@ -176,6 +183,7 @@ struct StagePlaces {
   RingPlace<K_STAGES> k;
   RingPlace<V_STAGES> v;
   u32 stage = 0;
+  // Moves on to the next stage's slot of keys. Values follow by v.advance(), at another moment.
   DEVICE void next_keys() {
     k.advance();
     stage += 1;
@@ -185,12 +193,15 @@ struct StagePlaces {
 // ---- Consumer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q times the 2 N keys of a stage, or of its first half. With
-// BIAS (delta - base) / softmax_scale is added as the first K step; base is the largest bias that the query sees. Only
-// differences of biases matter, and an f32 near a bias of 2^29 would have no digits left for q . k.
+// d = a b^T: the consumer's 64 rows of a tile of BLOCK_Q, at shared address `rows`, times the 2 N keys of a stage, or
+// of its first half, at `stage`. With BIAS (delta - base) / softmax_scale is added as the first K step, from the rows'
+// `bases` and the stage's key slot `keys`; base is the largest bias that the query sees. Only differences of biases
+// matter, and an f32 near a bias of 2^29 would have no digits left for q . k. Starts the GEMM and closes its group; all
+// 128 threads call it.
 template <int BIAS, int N>
 DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
+  // kernels/notes/bias-as-the-first-k-step.md
   if (BIAS) wgmma<0, 0>(d, wgmma_unswizzled(bases), wgmma_unswizzled(keys + ENTRY_BYTES), 0);
   wgmma_rows<HEAD_DIM, BLOCK_Q, BLOCK_KV>(d, a, b, BIAS);
   wgmma_commit();
@@ -210,12 +221,14 @@ struct ConsumerRows {
 };
 
 #if SPARSE
-// The position of a row of the tile; a row past the tile's last slot has a position past all queries.
+// The position of row `row` of the tile described at `tile`, 0 .. 127; past the tile's last slot a position past all
+// queries.
 DEVICE int row_position(u32 tile, int row) { return load_shared_int(tile + 32 + row * 4); }
 #endif
 
-// The rows of this thread's warpgroup in the tile described at `tile`. With SPARSE rows are in any order, so
-// first_query and last_query are those of this thread's warp.
+// The rows of consumer `warpgroup`, 0 or more, in the tile described at shared address `tile`; every one of its threads
+// calls it and gets its own two rows. With SPARSE rows are in any order, so first_query and last_query are those of
+// this thread's warp.
 DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   ConsumerRows rows;
 #if SPARSE
@@ -262,8 +275,8 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #if SPARSE && !GATHER
 constexpr int BOXES = BLOCK_KV / KEY_BOX;  // boxes of a stage
 constexpr int LAST_AT = 16;                // with PAIRS: offset in a key slot of the flag of the tile's last stage
-// The first key of each half of a stage, for this thread's warpgroup. For a half of which its rows see no key this is a
-// position after all keys.
+// The first key of each half of the stage whose key slot is at shared address `keys`, for this thread's consumer. For a
+// half of which its rows see no key this is a position after all keys.
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
   if (BOXES == 1) {
@@ -277,6 +290,7 @@ DEVICE int2 first_keys(u32 keys) {
 
 #if SPARSE && !GATHER
 // Whether some row of the warp does not see some of KEYS keys: HALF_KV from each of `first` on, or only from first.x.
+// Every lane computes it alone, with the same result.
 template <int KEYS>
 DEVICE bool keys_are_partial(const ConsumerRows& rows, int2 first) {
   bool partial = (KEYS > HALF_KV ? max(first.x, first.y) : first.x) + HALF_KV > rows.first_query + 1;
@@ -289,7 +303,8 @@ DEVICE bool keys_are_partial(const ConsumerRows& rows, int2 first) {
   return partial;
 }
 
-// Sets the score to `masked` where a row does not see a key of these.
+// Sets the thread's scores to `masked` where one of its two rows does not see a key: HALF_KV keys from each of `first`
+// on.
 template <int N>
 DEVICE void mask_keys(float (&score)[N], const ConsumerRows& rows, int2 first, float masked) {
   const int t = (int)threadIdx.x % 4;
@@ -304,27 +319,31 @@ DEVICE void mask_keys(float (&score)[N], const ConsumerRows& rows, int2 first, f
 }
 #endif
 
-// Whether some row of the warp does not see some key of the stage. It reads the key slot, not the scores.
+// Whether some row of the warp does not see some of the stage's first KEYS keys, so that scores must be masked; all
+// lanes get the same answer. `keys` is the shared address of the stage's key slot, `it` the number of the stage in its
+// tile. It does not read the scores, so it runs beside their GEMM.
 template <int KEYS = BLOCK_KV>
 DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #if GATHER
-  bool all = true;
+  // A lane looks at every 32nd key. All rows see a key that is not after the first of them and expires after the last.
+  bool sees_all = true;
 #pragma unroll
   for (int i = 0; i < KEYS / 32; ++i) {
-    int2 entry;
-    entry = load_shared_int2(keys + (i * 32 + threadIdx.x % 32) * 8);
-    all &= entry.x <= rows.first_query && entry.y > rows.last_query;
+    const int2 entry = load_shared_int2(keys + (i * 32 + threadIdx.x % 32) * 8);  // {position, expire}
+    sees_all &= entry.x <= rows.first_query && entry.y > rows.last_query;
   }
-  return !__all_sync(~0u, all);
+  return !__all_sync(~0u, sees_all);
 #elif SPARSE
   return keys_are_partial<KEYS>(rows, first_keys(keys));
 #else
+  // The stage's last key comes after the first row, or its first key before the lowest that the last row sees.
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
   return first_key + BLOCK_KV - 1 > rows.first_query || first_key < rows.highest_low;
 #endif
 }
 
-// Sets the score to `masked` where a row does not see a key of the stage.
+// Sets the thread's scores to `masked` where one of its two rows does not see a key of the stage; `keys` and `it` as in
+// stage_is_partial.
 template <int N>
 DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, int it, float masked) {
   [[maybe_unused]] const int t = (int)threadIdx.x % 4;
@@ -356,20 +375,24 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
 #endif
 }
 
-// With TAKE_TURNS a consumer waits at named barrier 1 + its number, at which the other consumer arrives.
+// With TAKE_TURNS a consumer waits at named barrier 1 + its number, at which the other consumer arrives. All 128
+// threads of consumer `warpgroup` call this and the three functions below.
 DEVICE void take_turn(int warpgroup) {
   if (TAKE_TURNS) barrier_sync(1 + warpgroup, 256);
 }
+// Lets the next consumer go on: arrives at its named barrier, which counts the threads of two consumers.
 DEVICE void pass_turn(int warpgroup) { barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256); }
-// The last consumer arrives for the first one's first turn.
+// Before the first tile the last consumer arrives for the first one's first turn.
 DEVICE void start_turns(int warpgroup) {
   if (TAKE_TURNS && warpgroup == NUM_CONSUMERS - 1) barrier_pass(1, 256);
 }
+// After the last tile the first consumer waits for the last arrival, so that none is left over.
 DEVICE void end_turns(int warpgroup) {
-  if (TAKE_TURNS && warpgroup == 0) barrier_sync(1, 256);  // waits for the last arrival, so that none is left over
+  if (TAKE_TURNS && warpgroup == 0) barrier_sync(1, 256);
 }
 
-// Sets up the barriers and returns the aligned shared memory. A __syncthreads must follow.
+// Returns the shared address of the block's memory, rounded up to 1024 bytes. Every thread calls it, thread 0 sets up
+// the barriers, and a __syncthreads must follow.
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
@@ -387,8 +410,9 @@ DEVICE u32 start_block(void* memory) {
   return shared;
 }
 
-// The main loop of a thread block, after `start_block` and a __syncthreads. `work` finds the tiles and loads them,
-// `consumer` computes a tile. `done` is the number of tiles that this block has finished.
+// The main loop of a thread block, which all its threads enter after `start_block` and a __syncthreads. Warpgroup 0
+// produces: `work` finds the tiles and loads them. The others consume: `consumer` computes a tile. `done` is the number
+// of tiles that this block has finished.
 template <class Work, class Consumer>
 DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer,
                       const TensorMap* const* maps, u32 shared) {

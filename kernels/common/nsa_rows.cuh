@@ -37,6 +37,8 @@ DEVICE ChosenRun chosen_run(const int2* entries, int first, int count, int cell,
   return run;
 }
 
+// Row `row` of a run: the token and head of a query row, and the row of its part; past the run's end a row without a
+// token.
 DEVICE ChosenRow chosen_row(const ChosenRun& run, int row, int group, int first_head) {
   if (row >= run.num_rows) return {-1, first_head, 0};
   const int2 entry = run.entries[row / group];

@@ -26,10 +26,12 @@ DEVICE void quad_pack(u32 (&x)[4], const float* c, int r, float scale) {
   quad_transpose(x);
 }
 
+// The largest x of the quad's four lanes, in each of them.
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
+// The sum of x over the quad's four lanes, in each of them.
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

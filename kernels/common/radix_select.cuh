@@ -49,6 +49,7 @@ DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 
 }
 
 // Consecutive bins, the last first, in one access: separate accesses four bins apart would conflict in banks.
+// kernels/notes/bins-in-one-access.md
 DEVICE void load_bins(u32 (&counts)[4], const u32* bins) {
   const uint4 four = *(const uint4*)bins;
   counts[0] = four.w, counts[1] = four.z, counts[2] = four.y, counts[3] = four.x;
@@ -92,17 +93,18 @@ DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool 
   const u32 warps_above = __reduce_add_sync(
       0xffffffffu, lane < warp - selector * WARPS_EACH ? state.warp_sums[selector * WARPS_EACH + lane] : 0);
   u32 above = inclusive - sum + warps_above;
+  // `above`: keys with a larger digit than the thread's bins.
   if (wanted != 0 && above < wanted && wanted <= above + sum) {  // exactly one thread of each running selector
-    bool found = false;
+    bool is_fixed = false;
 #pragma unroll
     for (int i = 0; i < BINS_EACH; i++) {
-      if (!found && wanted <= above + counts[i]) {
-        found = true;
+      if (!is_fixed && wanted <= above + counts[i]) {
+        is_fixed = true;
         state.threshold[selector] |= (u64)(last - i) << shift;
         state.remaining[selector] = wanted - above;
         state.num_tied[selector] = counts[i];
       }
-      if (!found) above += counts[i];
+      if (!is_fixed) above += counts[i];
     }
   }
   __syncthreads();  // the digit is known, the bins are empty
@@ -154,7 +156,9 @@ DEVICE void radix_pass(RadixSelect<NUM_SELECTORS>& state, int pass, ForSubset fo
   }
 }
 
-// Passes `first_pass` and later, as many as are needed; see radix_pass.
+// Runs the passes from `first_pass` on until each selector's threshold is known: after the three passes over the bits
+// of the score, those over positions are left out where every key that shares a threshold's score is taken. Every
+// thread of the block calls it; for_subset and for_rest are as in radix_pass.
 template <int NUM_SELECTORS, class ForSubset, class ForRest>
 DEVICE void radix_select(RadixSelect<NUM_SELECTORS>& state, int first_pass, ForSubset for_subset, ForRest for_rest) {
 #pragma unroll 1

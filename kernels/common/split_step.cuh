@@ -23,6 +23,7 @@ struct SplitParts {
   }
 };
 
+// Stores an operand of eight bf16, two a word: a, b, c and two zeros, at shared address `shared`.
 DEVICE void store_split(u32 shared, u32 a, u32 b, u32 c) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(0u) : "memory");
 }

@@ -43,8 +43,10 @@ template <int REGISTERS>
 DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
 // d = a b, or with `accumulate` d += a b, where d is 64 x N: a and b are read from shared memory, or a from registers.
-// TRANSPOSE 1: the descriptor of b comes from wgmma_across.
+// TRANSPOSE 1: the operand's descriptor comes from wgmma_across. All 128 threads of a warpgroup call it; the GEMM runs
+// on, and wgmma_wait waits for it.
 
+// d has 32 columns; a and b are read from shared memory.
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[16], u64 a, u64 b, int accumulate) {
   asm volatile(
@@ -55,6 +57,7 @@ DEVICE void wgmma(float (&d)[16], u64 a, u64 b, int accumulate) {
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
       : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
 }
+// d has 64 columns; a and b are read from shared memory.
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[32], u64 a, u64 b, int accumulate) {
   asm volatile(
@@ -68,6 +71,7 @@ DEVICE void wgmma(float (&d)[32], u64 a, u64 b, int accumulate) {
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
 }
+// d has 64 columns; a is read from registers, b from shared memory.
 template <int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
   asm volatile(
@@ -81,6 +85,7 @@ DEVICE void wgmma(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B));
 }
+// d has 128 columns; a and b are read from shared memory.
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[64], u64 a, u64 b, int accumulate) {
   asm volatile(
@@ -100,6 +105,7 @@ DEVICE void wgmma(float (&d)[64], u64 a, u64 b, int accumulate) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
 }
+// d has 128 columns; a is read from registers, b from shared memory.
 template <int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
   asm volatile(

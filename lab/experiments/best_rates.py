@@ -47,19 +47,19 @@ KINDS = {
 
 def tried(rows, kind, arguments):
     """Rate and loss of the kind's short runs, from the lowest rate to the highest."""
-    of = (kind, arguments.length, 0, arguments.rate_steps)
-    return sorted((key[2], row["loss"]) for key, row in rows.items() if key[:2] + key[3:] == of)
+    run_key = (kind, arguments.length, 0, arguments.rate_steps)
+    return sorted((key[2], row["loss"]) for key, row in rows.items() if key[:2] + key[3:] == run_key)
 
 
 def best_rate(rows, kind, arguments):
     """The rate of the lowest loss with lower and higher rates beside it, or None where one has to be tried yet, and
     the rates to try."""
-    found = tried(rows, kind, arguments)
-    best = min(found, key=lambda pair: pair[1])[0] if found else None
-    if found and found[0][0] < best < found[-1][0]:
+    losses = tried(rows, kind, arguments)
+    best = min(losses, key=lambda pair: pair[1])[0] if losses else None
+    if losses and losses[0][0] < best < losses[-1][0]:
         return best, []
-    missing = [rate for rate in arguments.rates if rate not in dict(found)]
-    return None, missing or [best / 2 if best == found[0][0] else best * 2]
+    missing = [rate for rate in arguments.rates if rate not in dict(losses)]
+    return None, missing or [best / 2 if best == losses[0][0] else best * 2]
 
 
 def wanted(rows, arguments):
@@ -117,8 +117,8 @@ def table(rows, arguments):
         mean, spread = (f"{statistics.mean(losses):.3f}", f"{max(losses) - min(losses):.3f}") if losses else ("", "")
         cells = [kind, rates, f"{best:g}" if best else "", ", ".join(f"{loss:.3f}" for loss in losses), mean, spread]
         for far in fars:
-            found = far_of(runs, far)
-            cells.append(f"{statistics.mean(found):.3f}" if found else "")
+            far_losses = far_of(runs, far)
+            cells.append(f"{statistics.mean(far_losses):.3f}" if far_losses else "")
         lines.append(cells)
     print(table_text(head, lines))
 
@@ -127,15 +127,15 @@ def drawn(rows, arguments):
     """Panels: loss over rate after the short runs, a line a kind; losses of all seeds after the long ones; and theirs on
     words last used far back, where those were evaluated."""
     lines = {kind: [(rate, [loss]) for rate, loss in tried(rows, kind, arguments)] for kind in arguments.kinds}
-    lines = {kind: found for kind, found in lines.items() if found}
+    lines = {kind: points for kind, points in lines.items() if points}
     runs = {kind: final(rows, kind, arguments)[1] for kind in lines}
-    ends = {kind: [run["loss"] for run in found] for kind, found in runs.items() if found}
+    ends = {kind: [run["loss"] for run in points] for kind, points in runs.items() if points}
     ends = dict(sorted(ends.items(), key=lambda pair: statistics.mean(pair[1])))
-    far = {kind: [(int(far), found) for far in FAR if (found := far_of(runs[kind], far))] for kind in ends}
+    far = {kind: [(int(far), far_losses) for far in FAR if (far_losses := far_of(runs[kind], far))] for kind in ends}
     panels = [
         (f"nats after {arguments.rate_steps} steps, rows of {arguments.length}", lines,
-         sorted({rate for found in lines.values() for rate, _ in found}), "learning rate"),
-        (f"nats after {arguments.steps} steps, best rate", {kind: [(kind, found)] for kind, found in ends.items()}, list(ends),
+         sorted({rate for points in lines.values() for rate, _ in points}), "learning rate"),
+        (f"nats after {arguments.steps} steps, best rate", {kind: [(kind, losses)] for kind, losses in ends.items()}, list(ends),
          "a dot a seed"),
     ]
     if any(far.values()):

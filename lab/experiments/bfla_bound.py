@@ -40,18 +40,19 @@ def operands(sieve):
                         "LICENSE-APACHE", "--device", "cpu", "--out", out], cwd=ROOT, check=True)
         data = out.read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
-    head = {name: one for name, one in json.loads(data[8:start]).items() if name != "__metadata__"}
-    of = lambda one: np.frombuffer(data[start:][slice(*one["data_offsets"])], np.float32).reshape(one["shape"])
-    return [of(head[name]).astype(np.float64) for name in "qkv"]
+    head = {name: entry for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"}
+    array_of = lambda entry: np.frombuffer(
+        data[start:][slice(*entry["data_offsets"])], np.float32).reshape(entry["shape"])
+    return [array_of(head[name]).astype(np.float64) for name in "qkv"]
 
 
 def seen(lists, tokens):
     """Z of eq. 29: 1 where a query reads a key."""
-    found = np.zeros((tokens, tokens))
+    mask = np.zeros((tokens, tokens))
     for row, tiles in enumerate(lists):
         for tile in tiles:
-            found[row * TILE:(row + 1) * TILE, tile * TILE:(tile + 1) * TILE] = 1
-    return np.tril(found)
+            mask[row * TILE:(row + 1) * TILE, tile * TILE:(tile + 1) * TILE] = 1
+    return np.tril(mask)
 
 
 def of_head(q, k, v, z):
@@ -64,7 +65,7 @@ def of_head(q, k, v, z):
     sums, kept = (weights * causal).sum(axis=1), (weights * z).sum(axis=1)
     dense, sparse = (weights * causal / sums[:, None]) @ v, (weights * z / kept[:, None]) @ v
     alpha = np.linalg.norm(sums / kept - 1) * np.linalg.norm(z) + np.linalg.norm(z - causal)
-    bounds = [alpha * np.linalg.norm(one / sums[:, None]) * np.linalg.norm(v) for one in (weights, weights * causal)]
+    bounds = [alpha * np.linalg.norm(part / sums[:, None]) * np.linalg.norm(v) for part in (weights, weights * causal)]
     return np.linalg.norm(dense), np.linalg.norm(sparse - dense), bounds
 
 
@@ -76,14 +77,14 @@ def main():
     q, k, v = operands(given.sieve)
     tokens, group = len(q), q.shape[1] // k.shape[1]
     masks = [seen(lists, tokens) for lists in bfla(Call(q, k, 0, tokens), **SETTINGS)]
-    found = [of_head(q[:, head], k[:, head // group], v[:, head // group], masks[head // group])
+    heads = [of_head(q[:, head], k[:, head // group], v[:, head // group], masks[head // group])
              for head in range(q.shape[1])]
     version = subprocess.run([given.sieve, "--version"], capture_output=True, text=True, check=True).stdout
     same = {"pairs": rounded(100 * np.mean([mask.sum() for mask in masks]) / (tokens * (tokens + 1) / 2), 1),
-            list(COLUMNS)[2]: rounded(statistics.mean(error / norm for norm, error, _ in found), 3)}
+            list(COLUMNS)[2]: rounded(statistics.mean(error / norm for norm, error, _ in heads), 3)}
     rows = []
     for at, weights in enumerate(("of all pairs, as written", "of causal pairs")):
-        over = [bounds[at] / error for _, error, bounds in found]
+        over = [bounds[at] / error for _, error, bounds in heads]
         shown = (round(float(f"{value:.2g}")) for value in (min(over), statistics.median(over), max(over)))
         rows.append({"table": "bfla_bound", list(COLUMNS)[0]: weights} | same | dict(zip(list(COLUMNS)[3:], shown)))
     store({"about": "bfla_bound", "card": "two CPU cores", "date": str(datetime.date.today()), "seeds": [0],

@@ -157,7 +157,7 @@ def by_entry(rows, minutes):
     for row in sorted(rows.values(), key=lambda row: row["seed"]):
         if row["minutes"] == minutes:
             groups.setdefault((row["length"], row["entry"]), []).append(row)
-    return sorted(groups.items(), key=lambda one: (one[0][0], mean(one[1], "bits_per_byte")))
+    return sorted(groups.items(), key=lambda group: (group[0][0], mean(group[1], "bits_per_byte")))
 
 
 def table(rows, minutes):
@@ -173,11 +173,12 @@ def drawn(rows, minutes):
     """For each length the training loss over minutes (the first seed) and the scores."""
     groups = by_entry(rows, minutes)
     lengths = sorted({length for (length, _), _ in groups})
-    of = lambda length, values: {entry: values(entry, runs) for (rows_of, entry), runs in groups if rows_of == length}
+    values_of = lambda length, values: {
+        entry: values(entry, runs) for (rows_of, entry), runs in groups if rows_of == length}
     panels = []
     for length in lengths:
-        scores = of(length, lambda entry, runs: [(entry, [row["bits_per_byte"] for row in runs])])
-        losses = of(length, lambda _, runs: over_time(runs[0], runs[0]["seconds"] / 60))
+        scores = values_of(length, lambda entry, runs: [(entry, [row["bits_per_byte"] for row in runs])])
+        losses = values_of(length, lambda _, runs: over_time(runs[0], runs[0]["seconds"] / 60))
         panels += [(f"training loss (nats), rows of {length}", losses, "linear", "minutes of training"),
                    (f"bits per byte after {minutes:g} min", scores, list(scores), "a dot a seed", "{:.3f}")]
     return chart(panels, list(dict.fromkeys(entry for (_, entry), _ in groups)))
@@ -222,13 +223,14 @@ def front(rows, minutes):
     x = lambda minute: place(minute, *ends[0], LEFT, WIDTH - RIGHT)
     y = lambda loss: place(loss, *ends[1], HEIGHT - BOTTOM, TOP)
     line = lambda points: " ".join(f"{x(minute):.1f},{y(loss):.1f}" for minute, loss in points)
-    style = lambda of: " ".join(f".c{number} {{ --c: {of(one)}; }}" for number, one in enumerate(FRONT.values()))
+    style = lambda colour_of: " ".join(
+        f".c{number} {{ --c: {colour_of(entry)}; }}" for number, entry in enumerate(FRONT.values()))
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
              'font-family="system-ui, sans-serif" font-size="15">',
              "<style>text { fill: var(--ink); } .name, .band { fill: var(--c); } .band { fill-opacity: 0.22; }",
              "path { fill: none; stroke: var(--c); } svg { --page: #ffffff; --ink: #1f2328; --rule: #d8dee4; }",
-             style(lambda one: one[2]), "@media (prefers-color-scheme: dark) {",
-             f"svg {{ --page: #0d1117; --ink: #e6edf3; --rule: #30363d; }} {style(lambda one: one[3])} }}</style>",
+             style(lambda entry: entry[2]), "@media (prefers-color-scheme: dark) {",
+             f"svg {{ --page: #0d1117; --ink: #e6edf3; --rule: #30363d; }} {style(lambda entry: entry[3])} }}</style>",
              '<rect width="100%" height="100%" fill="var(--page)"/>',
              f'<text x="{LEFT - 40}" y="24" font-size="17" font-weight="600">Training loss (nats a token) on one H200, '
              "85M parameters, rows of 8192 tokens</text>"]
@@ -241,11 +243,11 @@ def front(rows, minutes):
                  "line: mean of an entry's seeds, band: all of them</text>")
     # Names keep a line's height between them, from the best score upwards.
     below = HEIGHT - BOTTOM + 22
-    for number, entry in sorted(enumerate(FRONT), key=lambda one: mean(groups[one[1]], "bits_per_byte")):
+    for number, entry in sorted(enumerate(FRONT), key=lambda numbered: mean(groups[numbered[1]], "bits_per_byte")):
         together = [list(zip(*step)) for step in zip(*curves[entry])]  # of each point: the seeds' minutes, their losses
         at = [statistics.mean(seconds) for seconds, _ in together]
-        low, high, middle = ([(minute, of(losses)) for minute, (_, losses) in zip(at, together)]
-                             for of in (min, max, statistics.mean))
+        low, high, middle = ([(minute, edge(losses)) for minute, (_, losses) in zip(at, together)]
+                             for edge in (min, max, statistics.mean))
         below = min(y(middle[-1][1]) + 5, below - 22)
         parts.append(f'<g class="c{number}"><polygon class="band" points="{line(low + high[::-1])}"/>'
                      f'<path d="M {line(middle)}" stroke-width="2.5"/>'

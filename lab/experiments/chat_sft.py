@@ -189,22 +189,22 @@ def main():
         lines = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in all_chats]
         (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
         sieve = Sieve(arguments.sieve, folder, arguments.packed, arguments.steps)
-        found = sieve.train()
+        losses = sieve.train()
         batches = [sieve.batch(step) for step in range(1, arguments.steps + 1)]
         if arguments.packed:
             expected = packed_losses(folder, batches)
         else:
             ids = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in all_chats]
             # The last token of a row has no label, so Sieve leaves it out.
-            known = {tuple(row[:-1]): chat for row, chat in zip(ids, all_chats)}
+            chat_of_ids = {tuple(row[:-1]): chat for row, chat in zip(ids, all_chats)}
             pairs = [pair for batch in batches for pair in zip(batch["tokens"], batch["doc_start"])]
-            rows = [known[tuple(row[starts == 0].tolist())] for row, starts in pairs]
+            rows = [chat_of_ids[tuple(row[starts == 0].tolist())] for row, starts in pairs]
             expected = trl_losses(folder, tokenizer, rows)
     worst = 0.0
     name = "PyTorch" if arguments.packed else "TRL"
-    for step, (one, other) in enumerate(zip(found, expected, strict=True), 1):
-        worst = max(worst, abs(one - other))
-        print(f"step {step:2}: Sieve {one:.5f}, {name} {other:.5f}")
+    for step, (ours, theirs) in enumerate(zip(losses, expected, strict=True), 1):
+        worst = max(worst, abs(ours - theirs))
+        print(f"step {step:2}: Sieve {ours:.5f}, {name} {theirs:.5f}")
     print(f"largest difference {worst:.1e}, {'within' if worst <= TOLERANCE else 'NOT within'} {TOLERANCE}")
     sys.exit(not worst <= TOLERANCE)
 

@@ -24,8 +24,8 @@ def table(name):
 
 def noted_row(name, **values):
     """The one row of a noted table with these values."""
-    (found,) = (one for one in noted()[name][1] if all(one[key] == value for key, value in values.items()))
-    return found
+    (row,) = (line for line in noted()[name][1] if all(line[key] == value for key, value in values.items()))
+    return row
 
 
 def after(kind, length, minutes):
@@ -88,7 +88,7 @@ def choose_recall():
         right = [row["accuracy"] for row in runs("mqar", kind=kind, width=256)]
         best = best_shares(kind, EQUAL_STEPS)
         lines.append([name, share(min(right)), share(max(right)),
-                      f"{sum(one >= 0.99 for one in best)} of {len(best)}" if kind in HARD else "not run"])
+                      f"{sum(right >= 0.99 for right in best)} of {len(best)}" if kind in HARD else "not run"])
     return ["kind", "plain form, width 256: least", "most",
             f"hard form, {EQUAL_STEPS} steps each: seeds that pass 99 %"], lines
 
@@ -107,15 +107,15 @@ def choose_cache():
 def choose_imported():
     """Loss over the dense model's, as imported and after 50 steps of both."""
     code = "held-out code: imported, 50, 200, 1000 steps"
-    of = lambda attention: noted_row("dense_to_sparse", attention=attention)[code]
+    losses_of = lambda attention: noted_row("dense_to_sparse", attention=attention)[code]
     blocks = [noted_row("dense_to_blocks", attention="InfLLM-V2", steps=steps)["code, over dense"]
               for steps in ("imported", "50")]
-    dense = of("dense")
-    found = {
-        "`dma` without its slope, hybrid": of("DMA without its slope, one layer in four dense"),
-        "`dma` without its slope, all layers": of("DMA without its slope, the last 128 always"),
-        "window with DMA's slope": of("window with DMA's slope")}
-    lines = [[name, *(f"{float(losses[at] - dense[at]):+.3f}" for at in (0, 1))] for name, losses in found.items()]
+    dense = losses_of("dense")
+    by_name = {
+        "`dma` without its slope, hybrid": losses_of("DMA without its slope, one layer in four dense"),
+        "`dma` without its slope, all layers": losses_of("DMA without its slope, the last 128 always"),
+        "window with DMA's slope": losses_of("window with DMA's slope")}
+    lines = [[name, *(f"{float(losses[at] - dense[at]):+.3f}" for at in (0, 1))] for name, losses in by_name.items()]
     lines.insert(0, ["`infllm_v2`", *(f"{loss:+}" for loss in blocks)])
     return ["imported as", "loss over dense at once, nats", "after 50 steps, nats"], lines
 
@@ -136,10 +136,10 @@ def choose_muon():
     short = [at_best_rate("DMA", 8192, file)[1] for file in ("rates", "muon")]
     of_board = dict(board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0))
     long = [of_board[8192, entry] for entry in ("DMA, 1 of 4 dense", "DMA, 1 of 4 dense, Muon")]
-    count = lambda found: str(min(map(len, found)))
+    count = lambda rows: str(min(map(len, rows)))
     return ["DMA, 80M, rows of 8192", "AdamW", "Muon", "seeds each"], [
-        ["all layers, 400 steps: loss", *(mean((row["loss"] for row in found), 3) for found in short), count(short)],
-        ["hybrid, nine minutes: bits per byte", *(mean((row["bits_per_byte"] for row in found), 3) for found in long),
+        ["all layers, 400 steps: loss", *(mean((row["loss"] for row in rows), 3) for rows in short), count(short)],
+        ["hybrid, nine minutes: bits per byte", *(mean((row["bits_per_byte"] for row in rows), 3) for rows in long),
          count(long)]]
 
 
@@ -150,7 +150,7 @@ def needles_found(attention):
 @table("weak_sides")
 def weak_sides():
     """What each kind is bad at."""
-    behind = {kind: mean((row["loss"] - of for row, of in zip(at_best_rate(kind, 32768)[1],
+    behind = {kind: mean((row["loss"] - dense_loss for row, dense_loss in zip(at_best_rate(kind, 32768)[1],
                          [row["loss"] for row in at_best_rate("DMA", 32768)[1]])), 2) for kind in ("dense", "MoBA")}
     losses = "validation loss, seeds 0, 1, 2"
     five = {kind: statistics.mean(map(float, noted_row("five_kinds", attention=kind, **{"rows of": "8192"})[losses]))
@@ -183,9 +183,9 @@ def weak_sides():
 
 def which(links=None):
     """What to take, with one reason; `links` leads from the first column to the page's own sections."""
-    rates = {one["attention"]: one["tokens/s"] for one in noted()["five_kinds"][1] if one["rows of"] == "2048"}
+    rates = {line["attention"]: line["tokens/s"] for line in noted()["five_kinds"][1] if line["rows of"] == "2048"}
     faster = 100 * (max(rates.values()) / rates["dense"] - 1)
-    speed = {kind: statistics.mean(row["tokens_per_second"] for row in of) for kind, of in board.front_runs(
+    speed = {kind: statistics.mean(row["tokens_per_second"] for row in rows) for kind, rows in board.front_runs(
         board.finished(ROWS / "board.jsonl", board.KEY), 9.0).items()}
     over_slope = f"{speed['DMA, 1 of 4 dense'] / speed['dense + slope']:.2f}"
     (hybrid,) = (line for line in choose_2048()[1] if line[0] == "windows with slope, hybrid")
@@ -195,7 +195,7 @@ def which(links=None):
     lines = [
         ["up to 2048 tokens", "`mha` (dense)",
          f"another kind trains at most {faster:.0f} % faster; a hybrid of windows "
-         f"leads by {speeds.span([-float(one) for one in hybrid[1:]], 3)} nats after {steps}M tokens, the DMA hybrid by none after 1.77B"],
+         f"leads by {speeds.span([-float(apart) for apart in hybrid[1:]], 3)} nats after {steps}M tokens, the DMA hybrid by none after 1.77B"],
         ["about 8192 tokens", "`dma`, one layer in four dense, as in the `dma_*` recipes",
          f"level with dense attention with DMA's slope, at {over_slope} times the tokens a second"],
         ["32,768 tokens and more",

@@ -136,22 +136,23 @@ def table():
     round_of = lambda row: tuple(row[key] for key in ("session", "turn", "model", "dtype"))  # noqa: E731
     measured = collections.Counter(map(round_of, rows))
     whole = [row for row in rows if measured[round_of(row)] == len(programs)]
-    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    by_case = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in whole:
         for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
-            found[row["model"], row["dtype"], what][row["program"]].append(row[key])
+            by_case[row["model"], row["dtype"], what][row["program"]].append(row[key])
     is_behind_it = {row["program"]: row["depth"] == row["prompt"] for row in whole}
     lines = []
-    for (model, dtype, what), of in sorted(found.items(), key=lambda one: [one[0][2], one[0][1], -len(one[0][0]), one[0][0]]):
-        middle = {program: statistics.median(of[program]) for program in programs}
+    for (model, dtype, what), by_program in sorted(by_case.items(), key=lambda item: [item[0][2], item[0][1], -len(item[0][0]), item[0][0]]):
+        middle = {program: statistics.median(by_program[program]) for program in programs}
         compared = [program for program in programs[1:] if what == "prompt" or is_behind_it[program]]
         cells = ["-"] * len(programs)
         for at, program in enumerate(programs):
             if program == "sieve" or program in compared:
-                cells[at] = f"{middle[program]:.0f} ({min(of[program]):.0f} to {max(of[program]):.0f})"
+                cells[at] = f"{middle[program]:.0f} ({min(by_program[program]):.0f} to {max(by_program[program]):.0f})"
         over = [middle["sieve"] / max(middle[program] for program in compared if program != left_out)
                 for left_out in ("transformers", None)]  # fmt: skip
-        lines.append([f"{what}, {model}, {dtype}", str(len(of["sieve"])), *cells, *(f"{one:.2f}" for one in over)])
+        rounds = str(len(by_program["sieve"]))
+        lines.append([f"{what}, {model}, {dtype}", rounds, *cells, *(f"{ratio:.2f}" for ratio in over)])
     return ["tokens/s", "rounds", "ours", "transformers", "without AMX", "llama.cpp", "ours over the best without AMX",
             "with AMX"], lines  # fmt: skip
 
@@ -206,7 +207,7 @@ def main():
     versions = {"sieve": commit and commit[1], "llama.cpp": args.llama_version}
     about = {"cpu": name, "flags": flags, "threads": len(args.cores), "prompt": args.prompt, "tokens": args.tokens,
              "depth": args.prompt, "commit": commit and commit[1], "date": f"{now:%Y-%m-%d}", "session": f"{now:%FT%TZ}"}  # fmt: skip
-    found = collections.defaultdict(list)
+    measured = collections.defaultdict(list)
     sizes = {model: write_model(args.out / model, MODELS[model]) for model in args.models}
     for turn in range(args.rounds):
         for model in args.models:
@@ -219,14 +220,14 @@ def main():
                     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                         print(f"{model} {dtype} {program}: {error}", flush=True)
                         continue
-                    found[model, dtype, program].append((prompt, token))
+                    measured[model, dtype, program].append((prompt, token))
                     row = {"model": model, "parameters": sizes[model], "dtype": dtype, "program": program, "turn": turn,
                            "prompt_tokens_per_second": round(prompt, 1), "tokens_per_second": round(token, 2),
                            "version": versions.get(program, torch_version()), **about}  # fmt: skip
                     with open(args.out / "cpu.jsonl", "a", encoding="utf-8") as out:
                         out.write(json.dumps(row) + "\n")
     print(f"{name}, {' '.join(flags)}; {len(args.cores)} threads; best (least) of the rounds, tokens a second")
-    for (model, dtype, program), times in found.items():
+    for (model, dtype, program), times in measured.items():
         prompts, tokens = zip(*times)
         print(f"{model:5} {dtype:5} {program:36} prompt {max(prompts):9.1f} ({min(prompts):.1f})   "
               f"token {max(tokens):8.2f} ({min(tokens):.2f})")  # fmt: skip

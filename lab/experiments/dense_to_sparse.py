@@ -123,11 +123,11 @@ def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
     return width * (dense * row + (layers - dense) * min(w, row))
 
 
-def table(found):
+def table(rows):
     columns = ["attention", "steps", "loss, held out", "English", "needles found (mean rank)", "ms a token",
                "cache, MB", "trained tokens/s"]
     lines = []
-    for row in found:
+    for row in rows:
         loss, english = (f"{row[key]:.4f}" if row.get(key) is not None else "-" for key in ("loss", "english"))
         rate = row["trained_tokens_per_second"]
         needles = f"{row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']})"

@@ -33,8 +33,8 @@ def best_rate(kind, length):
     """The learning rate with the lowest loss after 400 steps of rows of `length`, or of 8192 where those have none;
     MSA's for its warm-up as long as that has no runs."""
     for tokens in (length, 8192):
-        if found := tried(RATE_RUNS, kind, argparse.Namespace(rate_steps=400, length=tokens)):
-            return min(found, key=lambda pair: pair[1])[0]
+        if losses := tried(RATE_RUNS, kind, argparse.Namespace(rate_steps=400, length=tokens)):
+            return min(losses, key=lambda pair: pair[1])[0]
     if kind != WARMUP:
         raise LookupError(f"{kind}: lab/rows/rates.jsonl has no run of 400 steps of it; best_rates.py makes them")
     return best_rate("MSA", length)
@@ -76,31 +76,31 @@ def probe(job, runs, arguments):
     """Seconds a token of the job's kind alone on a GPU, from a file where another run of the kind was probed before."""
     kind = job.kind
     folder = folder_of(job._replace(seed="probe"), arguments)
-    known = pathlib.Path(f"{folder}.seconds")
-    if not known.exists():
+    stored = pathlib.Path(f"{folder}.seconds")
+    if not stored.exists():
         # Steps are logged as the run logs them, since statistics of the attention make a logged step slower. The first
         # logged step counts the start; of a warm-up another one has to be dense.
         count = arguments.probe_steps * (5 if NAMES[kind] == WARMUP else 1)
         settings = settings_of(job, count, 1, arguments)
         lines = trained(folder, recipe_for(kind, count, arguments), settings, runs, arguments)
-        known.write_text(repr(seconds_a_token(kind, steps_of(lines)[1:], count)))
-    return float(known.read_text())
+        stored.write_text(repr(seconds_a_token(kind, steps_of(lines)[1:], count)))
+    return float(stored.read_text())
 
 
 def run(job, runs, arguments):
     """The line of one run."""
     kind, length, minutes = job.kind, job.length, job.minutes
     folder, batch = folder_of(job, arguments), max(32768 // length, 1)
-    alone = probe(job, runs, arguments)
-    count = max(int(minutes * 60 / alone / (length * batch)), 2)
+    a_token = probe(job, runs, arguments)
+    count = max(int(minutes * 60 / a_token / (length * batch)), 2)
     lines = trained(folder, recipe_for(kind, count, arguments),
                     settings_of(job, count, max(round(minutes), 1), arguments), runs, arguments)
     steps = steps_of(lines)
     report = evaluated(folder, words_of_far(length, FAR), runs, arguments) if arguments.evaluate else None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     shared = len(set(arguments.devices)) < len(arguments.devices)
-    seconds = alone if shared else seconds_a_token(kind, steps, count)
-    rate = 1 / alone if shared else statistics.median(line["tokens_per_second"] for line in steps)
+    seconds = a_token if shared else seconds_a_token(kind, steps, count)
+    rate = 1 / a_token if shared else statistics.median(line["tokens_per_second"] for line in steps)
     far = far_losses(report) if report else {}
     positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
                  if bin["num_tokens"]] if report else []
@@ -120,11 +120,11 @@ def job_of(arguments, kind, seed):
 
 def chosen(rows, arguments):
     """The runs of this text, GPU, length and time, by kind."""
-    found = {}
+    by_kind = {}
     for job, row in sorted(rows.items(), key=lambda pair: pair[0].seed):
         if job == job_of(arguments, job.kind, job.seed):
-            found.setdefault(job.kind, []).append(row)
-    return {kind: found[kind] for kind in arguments.kinds if kind in found}
+            by_kind.setdefault(job.kind, []).append(row)
+    return {kind: by_kind[kind] for kind in arguments.kinds if kind in by_kind}
 
 
 def table(rows, arguments):
@@ -152,18 +152,18 @@ def by_seen(runs):
 def drawn(rows, arguments):
     """Training loss over minutes and over tokens (the first seed), and the last validation losses: of all words, and by
     the number of tokens seen, from 256 on, below which all kinds see alike."""
-    found = chosen(rows, arguments)
-    ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
-    over = lambda last: {kind: over_time(runs[0], last(runs[0])) for kind, runs in found.items()}
+    by_kind = chosen(rows, arguments)
+    ends = sorted(by_kind, key=lambda kind: statistics.mean(row["loss"] for row in by_kind[kind]))
+    over = lambda last: {kind: over_time(runs[0], last(runs[0])) for kind, runs in by_kind.items()}
     title = f"training loss, rows of {arguments.length}"
     panels = [(title, over(lambda row: row["seconds"] / 60), "linear", "minutes of training"),
               (title, over(lambda row: row["tokens"] / 1e6), "linear", "millions of tokens"),
               (f"validation loss after {arguments.minutes:g} min",
-               {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")]
-    seen = {kind: by_seen(runs) for kind, runs in found.items()}
-    if any(seen.values()):
-        panels.append(("validation loss by tokens seen", seen, None, "tokens seen at least"))
-    return chart(panels, list(found))
+               {kind: [(kind, [row["loss"] for row in by_kind[kind]])] for kind in ends}, ends, "a dot a seed")]
+    losses_by_seen = {kind: by_seen(runs) for kind, runs in by_kind.items()}
+    if any(losses_by_seen.values()):
+        panels.append(("validation loss by tokens seen", losses_by_seen, None, "tokens seen at least"))
+    return chart(panels, list(by_kind))
 
 
 def main():
@@ -190,8 +190,8 @@ def main():
         on_devices(missing.values(), apart, lambda job, runs: probe(job, runs, arguments))
         train_missing(jobs, run, arguments, path, rows)
     if not chosen(rows, arguments):
-        known = sorted({f"{job.text}, {job.gpu}, {job.length} tokens, {job.minutes:g} min" for job in rows})
-        parser.error(f"no run of this --text, --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(known) or 'nothing'}")
+        stored = sorted({f"{job.text}, {job.gpu}, {job.length} tokens, {job.minutes:g} min" for job in rows})
+        parser.error(f"no run of this --text, --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(stored) or 'nothing'}")
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

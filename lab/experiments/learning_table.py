@@ -241,8 +241,8 @@ def evaluation(kind, folder):
     counts = []
     for length in sorted({cell["length"] for cell in report["methods"][0]["cells"]}):
         cells = [cell for cell in report["methods"][0]["cells"] if cell["length"] == length]
-        found, all_of_them = (sum(cell[count] for cell in cells) for count in ("num_found", "num_needles"))
-        counts.append(f"{found} of {all_of_them} at {length}")
+        num_found, all_of_them = (sum(cell[count] for cell in cells) for count in ("num_found", "num_needles"))
+        counts.append(f"{num_found} of {all_of_them} at {length}")
     return "; needles " + ", ".join(counts)
 
 
@@ -278,9 +278,9 @@ def depth_table(rows):
     for name in dict.fromkeys(row["attention"] for row in rows):
         texts = []
         for length in lengths:
-            mine = [row for row in rows if (row["attention"], row["length"]) == (name, length)]
-            pairs = [(depth, 100 * found / row["needles"]) for row in mine
-                     for depth, found in zip(row["depths"], row["found"])]
+            own_rows = [row for row in rows if (row["attention"], row["length"]) == (name, length)]
+            pairs = [(depth, 100 * count / row["needles"]) for row in own_rows
+                     for depth, count in zip(row["depths"], row["found"])]
             thirds = [[share for depth, share in pairs if low <= depth < low + 33.5] for low in (0, 33.5, 67)]
             texts.append(", ".join(f"{statistics.mean(third):.0f}" for third in thirds if third))
         lines.append([name, *texts])
@@ -307,10 +307,10 @@ def drawn(rows):
         parts.append(text(x - 44, y - 6, "depth %"))
         parts += [text(x - 8, y + down * place + 14, depth, 'text-anchor="end"') for place, depth in enumerate(depths)]
         for column, length in enumerate(lengths):
-            mine = [row for row in of_kind[name] if row["length"] == length]
+            own_rows = [row for row in of_kind[name] if row["length"] == length]
             parts.append(text(x + across * (column + 0.5), y - 18, f"{length:,}", middle))
-            for place in range(len(depths) if mine else 0):
-                share = statistics.mean(row["found"][place] / row["needles"] for row in mine)
+            for place in range(len(depths) if own_rows else 0):
+                share = statistics.mean(row["found"][place] / row["needles"] for row in own_rows)
                 colour = ",".join(f"{246 - fall * share:.0f}" for fall in (216, 141, 76))
                 at = (x + across * column, y + down * place)
                 parts.append(f'<rect x="{at[0]}" y="{at[1]}" width="{across - 1}" height="{down - 1}" fill="rgb({colour})"/>')

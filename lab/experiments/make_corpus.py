@@ -91,9 +91,9 @@ def named(crates):
 
 
 def is_permissive(manifest):
-    found = LICENCE.search(manifest)
+    licence = LICENCE.search(manifest)
     # "A OR B" lets one choose; every part of an AND must do.
-    choices = re.split(r" OR |/", found.group(1)) if found else []
+    choices = re.split(r" OR |/", licence.group(1)) if licence else []
     return any(all(PERMISSIVE.search(part) for part in choice.split(" AND ")) for choice in choices)
 
 
@@ -128,15 +128,15 @@ def read_crate(path, crate):
 
 def documents(crates, registry, sizes):
     """Each crate with its document, empty where there is nothing to take; counts bytes by the suffix of their file."""
-    seen = set()
+    unique = set()
     for crate in crates:
         files = read_crate(crate_file(registry, crate), crate)
         parts, size = [], 0
         if is_permissive(files[pathlib.PurePosixPath("Cargo.toml")].decode(errors="replace")):
             for path, text in texts(files):
                 size += len(text.encode())
-                if text not in seen and size <= MOST_BYTES:
-                    seen.add(text)
+                if text not in unique and size <= MOST_BYTES:
+                    unique.add(text)
                     parts.append(f"// {crate.name}/{path}\n{text}\n")
                     sizes[path.suffix] += len(parts[-1].encode())
         yield crate, "".join(parts)

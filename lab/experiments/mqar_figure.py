@@ -19,6 +19,7 @@ line; a run that answers 99 % ends there. Needs nothing but Python.
 """
 
 import json
+import pathlib
 import shutil
 import statistics
 import sys
@@ -183,9 +184,9 @@ def table(rows):
     lines = []
     for length in LENGTHS:
         for width in WIDTHS:
-            found = [cells.get((kind, length, width), []) for kind in KINDS]
+            shares = [cells.get((kind, length, width), []) for kind in KINDS]
             texts = [f"{100 * statistics.mean(x):.1f} ({', '.join(f'{100 * y:.1f}' for y in x)})" if x else ""
-                     for x in found]
+                     for x in shares]
             lines.append([f"{length}, {length // 16}", f"{width}", *texts])
     print(table_text(["length, pairs", "width", *KINDS], lines))
 
@@ -195,7 +196,7 @@ def drawn(rows):
     cells = by_cell(rows)
     return chart([
         (f"width {width}: accuracy in %", {
-            kind: [(length, [100 * found for found in cells[kind, length, width]]) for length in LENGTHS
+            kind: [(length, [100 * share for share in cells[kind, length, width]]) for length in LENGTHS
                    if (kind, length, width) in cells] for kind in KINDS}, LENGTHS, "tokens of a sample", "{:.0f}")
         for width in WIDTHS], list(KINDS))
 

@@ -12,12 +12,12 @@ FILES = ["results_noted", "benchmarks", "selectors", "published_noted", "papers"
 @functools.cache
 def noted():
     """What is known of each noted table, and its rows; numbers keep the digits that were noted."""
-    found = {}
+    tables = {}
     for name in FILES:
         for line in (ROWS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line, parse_float=decimal.Decimal)
             if "about" in row:
-                found[row["about"]] = row, []
+                tables[row["about"]] = row, []
             else:
-                found[row["table"]][1].append(row)
-    return found
+                tables[row["table"]][1].append(row)
+    return tables

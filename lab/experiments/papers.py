@@ -56,19 +56,19 @@ def alone(method, tokens=131072):
     """What lab/experiments/papers_gpu.sh measured of a selector as (dense ms, whole ms, selection ms, pairs in percent);
     None where it did not."""
     columns = ("dense, ms", "whole, ms", "selection, ms", "pairs, %")
-    for one in noted().get("selectors_alone", (None, ()))[1]:
-        if (one["method"], one["tokens"]) == (f"`{method}`", f"{tokens:,}"):
-            return [float(one[column]) for column in columns]
+    for line in noted().get("selectors_alone", (None, ()))[1]:
+        if (line["method"], line["tokens"]) == (f"`{method}`", f"{tokens:,}"):
+            return [float(line[column]) for column in columns]
     return None
 
 
 def timed(says, condition, part, differs, methods, judge, tokens=131072, **more):
     """A claim that papers_gpu.sh decides: `judge` has what was measured of each method and returns the cell of what
     was found and the conditions. Without all of these methods the claim is not run."""
-    found = [alone(method, tokens) for method in methods]
-    if None in found:
+    measured = [alone(method, tokens) for method in methods]
+    if None in measured:
         return not_run(says, "; ".join(filter(None, [f"{GPU}, part `{part}`", differs])), condition)
-    here, holds = judge(*found)
+    here, holds = judge(*measured)
     return Claim(says, condition, here, holds, differs or "generated operands, 32/8 heads", "`selectors_alone`", **more)
 
 
@@ -76,8 +76,8 @@ def numbers(name, label, *columns):
     """The row of a noted table whose first column begins with `label`, as floats of these columns."""
     about, rows = noted()[name]
     first = next(iter(about["columns"]))
-    (found,) = (one for one in rows if one[first] == label)
-    return [float(found[column]) for column in columns]
+    (line,) = (candidate for candidate in rows if candidate[first] == label)
+    return [float(line[column]) for column in columns]
 
 
 def over(selector, group="where"):
@@ -107,11 +107,11 @@ def both(values, form="{:.0f}"):
 
 def last_by_size():
     """Of each size of scaling.jsonl, whether DMA as published is the last of the kinds by the mean of seeds."""
-    found = {}
+    last = {}
     for size in SIZES:
-        of = {kind: [one["loss"] for one in runs("scaling", kind=kind, size=size)] for kind in MQAR}
-        found[size] = max((kind for kind in of if of[kind]), key=lambda kind: statistics.mean(of[kind]))
-    return {size: kind == "DMA as published" for size, kind in found.items()}
+        losses = {kind: [run["loss"] for run in runs("scaling", kind=kind, size=size)] for kind in MQAR}
+        last[size] = max((kind for kind in losses if losses[kind]), key=lambda kind: statistics.mean(losses[kind]))
+    return {size: kind == "DMA as published" for size, kind in last.items()}
 
 
 def figure4():
@@ -138,7 +138,7 @@ def figure4():
 
 
 def right(kind, **values):
-    return [100 * one["accuracy"] for one in runs("mqar", kind=kind, **values)]
+    return [100 * run["accuracy"] for run in runs("mqar", kind=kind, **values)]
 
 
 CELLS = [(length, width) for width in (64, 128, 256) for length in MQAR_LENGTHS]
@@ -166,7 +166,7 @@ def figure5():
         Claim("Figure 5: MQAR stays solved in smaller models",
               "both seeds are above 90 % in each cell in which dense attention is, with both",
               f"in {sum(judged)} of {len(judged)} cells; at widths 64 and 128 in "
-              f"{sum(bool(solved[one]) for one in solved if not one.startswith('width 256'))} of "
+              f"{sum(bool(solved[width]) for width in solved if not width.startswith('width 256'))} of "
               f"{sum(decides(*cell) for cell in narrow)}", solved,
               f"{undecided}; {ROWS_OF_FIGURE5:,} samples, there 250,000 for 100 epochs", "`mqar_256`, `mqar_narrow`"),
         Claim("Figure 5: above the window and NSA", "by the mean of two seeds, in each of these cells",
@@ -178,7 +178,7 @@ def figure5():
 def hard_form():
     """512 pairs. Kinds are compared after the same steps, with three seeds each; where none have that they are not."""
     kinds = ("DMA as published", "NSA", "window")
-    trained = {kind: {one["steps"] for one in runs("mqar_hard", kind=kind)} for kind in kinds}
+    trained = {kind: {run["steps"] for run in runs("mqar_hard", kind=kind)} for kind in kinds}
     three = {kind: {steps for steps in trained[kind] if len(best_shares(kind, steps)) == 3} for kind in kinds}
     shared = set.intersection(*three.values())
     steps = max(shared or set.intersection(*trained.values()))
@@ -199,25 +199,25 @@ def hard_form():
 
 def needles(kind, *lengths):
     """Needles found of 99 in texts of each length."""
-    return [sum(sum(one["found"]) for one in runs("needle_depth", attention=kind, length=length)) for length in lengths]
+    return [sum(sum(run["found"]) for run in runs("needle_depth", attention=kind, length=length)) for length in lengths]
 
 
 def share_found(kind, *lengths):
     """Percent of the needles that were found in texts of so many tokens, by a model trained on 1024."""
-    (one,) = (one for one in noted()["selector_needles"][1] if one["attention"] == kind)
-    return [float(one[length][0]) for length in lengths]
+    (line,) = (line for line in noted()["selector_needles"][1] if line["attention"] == kind)
+    return [float(line[length][0]) for length in lengths]
 
 
 def figure7():
     """Needles beyond the trained length. Neither set has the published form; a form that finds none at its own length,
     or a rival that does not, cannot tell who falls less."""
-    of = lambda *lengths: [needles(kind, *lengths) for kind in ("DMA 128, slope, r 32", "NSA", "dense")]
+    needles_at = lambda *lengths: [needles(kind, *lengths) for kind in ("DMA 128, slope, r 32", "NSA", "dense")]
     trained = ("trained dma, keeps 256", "trained nsa, 8 x 16 selected, window 128", "dense")
     near = [share_found(kind, "1024", "2048", "3072") for kind in trained]
-    far = of(4096, 8192, 16384)
+    far = needles_at(4096, 8192, 16384)
     holds = {f"{text}: DMA {a:.0f}, NSA {b:.0f}, dense {c:.0f}": a > max(b, c) for text, (a, b, c) in zip(
         ("8192 tokens, of 99", "16,384 tokens, of 99", "2048 tokens, %", "3072 tokens, %"),
-        [*zip(*(one[1:] for one in far)), *zip(*(one[1:] for one in near))])}
+        [*zip(*(counts[1:] for counts in far)), *zip(*(counts[1:] for counts in near))])}
     return Claim("Figure 7: finds more beyond the trained length",
                  "it finds more than NSA and dense at twice the length and beyond",
                  f"trained on 4096: {both(far[0][1:])} of 99, NSA {both(far[1][1:])}, dense {both(far[2][1:])}; on 1024: "
@@ -231,15 +231,15 @@ def figure2():
     which keys it needs."""
     says = "Figure 2: which keys copying and selecting need"
     condition = "it answers 90 %, and a layer reads a tenth of its keys outside a window of as many"
-    rows = [one for one in noted().get("figure2", (None, ()))[1]
-            if one["form"] == "as published" and one["task"] in ("copy", "select")]
+    rows = [line for line in noted().get("figure2", (None, ()))[1]
+            if line["form"] == "as published" and line["task"] in ("copy", "select")]
     if len(rows) < 2:
         return not_run(says, "`lab/experiments/figure2.sh` draws them", condition)
     answered, far = "answered, % at 512", "keys outside a window of as many, % in the layer with most"
-    said = "; ".join(f"{one['task']}: {one[answered]:.0f} % answered, {one[far]:.0f} % of the keys" for one in rows)
-    learned = any(one[answered] for one in rows)
-    holds = {f"{one['task']}, {column}: {one[column]:.0f}": one[column] >= least
-             for one in rows for column, least in ((answered, 90), (far, 10))}
+    said = "; ".join(f"{line['task']}: {line[answered]:.0f} % answered, {line[far]:.0f} % of the keys" for line in rows)
+    learned = any(line[answered] for line in rows)
+    holds = {f"{line['task']}, {column}: {line[column]:.0f}": line[column] >= least
+             for line in rows for column, least in ((answered, 90), (far, 10))}
     return Claim(says, condition, said, holds,
                  f"2.5M parameters, texts of 512 tokens, {rows[0]['steps']} steps, one seed"
                  + ("" if learned else "; it learned neither, so it cannot show what they need"), "`figure2`",
@@ -249,15 +249,16 @@ def figure2():
 def top_fifth():
     """Section 6.1 quotes a finding of pretrained models: a pretrained model decides it, the mean over its heads."""
     rows = noted()["smollm2_attention"][1]
-    tiny = [100 * float(one["weight on the top fifth"]) for one in noted()["tiny_attention"][1]
-            if one["kind"] == "dense"]
+    tiny = [100 * float(line["weight on the top fifth"]) for line in noted()["tiny_attention"][1]
+            if line["kind"] == "dense"]
     mean, least, few = "mean of all heads", "layer with least", "heads at 80 % or less"
-    holds = {f"SmolLM2-135M, {one['text']}, {one['tokens']} tokens: {one[mean]:.1f} %": one[mean] <= 80 for one in rows}
+    holds = {f"SmolLM2-135M, {line['text']}, {line['tokens']} tokens: {line[mean]:.1f} %": line[mean] <= 80
+             for line in rows}
     holds |= {f"a hybrid of 3.4M trained here, a dense layer: {value:.0f} %": None for value in tiny}
     return Claim("Section 6.1: the fifth of the keys with most weight has only 70 % of it",
                  "the mean over the heads of a pretrained model is at most 80 %",
-                 f"{spread([float(one[mean]) for one in rows])} %; in the layer with least "
-                 f"{spread([float(one[least]) for one in rows])} %; {max(one[few] for one in rows)} of 270 heads have 80 % "
+                 f"{spread([float(line[mean]) for line in rows])} %; in the layer with least "
+                 f"{spread([float(line[least]) for line in rows])} %; {max(line[few] for line in rows)} of 270 heads have 80 % "
                  "or less",
                  holds, "SmolLM2-135M of weights in 4 bits; a finding that the paper quotes of larger models",
                  "`smollm2_attention`, `tiny_attention`")
@@ -267,7 +268,7 @@ def figure6():
     """Inference on MQAR in PyTorch with 512 keys was not timed: what was timed is this project's CUDA kernels."""
     ms = {kind: numbers("growth", kind, "both passes, ms: 8192 tokens", "ms: 131,072")
           for kind in ("window 1024", "DMA, w 1024")}
-    faster = {one["batch x tokens, heads, width"]: one["DMA"] < one["dense, ours"] for one in noted()["table2"][1]}
+    faster = {line["batch x tokens, heads, width"]: line["DMA"] < line["dense, ours"] for line in noted()["table2"][1]}
     first = next(shape.split()[2] for shape, is_faster in faster.items() if shape.startswith("1 x ") and is_faster)
     everything = sum(int(shape.replace("decode ", "").split()[2]) <= 2048 for shape in faster)
     return [
@@ -288,15 +289,15 @@ def figure6():
 
 def dma():
     power = numbers("growth", "DMA, w 1024", "power of n")[0]
-    table2 = {one["batch x tokens, heads, width"]: (float(one["SDPA under a mask"] / one["DMA"]),
-                                                    float(one["the paper's"]))
-              for one in noted()["table2"][1]}
+    table2 = {line["batch x tokens, heads, width"]: (float(line["SDPA under a mask"] / line["DMA"]),
+                                                     float(line["the paper's"]))
+              for line in noted()["table2"][1]}
     reached = {f"{shape}: {here:.1f} times, there {theirs}": here > theirs for shape, (here, theirs) in table2.items()}
     long = [table2[f"1 x {n} h2/1 d128"][0] for n in (4096, 8192, 16384, 32768)]
-    longer = {one["attention"]: float(one["ratio"]) for one in noted()["longer_texts"][1]}
-    layers = [one for one in noted()["tiny_attention"][1] if one["kind"] == "DMA"]
+    longer = {line["attention"]: float(line["ratio"]) for line in noted()["longer_texts"][1]}
+    layers = [line for line in noted()["tiny_attention"][1] if line["kind"] == "DMA"]
     kept = numbers("kept_keys", "it keeps the value that the question asks for", "step 2000", "step 2600")
-    shared = [100 * float(one["keys that two KV heads both see"]) for one in layers]
+    shared = [100 * float(line["keys that two KV heads both see"]) for line in layers]
     return [
         figure4(), *figure5(), hard_form(), *figure6(),
         Claim("Table 1: O(n w) time", "the power of n is 1 within 0.15", f"{power}",
@@ -319,7 +320,7 @@ def dma():
         top_fifth(),
         Claim("Figure 3: each head has a mask of its own", "two KV heads share less than all keys in each layer",
               f"they share {spread(shared, '{:.0f}')} %",
-              {f"layer {one['layer']}: {value:.0f} %": value < 100 for one, value in zip(layers, shared)},
+              {f"layer {line['layer']}: {value:.0f} %": value < 100 for line, value in zip(layers, shared)},
               "a weak condition, which all but equal masks meet; a hybrid of 3.4M with the slope, whose last keys all share",
               "`tiny_attention`"),
         not_run("Table 3: Pile 45.12 for 48.65; nine tasks, zero and five shots", "1.7B, 40B tokens: days of GPUs"),
@@ -334,22 +335,22 @@ def dma():
 
 def of_long(method):
     """The rows of one method in the 85M model of lab/docs/long-prompts.md, by length."""
-    found = {one["length"]: one for one in long_prompts.stored()
-             if (one["method"], one["kind"]) == (method, "time") and "failed" not in one}
-    return dict(sorted(found.items()))
+    by_length = {line["length"]: line for line in long_prompts.stored()
+                 if (line["method"], line["kind"]) == (method, "time") and "failed" not in line}
+    return dict(sorted(by_length.items()))
 
 
 def sooner(method):
     """Dense attention's time to the first token over a method's, by length."""
-    return {length: one["dense_prefill_ms"] / one["prefill_ms"] for length, one in of_long(method).items()}
+    return {length: line["dense_prefill_ms"] / line["prefill_ms"] for length, line in of_long(method).items()}
 
 
 def losses_of_long(method):
-    return {length: one["loss_added"] for length, one in of_long(method).items() if one["loss_added"] is not None}
+    return {length: line["loss_added"] for length, line in of_long(method).items() if line["loss_added"] is not None}
 
 
-def needles_of_long(method, of="needles"):
-    return {length: one[of][0] for length, one in of_long(method).items() if one[of]}
+def needles_of_long(method, kind="needles"):
+    return {length: line[kind][0] for length, line in of_long(method).items() if line[kind]}
 
 
 def in_order(values, form="{:.2f}"):
@@ -359,8 +360,8 @@ def in_order(values, form="{:.2f}"):
 def selection(method):
     """Milliseconds of the selection alone at 131,072 tokens, which stands in the row's name."""
     first = "method (selection alone, 128K)"
-    (found,) = (one[first] for one in noted()["whole_selectors"][1] if one[first].startswith(f"`{method}` ("))
-    return float(found.partition(" (")[2].strip(")"))
+    (name,) = (line[first] for line in noted()["whole_selectors"][1] if line[first].startswith(f"`{method}` ("))
+    return float(name.partition(" (")[2].strip(")"))
 
 
 def mask_times():
@@ -374,8 +375,8 @@ def bfla():
     times = sooner("bfla")
     long = {length: times[length] for length in times if length >= 8192}
     settings = ["keep_mass=0.95", "stride=16", "stride=16,prob=0.1", "block=1024,stride=16,prob=0.1"]
-    rows = [row("bfla", f"bfla:{one}") for one in settings]
-    losses = [one["loss"] - one["dense_loss"] for one in rows]
+    rows = [row("bfla", f"bfla:{setting}") for setting in settings]
+    losses = [line["loss"] - line["dense_loss"] for line in rows]
     defaults = losses_of_long("bfla")
     bound = noted()["bfla_bound"][1][0]
     least, most = bound["bound over error: least"], bound["most"]
@@ -390,7 +391,7 @@ def bfla():
               | {"by more at each length": rising(list(long.values()))},
               "all layers are dense ones of an 85M model; defaults, which lose 0.3 nats", "`long_time`, `long_loss`"),
         Claim("Table 5: more density, better", "each step of density lowers the loss",
-              ", ".join(f"{100 * one['density']:.0f} %: {added(one)}" for one in rows),
+              ", ".join(f"{100 * line['density']:.0f} %: {added(line)}" for line in rows),
               {f"to {100 * after['density']:.0f} %: {added(before)} to {added(after)}":
                after["density"] > before["density"] and after["loss"] < before["loss"]
                for before, after in itertools.pairwise(rows)},
@@ -398,7 +399,7 @@ def bfla():
         Claim("Tables 3, 5: nearly as good as dense", "it adds at most 0.02 nats",
               f"135M, Table 5's settings: {spread(losses, '{:+.3f}')}; 85M, defaults: "
               f"{spread(defaults.values(), '{:+.3f}')} nats",
-              {f"135M, {one}: {loss:+.3f}": loss <= 0.02 for one, loss in zip(settings, losses)}
+              {f"135M, {setting}: {loss:+.3f}": loss <= 0.02 for setting, loss in zip(settings, losses)}
               | {f"85M, {length:,} tokens: {loss:+.3f}": loss <= 0.02 for length, loss in defaults.items()},
               "the same, and a model of 85M at 2K to 128K", "`bfla_rescue`, `long_loss`"),
         Claim("Table 5: builds its mask in a quarter of XAttention's time (1.65 to 2.27 for 7.82 ms)",
@@ -406,7 +407,7 @@ def bfla():
               {f"{where}: {ours} and {theirs} ms": ours <= theirs / 3 for where, (ours, theirs) in masks.items()},
               "generated operands, 32/8 heads, an H200 and an H100", "`whole_selectors`, `selectors_alone`"),
         Claim("Eq. 22 to 27: the cost falls with the group", "it falls with each doubling from 32 to 256",
-              f"{', '.join(map(str, group))} ms", {f"{', '.join(map(str, group))} ms": rising([-one for one in group])},
+              f"{', '.join(map(str, group))} ms", {f"{', '.join(map(str, group))} ms": rising([-ms for ms in group])},
               "131,072 tokens, an H200", "`bfla_group_ms`"),
         Claim("Eq. 30 bounds the error of its attention", "the error is at most the bound in each head",
               f"it is: the bound is {least:,} to {most:,} times the error",
@@ -435,9 +436,9 @@ def equation_9(tokens, dense=3 / 12):
 def oracle_at(density, tokens):
     """Percent of the mass that the best blocks keep on this share of the pairs, between the rows of k = 8, 16 and 32;
     None outside of them."""
-    found = [(one["density"], 100 * one["recall"]) for one in (
+    points = [(line["density"], 100 * line["recall"]) for line in (
         row("oracle", f"oracle_topk:block=64,k={k}", tokens) for k in (8, 16, 32))]
-    for (below, low), (above, high) in itertools.pairwise(found):
+    for (below, low), (above, high) in itertools.pairwise(points):
         if below <= density <= above:
             return low + (high - low) * (density - below) / (above - below)
     return None
@@ -447,13 +448,13 @@ def momo_mass():
     """Figure 2: MOMO's mass beside that of the best blocks, as many blocks and, where rows allow it, as many pairs."""
     apart, holds, pairs = [], {}, []
     for tokens, k in itertools.product((4096, 8192), (8, 16, 32)):
-        one = row("oracle", f"momo:k={k},{ALONE}", tokens)
+        measured = row("oracle", f"momo:k={k},{ALONE}", tokens)
         best = 100 * row("oracle", f"oracle_topk:block=64,k={k}", tokens)["recall"]
-        apart.append(100 * one["recall"] - best)
+        apart.append(100 * measured["recall"] - best)
         holds[f"{tokens} tokens, {k} blocks: {apart[-1]:+.1f} points"] = apart[-1] >= -1.5
-        equal = oracle_at(one["density"], tokens)
+        equal = oracle_at(measured["density"], tokens)
         if equal is not None:
-            pairs.append(100 * one["recall"] - equal)
+            pairs.append(100 * measured["recall"] - equal)
     return Claim("Figure 2: its mass is within 1.5 % of the best blocks",
                  "it is at most 1.5 points below them with 8, 16 and 32 blocks",
                  f"{spread(apart, '{:+.1f}')} points; on as many pairs {spread(pairs, '{:+.1f}')}", holds,
@@ -464,29 +465,29 @@ def momo_mass():
 def momo_needles():
     """Table 2 by needles, with the method's defaults, in the model that has them; other numbers of blocks are not the
     paper's setting."""
-    found, dense = needles_of_long("momo"), needles_of_long("momo", "dense_needles")
+    by_length, dense = needles_of_long("momo"), needles_of_long("momo", "dense_needles")
     eleven, few, more = (numbers("needles_8k", name, "found")[0] for name in (
         "dense", f"`momo:k=8,{ALONE}`", f"`momo:k=16,{ALONE}`"))
-    holds = {f"85M, {length:,} tokens: {found[length]} needles, dense {dense[length]}": found[length] >= 0.9 * dense[length]
-             for length in found}
+    holds = {f"85M, {length:,} tokens: {by_length[length]} needles, dense {dense[length]}": by_length[length] >= 0.9 * dense[length]
+             for length in by_length}
     holds |= {f"11M, 8192 tokens, k={k}, not the defaults: {count:.0f}, dense {eleven:.0f}": None
               for k, count in ((8, few), (16, more))}
     return Claim("Table 2: RULER 89.49 for 89.73", "it finds nine tenths of the needles that dense attention finds",
-                 f"85M: {listed(found.values(), '{}')} of dense attention's {listed(dense.values(), '{}')} at 2K, 8K, 32K, "
+                 f"85M: {listed(by_length.values(), '{}')} of dense attention's {listed(dense.values(), '{}')} at 2K, 8K, 32K, "
                  "64K, 128K", holds,
                  "ten needles a length; at 2K and 8K its 128 blocks are all keys; there 8B at 4K to 131K",
                  "`long_needles`, `needles_8k`")
 
 
 def momo():
-    estimate = {one["k"]: float(one["estimate"] - one["exact lists"]) for one in noted()["momo_topk"][1]}
-    shares = {length: one["density"] for length, one in of_long("momo").items() if length >= 8192}
+    estimate = {line["k"]: float(line["estimate"] - line["exact lists"]) for line in noted()["momo_topk"][1]}
+    shares = {length: line["density"] for length, line in of_long("momo").items() if length >= 8192}
     formula = {length: equation_9(length) for length in shares}
-    trimmed = {one["k"]: 100 * float(one["trimmed to k: mass"] / one["whole union: mass"])
-               for one in noted()["momo_trim"][1]}
-    of = lambda k, exact: over(f"momo:k={k},{'' if exact == 8 else f'k_exact={exact},'}{ALONE}", "momo_k")
-    by_k = [of(k, 8) for k in (8, 16, 32)]
-    by_exact = [of(16, exact) for exact in (4, 8, 16)]
+    trimmed = {line["k"]: 100 * float(line["trimmed to k: mass"] / line["whole union: mass"])
+               for line in noted()["momo_trim"][1]}
+    loss_at = lambda k, exact: over(f"momo:k={k},{'' if exact == 8 else f'k_exact={exact},'}{ALONE}", "momo_k")
+    by_k = [loss_at(k, 8) for k in (8, 16, 32)]
+    by_exact = [loss_at(16, exact) for exact in (4, 8, 16)]
     label = lambda gamma, chi: "momo:" + ",".join(filter(None, [
         f"gamma={gamma}" if gamma != 16 else "", f"chi={chi}" if chi != 128 else "", f"k=16,{ALONE}"]))
     grid = {(gamma, chi): over(label(gamma, chi), "momo_chi") for gamma in (8, 16, 32, 64) for chi in (64, 128, 256)}
@@ -509,13 +510,13 @@ def momo():
         Claim("Section 3: the estimated top-k chooses nearly as well as exact lists",
               "its mass is within 1 point of theirs at each k from 2 to 32",
               f"{listed(estimate.values(), '{:+.2f}')} points",
-              {f"k={k}: {one:+.2f} points": abs(one) <= 1 for k, one in estimate.items()},
+              {f"k={k}: {apart_by:+.2f} points": abs(apart_by) <= 1 for k, apart_by in estimate.items()},
               "two dense layers of 3.4M parameters, 1024 tokens, blocks of 16; tree and lists are one code here",
               "`momo_topk`"),
         Claim("Table 1: trimming the union costs hardly any quality (RULER 77.57, 77.20)",
               "trimmed to k it keeps 95 % of the union's mass, at k = 2, 4, 8",
               f"{listed(trimmed.values(), '{:.0f}')} %",
-              {f"k={k}: {one:.0f} %": one >= 95 for k, one in trimmed.items()},
+              {f"k={k}: {share:.0f} %": share >= 95 for k, share in trimmed.items()},
               "mass for a score; k = 2 to 8 for 128, two dense layers of 3.4M, 1024 tokens; on 0.5 to 0.6 of the pairs",
               "`momo_trim`", apart="quantity"),
         timed("Table 1: trimming turns 45.0 into 26.5 ms, dense 31.5",
@@ -528,7 +529,7 @@ def momo():
               "at k = 128 choosing by the estimate takes less than by the tree, and that less than by lists", "topk",
               "tree against lists is undecided where they run the same code: within 1 %",
               [MOMO, f"momo:topk=tree,{ALONE}", f"momo:topk=exact,{ALONE}"],
-              lambda *ways: (f"{', '.join(f'{one[2]:.1f}' for one in ways)} ms at 131,072 tokens",
+              lambda *ways: (f"{', '.join(f'{way[2]:.1f}' for way in ways)} ms at 131,072 tokens",
                              {f"estimate {ways[0][2]:.1f} ms, tree {ways[1][2]:.1f}": sooner_than(ways[0][2],
                                                                                                   ways[1][2]),
                               f"tree {ways[1][2]:.1f} ms, lists {ways[2][2]:.1f}": unless_equal(ways[1][2],
@@ -583,9 +584,9 @@ def pbs():
     lengths = [length for length in times if length >= 8192]
     rivals = {name: sooner(name) for name in ("xattention", "flexprefill")}
     ahead = {f"{length:,} tokens: {times[length]:.2f}, " + ", ".join(
-        f"{name} {of[length]:.2f}" for name, of in rivals.items()): times[length] > max(1, *(
-            of[length] for of in rivals.values())) for length in lengths}
-    saved = {one["model, tokens"]: float(one["without"] - one["with"]) for one in noted()["pbs_density"][1]}
+        f"{name} {times_of[length]:.2f}" for name, times_of in rivals.items()): times[length] > max(1, *(
+            times_of[length] for times_of in rivals.values())) for length in lengths}
+    saved = {line["model, tokens"]: float(line["without"] - line["with"]) for line in noted()["pbs_density"][1]}
     smol = [saved["SmolLM2-135M, 4096"], saved["SmolLM2-135M, 8192"]]
     young = [saved["ours, 4096"], saved["ours, 32,768"]]
     labels = {"keys": "pbs", "queries": "pbs:permute=queries", "both": "pbs:permute=both", "none": "pbs:permute=none"}
@@ -595,7 +596,7 @@ def pbs():
         (128, "pbs_segment", "pbs:segment=128"), (256, "pbs", "pbs"), (512, "pbs_segment", "pbs:segment=512"),
         (1024, "pbs_segment", "pbs:segment=1024"))}
     with_choice = [row("where", f"pbs:select=xattention{rest}") for rest in ("", ",permute=none")]
-    exact = {one["permuted"]: one["error of the output"] for one in noted()["pbs_exact"][1]}
+    exact = {line["permuted"]: line["error of the output"] for line in noted()["pbs_exact"][1]}
     fewer, rival = row("pbs_segment", "pbs:segment=128"), row("time", "xattention")
     return [
         Claim("Theorem 3.3: permuted keys and queries, put back, change nothing",
@@ -625,7 +626,7 @@ def pbs():
               "`papers_settings`"),
         Claim("Figure 5b: larger segments raise the least density",
               "the density rises with each doubling from 128 to 1024",
-              ", ".join(f"{100 * one['density']:.1f} %" for one in floors.values()),
+              ", ".join(f"{100 * line['density']:.1f} %" for line in floors.values()),
               {f"to {long}: {100 * floors[long]['density']:.1f} %": floors[short]["density"] < floors[long]["density"]
                for short, long in itertools.pairwise(floors)}, "the same", "`pbs_segments`"),
         Claim("Figure 6: XAttention's choice gains by it too", "permuted it loses at most what it loses unpermuted",
@@ -645,8 +646,8 @@ def speed_at_256k():
     rest = ",compensate_layers=none"
     methods = [f"ba_att:sparsity=0.9{rest}", "ba_att:sparsity=0.9", f"ba_att:{rest[1:]}", "ba_att"]
 
-    def judge(*found):
-        times = [one[0] / one[1] for one in found]
+    def judge(*measured):
+        times = [pair[0] / pair[1] for pair in measured]
         names = ["nine tenths dropped", "the same, compensated", "half dropped", "the same, compensated: half"]
         return (f"nine tenths dropped: {times[0]:.2f}, {times[1]:.2f} compensated; half: {times[2]:.2f}, {times[3]:.2f}",
                 {f"{name}: {value:.2f} times": value >= least
@@ -660,12 +661,12 @@ def speed_at_256k():
 def ba_att_losses(half):
     """Half of the pairs dropped: what it adds in each model, against a limit and against XAttention's own."""
     ours, theirs = losses_of_long("ba_att"), losses_of_long("xattention")
-    pairs = {length: one["density"] for length, one in of_long("ba_att").items()}
-    of_theirs = {length: one["density"] for length, one in of_long("xattention").items()}
+    pairs = {length: own["density"] for length, own in of_long("ba_att").items()}
+    of_theirs = {length: own["density"] for length, own in of_long("xattention").items()}
     beside = [row("time", f"ba_att{rest}") for rest in (":sparsity=0.9", ":sparsity=0.75", "")]
     rivals = [row("time", f"xattention{rest}") for rest in (":tau=0.7", "", "")]
-    of_both = lambda one: f"{added(one)} at {100 * one['density']:.0f} %"
-    told = [f"{of_both(one)}, XAttention {of_both(other)}" for one, other in zip(beside, rivals)]
+    of_both = lambda own: f"{added(own)} at {100 * own['density']:.0f} %"
+    told = [f"{of_both(own)}, XAttention {of_both(rival)}" for own, rival in zip(beside, rivals)]
     told = told[:1] + told[-1:]  # the most dropped and the least
     return [
         Claim("Half of the pairs dropped: nearly as good as dense", "it adds at most 0.02 nats",
@@ -677,8 +678,8 @@ def ba_att_losses(half):
               "with more pairs than XAttention it loses less, in each model and length",
               f"135M: {'; '.join(told)};"
               f" 85M at 128K: {ours[131072]:+.3f}, {theirs[131072]:+.3f}",
-              {f"135M: {of_both(one)}, XAttention {of_both(other)}": one["loss"] < other["loss"]
-               for one, other in zip(beside, rivals)}
+              {f"135M: {of_both(own)}, XAttention {of_both(rival)}": own["loss"] < rival["loss"]
+               for own, rival in zip(beside, rivals)}
               | {f"85M, {length:,} tokens: {ours[length]:+.4f} at {100 * pairs[length]:.0f} %, XAttention "
                  f"{theirs[length]:+.4f} at {100 * of_theirs[length]:.0f} %": ours[length] < theirs[length]
                  for length in ours},
@@ -702,13 +703,14 @@ def ba_att():
     bound = {name: sorted_both[name] for name in ("R of U and error, segments of 128", "the same, bidirectional")}
     label = lambda sparsity, rest: "ba_att" + (":" if rest or sparsity != 0.5 else "") + ",".join(
         filter(None, ["" if sparsity == 0.5 else f"sparsity={sparsity}", rest]))
-    of = {(sparsity, sort): over(label(sparsity, "" if sort == "qk" else f"sort={sort}"), "ba_att")
-          for sparsity in (0.5, 0.7, 0.9) for sort in ("qk", "k", "q", "none")}
-    less = lambda sort, other: {f"{sparsity} dropped: {of[sparsity, sort]:+.3f} and {of[sparsity, other]:+.3f}":
-                                of[sparsity, sort] < of[sparsity, other] for sparsity in (0.5, 0.7, 0.9)}
+    loss_at = {(sparsity, sort): over(label(sparsity, "" if sort == "qk" else f"sort={sort}"), "ba_att")
+               for sparsity in (0.5, 0.7, 0.9) for sort in ("qk", "k", "q", "none")}
+    less = lambda sort, other: {
+        f"{sparsity} dropped: {loss_at[sparsity, sort]:+.3f} and {loss_at[sparsity, other]:+.3f}":
+        loss_at[sparsity, sort] < loss_at[sparsity, other] for sparsity in (0.5, 0.7, 0.9)}
     ends, nowhere, everywhere = (over(f"ba_att:sparsity=0.9{rest}", "ba_att") for rest in (
         "", ",compensate_layers=none", ",compensate_layers=all"))
-    said = lambda *sorts: "; ".join(f"{sparsity}: " + ", ".join(f"{of[sparsity, sort]:+.3f}" for sort in sorts)
+    said = lambda *sorts: "; ".join(f"{sparsity}: " + ", ".join(f"{loss_at[sparsity, sort]:+.3f}" for sort in sorts)
                                     for sparsity in (0.5, 0.7, 0.9))
     return [
         Claim("Ablation: sorting queries and keys by norm helps at 0.5, 0.7 and 0.9 dropped",
@@ -723,7 +725,7 @@ def ba_att():
               f"{ends:+.3f}; nowhere {nowhere:+.3f}, everywhere {everywhere:+.3f}",
               {f"{ends:+.3f}, nowhere {nowhere:+.3f}": ends < nowhere, f"{ends:+.3f}, everywhere {everywhere:+.3f}":
                ends < everywhere}, "the same", "`ba_att_sorts`; published.jsonl"),
-        *ba_att_losses(of[0.5, "qk"]), ba_att_needles(),
+        *ba_att_losses(loss_at[0.5, "qk"]), ba_att_needles(),
         not_run("LongBench 31.3 for 31.5, RULER 90.06 for 88.37", "bidirectional diffusion models cannot be loaded"),
         speed_at_256k(),
         Claim("Figure 2: the bound's correlation with the error is above 0.5",
@@ -741,9 +743,10 @@ PAPERS = {"DMA": dma, "BFLA": bfla, "MOMO": momo, "PBS-Attn": pbs, "BA-Att": ba_
 @functools.cache
 def verdicts():
     """How many claims of each paper have which verdict, and of all."""
-    found = {name: [claim.verdict for claim in of_paper()] for name, of_paper in PAPERS.items()}
-    found["all"] = sum(found.values(), [])
-    return ["paper", *VERDICTS], [[name, *(str(said.count(one)) for one in VERDICTS)] for name, said in found.items()]
+    by_paper = {name: [claim.verdict for claim in of_paper()] for name, of_paper in PAPERS.items()}
+    by_paper["all"] = sum(by_paper.values(), [])
+    return ["paper", *VERDICTS], [[name, *(str(said.count(verdict)) for verdict in VERDICTS)]
+                                  for name, said in by_paper.items()]
 
 
 def rows_of(claim):
@@ -759,8 +762,8 @@ def command(table):
 def commands():
     """The tables whose rows a script measures, a line a command."""
     return ["rows", "measured again by"], [
-        [", ".join(f"`{name}`" for name in MEASURES if MEASURES[name] == one), f"`{one}`"]
-        for one in dict.fromkeys(MEASURES.values())]
+        [", ".join(f"`{name}`" for name in MEASURES if MEASURES[name] == command), f"`{command}`"]
+        for command in dict.fromkeys(MEASURES.values())]
 
 
 def main():

@@ -42,8 +42,8 @@ def asked(sieve, *words):
 def selectors(sieve, labels, *words):
     """What `sieve eval selectors` measured of each of `labels`, in their order, and all of its answer."""
     chosen = [word for label in labels for word in ("--selector", label)]
-    found = asked(sieve, "selectors", *MODEL, "--lengths", "1024", *words, *chosen)
-    return found["selectors"], found
+    report = asked(sieve, "selectors", *MODEL, "--lengths", "1024", *words, *chosen)
+    return report["selectors"], report
 
 
 def tiny_attention(sieve):
@@ -65,7 +65,8 @@ def smollm2_attention(sieve, folder):
                          ("docs/evaluation.md", 2048)):
         layers = asked(sieve, "attention", "--checkpoint", folder, "--data", text, "--length", str(tokens))["layers"]
         heads = [[100 * head["top_fifth"] for head in layer["heads"]] for layer in layers]
-        means, every = [sum(one) / len(one) for one in heads], [value for one in heads for value in one]
+        means = [sum(of_head) / len(of_head) for of_head in heads]
+        every = [value for of_head in heads for value in of_head]
         rows.append({"text": text, "tokens": tokens, "mean of all heads": rounded(sum(every) / len(every), 1),
                      "layer with least": rounded(min(means), 1), "layer with most": rounded(max(means), 1),
                      "heads at 80 % or less": sum(value <= 80 for value in every), "heads": len(every)})
@@ -81,11 +82,11 @@ def momo(rest):
 def momo_topk(sieve):
     ways = {"exact lists": ",topk=exact", "tree": ",topk=tree", "estimate": ""}
     keys = [2, 4, 8, 16, 32]
-    found, _ = selectors(sieve, [momo(f"k={k}{way}") for k in keys for way in ways.values()], "--windows", "2")
+    reports, _ = selectors(sieve, [momo(f"k={k}{way}") for k in keys for way in ways.values()], "--windows", "2")
     rows = []
     for at, k in enumerate(keys):
-        of_way = dict(zip(ways, found[at * len(ways):]))
-        rows.append({"k": str(k)} | {way: rounded(100 * one["recall"], 2) for way, one in of_way.items()}
+        of_way = dict(zip(ways, reports[at * len(ways):]))
+        rows.append({"k": str(k)} | {way: rounded(100 * report["recall"], 2) for way, report in of_way.items()}
                     | {"pairs": rounded(100 * of_way["estimate"]["density"], 1)})
     return rows, {"k": "{}"} | dict.fromkeys(ways, "{:.2f} %") | {"pairs": "{:.1f} %"}
 
@@ -93,12 +94,12 @@ def momo_topk(sieve):
 def momo_trim(sieve):
     """`k_trim` is k where it is absent; 64 blocks of 16 are all of a text of 1024 tokens."""
     keys = [2, 4, 8]
-    found, _ = selectors(sieve, [momo(f"k={k}{kept}") for k in keys for kept in (",k_trim=64", "")], "--windows", "2")
+    reports, _ = selectors(sieve, [momo(f"k={k}{kept}") for k in keys for kept in (",k_trim=64", "")], "--windows", "2")
     forms = {"whole union: mass": "{:.1f} %", "pairs": "{:.1f} %", "loss - dense": "{:+.3f}"}
     trimmed = {"trimmed to k: mass": "{:.1f} %", "its pairs": "{:.1f} %", "its loss - dense": "{:+.3f}"}
-    cells = lambda one: (rounded(100 * one["recall"], 2), rounded(100 * one["density"], 1),
-                         rounded(one["loss"] - one["dense_loss"]))
-    rows = [{"k": str(k)} | dict(zip(forms, cells(found[2 * at]))) | dict(zip(trimmed, cells(found[2 * at + 1])))
+    cells = lambda report: (rounded(100 * report["recall"], 2), rounded(100 * report["density"], 1),
+                            rounded(report["loss"] - report["dense_loss"]))
+    rows = [{"k": str(k)} | dict(zip(forms, cells(reports[2 * at]))) | dict(zip(trimmed, cells(reports[2 * at + 1])))
             for at, k in enumerate(keys)]
     return rows, {"k": "{}"} | forms | trimmed
 
@@ -107,22 +108,23 @@ def ba_att_bound(sieve):
     sorts = {"qk": "queries and keys", "q": "queries", "k": "keys", "none": "nothing"}
     form = "ba_att:block=32,first_dense_layers=0,segment=128,sort="
     labels = [f"{form}{sort}{causal}" for sort in sorts for causal in ("", ",causal=false")]
-    _, found = selectors(sieve, labels, "--windows", "1", "--agreement")
+    _, report = selectors(sieve, labels, "--windows", "1", "--agreement")
     columns = ["R of U and error, segments of 128", "the same, bidirectional",
                "R of estimated and true share, segments", "of shares, bidirectional"]
     rows = []
     for at, name in enumerate(sorts.values()):
-        pair = found["agreement"][2 * at:2 * at + 2]
-        cells = [rounded(one[key], 2) for key in ("bound", "mass") for one in pair]
+        pair = report["agreement"][2 * at:2 * at + 2]
+        cells = [rounded(bound[key], 2) for key in ("bound", "mass") for bound in pair]
         rows.append({"sorted by norm": name} | dict(zip(columns, cells)))
     return rows, {"sorted by norm": "{}"} | dict.fromkeys(columns, "{:.2f}")
 
 
 def pbs_exact(sieve):
-    found, _ = selectors(sieve, [f"pbs:tau=1,permute={what}" for what in ("keys", "queries", "both")], "--windows", "2")
+    labels = [f"pbs:tau=1,permute={what}" for what in ("keys", "queries", "both")]
+    reports, _ = selectors(sieve, labels, "--windows", "2")
     shown = lambda value: f"{value:.0e}".replace("e-0", "e-") if value else "0"
-    rows = [{"permuted": what, "pairs": rounded(100 * one["density"], 1), "error of the output": shown(
-        one["output_error"])} for what, one in zip(("keys", "queries", "both"), found)]
+    rows = [{"permuted": what, "pairs": rounded(100 * report["density"], 1), "error of the output": shown(
+        report["output_error"])} for what, report in zip(("keys", "queries", "both"), reports)]
     return rows, {"permuted": "{}", "pairs": "{:.0f} %", "error of the output": "{}"}
 
 
@@ -130,12 +132,12 @@ def needles_8k(sieve):
     labels = ["momo:k=8,first_dense_layers=0", "momo:k=16,first_dense_layers=0", "ba_att", "ba_att:sparsity=0.9", "pbs",
               "xattention"]
     chosen = [word for label in labels for word in ("--selector", label)]
-    found = asked(sieve, "needle", "--checkpoint", "checkpoints/tiny8k", "--lengths", "8192", "--depths",
-                  "0,25,50,75,100", "--needles", "2", *chosen)["methods"]
+    methods = asked(sieve, "needle", "--checkpoint", "checkpoints/tiny8k", "--lengths", "8192", "--depths",
+                    "0,25,50,75,100", "--needles", "2", *chosen)["methods"]
     rows = []
-    for name, one in zip(["dense", *(f"`{label}`" for label in labels)], found, strict=True):
-        rows.append({"method": name, "found": sum(cell["num_found"] for cell in one["cells"]),
-                     "of": sum(cell["num_needles"] for cell in one["cells"])})
+    for name, answer in zip(["dense", *(f"`{label}`" for label in labels)], methods, strict=True):
+        rows.append({"method": name, "found": sum(cell["num_found"] for cell in answer["cells"]),
+                     "of": sum(cell["num_needles"] for cell in answer["cells"])})
     return rows, {"method": "{}", "found": "{}", "of": "{}"}
 
 

@@ -28,13 +28,13 @@ def rounded(value, digits=4):
     return round(value, digits)
 
 
-def pairs(one):
+def pairs(method):
     """Percent of the pairs that are read, and of these the probes'. A program before `probe_density` counted the mask's
     alone: MOMO's probes are then added by their number."""
-    if "probe_density" in one:
-        return rounded(100 * one["density"]), rounded(100 * one["probe_density"])
-    probes = probes_share(one["tokens"]) if one["method"].startswith("momo") else 0.0
-    return rounded(100 * (one["density"] + probes)), rounded(100 * probes)
+    if "probe_density" in method:
+        return rounded(100 * method["density"]), rounded(100 * method["probe_density"])
+    probes = probes_share(method["tokens"]) if method["method"].startswith("momo") else 0.0
+    return rounded(100 * (method["density"] + probes)), rounded(100 * probes)
 
 
 def selectors(folder):
@@ -47,15 +47,15 @@ def selectors(folder):
             continue
         measured = json.loads(path.read_text(encoding="utf-8"))
         card = measured["device"]
-        for one in measured["selectors"]:
-            if one["method"] == "dense" or None in (one["whole_ms"], one["dense_ms"]):
+        for method in measured["selectors"]:
+            if method["method"] == "dense" or None in (method["whole_ms"], method["dense_ms"]):
                 continue
-            read, probes = pairs(one)
-            rows.setdefault((one["method"], one["tokens"]), {
-                "table": "selectors_alone", "method": f"`{one['method']}`", "tokens": f"{one['tokens']:,}",
-                "dense, ms": rounded(one["dense_ms"]), "whole, ms": rounded(one["whole_ms"]),
-                "selection, ms": rounded(one["selection_ms"] or 0.0), "pairs, %": read,
-                "of them probes, %": probes, "mass, %": rounded(100 * one["mass"], 2)})
+            read, probes = pairs(method)
+            rows.setdefault((method["method"], method["tokens"]), {
+                "table": "selectors_alone", "method": f"`{method['method']}`", "tokens": f"{method['tokens']:,}",
+                "dense, ms": rounded(method["dense_ms"]), "whole, ms": rounded(method["whole_ms"]),
+                "selection, ms": rounded(method["selection_ms"] or 0.0), "pairs, %": read,
+                "of them probes, %": probes, "mass, %": rounded(100 * method["mass"], 2)})
     return "selectors_alone", list(rows.values()), SELECTORS, card, lacks, "lab/experiments/papers_gpu.sh SIEVE OUT"
 
 
@@ -75,7 +75,7 @@ def figure2(folder):
                 lacks.append(attention.name)
                 continue
             layers = json.loads(attention.read_text(encoding="utf-8"))["layers"]
-            score = {one["length"]: 100 * one["score"] for one in task["lengths"]}
+            score = {cell["length"]: 100 * cell["score"] for cell in task["lengths"]}
             far = [100 * (1 - layer["chosen"]["in_window"]) for layer in layers if layer["chosen"]]
             rows.append({"table": "figure2", "form": form, "task": task["task"], "loss of": "answers",
                          "steps": scores["step"], "answered, % at 512": rounded(score[512]),

@@ -25,10 +25,10 @@ PLACE, CONTENT, WHOLE = "place", "content", "whole"  # why a key is read; WHOLE:
 
 def vectors(draw, smooth):
     """A vector for each token; neighbours resemble each other by `smooth`."""
-    found = [[draw.gauss(0, 1) for _ in range(COLUMNS)]]
-    while len(found) < TOKENS:
-        found.append([smooth * old + math.sqrt(1 - smooth**2) * draw.gauss(0, 1) for old in found[-1]])
-    return found
+    vectors_made = [[draw.gauss(0, 1) for _ in range(COLUMNS)]]
+    while len(vectors_made) < TOKENS:
+        vectors_made.append([smooth * old + math.sqrt(1 - smooth**2) * draw.gauss(0, 1) for old in vectors_made[-1]])
+    return vectors_made
 
 
 def dot(a, b):
@@ -41,7 +41,7 @@ def mean(rows):
 
 def best(scores, count):
     """The `count` entries of most score, of equal ones the later."""
-    return set(sorted(scores, key=lambda one: (scores[one], one))[-count:]) if count else set()
+    return set(sorted(scores, key=lambda place: (scores[place], place))[-count:]) if count else set()
 
 
 def keys_of(blocks, query):
@@ -114,7 +114,7 @@ def rectangle(x, y, width, height, colour, rest=""):
 
 
 def picture(height, parts, title, shape="auto"):
-    colours = lambda of: " ".join(f"--{name}: {value};" for name, value in of.items())
+    colours = lambda palette: " ".join(f"--{name}: {value};" for name, value in palette.items())
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="system-ui, sans-serif" shape-rendering="{shape}" role="img"><title>{title}</title>',

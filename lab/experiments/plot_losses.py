@@ -28,10 +28,10 @@ def rows_of(path):
 
 def mean(files):
     """Points of the same step, in as many files as have it."""
-    found = {}
+    by_step = {}
     for step, loss in (point for points in files for point in points):
-        found.setdefault(step, []).append(loss)
-    return [(step, sum(losses) / len(losses)) for step, losses in sorted(found.items())]
+        by_step.setdefault(step, []).append(loss)
+    return [(step, sum(losses) / len(losses)) for step, losses in sorted(by_step.items())]
 
 
 def read(paths):
@@ -106,10 +106,10 @@ def speed(at, title, runs):
     for number, name, rate, loss in dots:
         out.append(f'<circle cx="{x(rate):.1f}" cy="{y(loss):.1f}" r="4" fill="{COLOURS[number % len(COLOURS)]}"/>')
     for number, name in dict.fromkeys(dot[:2] for dot in dots):
-        mine = [dot for dot in dots if dot[0] == number]
-        ys = [y(dot[3]) for dot in mine]
+        own_dots = [dot for dot in dots if dot[0] == number]
+        ys = [y(dot[3]) for dot in own_dots]
         at_y = max(ys) + 16 if number % 3 == 2 else min(ys) - 9  # names beside each other do not collide
-        out.append(f'<text x="{x(mine[0][2]):.1f}" y="{at_y:.1f}" text-anchor="middle">{name}</text>')
+        out.append(f'<text x="{x(own_dots[0][2]):.1f}" y="{at_y:.1f}" text-anchor="middle">{name}</text>')
     return out
 
 
@@ -126,12 +126,12 @@ def of_attention(runs):
     }
     curves = lambda key, shown: {name: [(row["step"], [shown(row["attention"][key])]) for row in rows
                                         if key in (row["attention"] or {})] for name, rows in steps.items()}
-    found = {title: curves(*panel) for title, panel in panels.items()}
+    panel_lines = {title: curves(*panel) for title, panel in panels.items()}
     has_values = lambda lines: any(value for points in lines.values() for _, values in points for value in values)
-    found = {title: lines for title, lines in found.items() if has_values(lines)}
+    panel_lines = {title: lines for title, lines in panel_lines.items() if has_values(lines)}
     losses = {name: [(row["step"], [row["loss"]]) for row in rows] for name, rows in steps.items()}
-    found["training loss, nats"] = losses
-    return chart([(title, lines, "linear", "step", "{:g}") for title, lines in found.items()], list(steps))
+    panel_lines["training loss, nats"] = losses
+    return chart([(title, lines, "linear", "step", "{:g}") for title, lines in panel_lines.items()], list(steps))
 
 
 def main():

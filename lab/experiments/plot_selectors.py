@@ -62,21 +62,21 @@ def of_lengths(files):
         if row["heads"] == heads:
             name = row["method"].replace(":stride=16", "").replace(",base.stride=16", "")
             methods.setdefault(name, {})[row["tokens"]] = row
-    methods = {name: dict(sorted(found.items())) for name, found in methods.items()}
+    methods = {name: dict(sorted(by_length.items())) for name, by_length in methods.items()}
     dense = [(n, row["whole_ms"]) for n, row in methods.pop("dense").items()]
     lengths = sorted(n for n, _ in dense)
     y = [min(row["selection_ms"] or 1e9 for m in methods.values() for row in m.values()), max(ms for _, ms in dense)]
     ticks = [10.0**e for e in range(-1, 5) if y[0] <= 10.0**e <= y[1]]
     axes = Axes((lengths[0], lengths[-1]), y, [(n, f"{n // 1024}K") for n in lengths[::2]], [(t, f"{t:g}") for t in ticks])
     panels = []
-    for name, found in methods.items():
-        slower = [n for n, row in found.items() if row["whole_ms"] >= row["dense_ms"]]
+    for name, by_length in methods.items():
+        slower = [n for n, row in by_length.items() if row["whole_ms"] >= row["dense_ms"]]
         since = [n for n in lengths if n > max(slower, default=0)]
         says = f"faster than dense from {since[0] // 1024}K" if since else f"slower than dense at {lengths[-1] // 1024}K"
         panels.append([
             *axes.frame(name, says), *axes.line(dense, GREY),
-            *axes.line([(n, row["selection_ms"]) for n, row in found.items() if row["selection_ms"]], RED, 1.5, "4 3"),
-            *axes.line([(n, row["whole_ms"]) for n, row in found.items()], BLUE, dots=2),
+            *axes.line([(n, row["selection_ms"]) for n, row in by_length.items() if row["selection_ms"]], RED, 1.5, "4 3"),
+            *axes.line([(n, row["whole_ms"]) for n, row in by_length.items()], BLUE, dots=2),
         ])
     said = [(None, "", "milliseconds against tokens,"), (None, "", "both axes logarithmic"), (BLUE, "", "selection and attention"),
             (RED, "4 3", "selection alone"), (GREY, "", "dense attention")]
@@ -103,7 +103,8 @@ def of_quality(files):
     for name, points in methods.items():
         settings = [dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair) for *_, text in points]
         moved = [key for key in settings[0] if any(other.get(key) != settings[0][key] for other in settings)]
-        says = ", ".join(f"{key} {', '.join(of[key] for of in settings)}" for key in moved) or kinds.get(name, "")
+        values = [f"{key} {', '.join(setting[key] for setting in settings)}" for key in moved]
+        says = ", ".join(values) or kinds.get(name, "")
         says = says if len(says) < 34 else says[:33] + "…"
         panels.append([
             *axes.frame(name, says), *axes.line([(dense_ms, 1e-3), (dense_ms, 1)], GREY, 1, "4 3"),

@@ -29,9 +29,9 @@ def rows_of(file):
     """The rows of a file of runs; of a folder the first line of each file, which is about its run."""
     path = ROWS / file
     paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [pathlib.Path(f"{path}.jsonl")]
-    lines = [one.read_text(encoding="utf-8").splitlines() for one in paths]
-    found = [json.loads(line) for each in lines for line in each]
-    return [row for row in found if row.get("kind") == "run"] if path.is_dir() else found
+    lines = [path_of_rows.read_text(encoding="utf-8").splitlines() for path_of_rows in paths]
+    rows = [json.loads(line) for each in lines for line in each]
+    return [row for row in rows if row.get("kind") == "run"] if path.is_dir() else rows
 
 
 def missing(file):

@@ -100,7 +100,7 @@ def jobs(lengths, only):
         for length in own_lengths.get(group, lengths) if group in only else ():
             tokens = length - 100 if group == "needle" else length
             for n, part in enumerate(parts):
-                words = part if part[0] == "--grid" else [word for one in part for word in ("--selector", one)]
+                words = part if part[0] == "--grid" else [word for label in part for word in ("--selector", label)]
                 yield f"{group}-{length}-{n}", group, [*command, "--lengths", str(tokens), *words]
 
 
@@ -112,28 +112,28 @@ def rounded(value):
 
 def rows(group, report, asked):
     if "selectors" in report:
-        found = []
+        rows_made = []
         for row in report["selectors"]:
             kept = {key: rounded(row[key]) for key in KEPT}
             kept["cosines"] = [round(layer["cosine"], 4) for layer in row["layers"]]
             kept["paths"] = "; ".join(sorted({path["path"] for path in row["paths"]}))
-            found.append(kept)
-        return found + [{"label": one["label"], "failed": one["error"]} for one in report["failed"]]
-    found = []
+            rows_made.append(kept)
+        return rows_made + [{"label": refusal["label"], "failed": refusal["error"]} for refusal in report["failed"]]
+    rows_made = []
     for label, method in zip([None, *asked], report["methods"], strict=True):
         base = {"label": label, "paths": "; ".join(sorted({path["path"] for path in method["paths"]}))}
         if group == "needle":
             cells = method["cells"]
             count, said = (sum(cell[key] for cell in cells) for key in ("num_needles", "num_found"))
             rank = sum(cell["mean_rank"] * cell["num_needles"] for cell in cells) / count
-            found.append(base | {"num_tokens": cells[0]["length"], "num_samples": count, "score": said / count,
-                                 "mean_rank": rounded(rank)})
+            rows_made.append(base | {"num_tokens": cells[0]["length"], "num_samples": count, "score": said / count,
+                                     "mean_rank": rounded(rank)})
             continue
         for task in method["tasks"]:
             for cell in task["lengths"]:
-                found.append(base | {"task": task["task"], "num_tokens": cell["length"], "num_samples": cell["num_samples"],
-                                     **{key: rounded(cell[key]) for key in ("score", "mean_rank", "log_likelihood")}})
-    return found
+                rows_made.append(base | {"task": task["task"], "num_tokens": cell["length"], "num_samples": cell["num_samples"],
+                                         **{key: rounded(cell[key]) for key in ("score", "mean_rank", "log_likelihood")}})
+    return rows_made
 
 
 def run(job, args, end):
@@ -152,11 +152,11 @@ def run(job, args, end):
         return None
     try:
         asked = [word for before, word in zip(words, words[1:]) if before == "--selector"]
-        found = rows(group, json.loads(done.stdout.replace(patterns, "PATTERNS")), asked)
+        rows_made = rows(group, json.loads(done.stdout.replace(patterns, "PATTERNS")), asked)
     except ValueError:
-        found = [{"failed": done.stderr[-400:].replace(patterns, "PATTERNS")}]
+        rows_made = [{"failed": done.stderr[-400:].replace(patterns, "PATTERNS")}]
     seconds = round(time.monotonic() - began, 1)
-    return [{"job": name, "group": group, "device": args.device, "seconds": seconds, **row} for row in found]
+    return [{"job": name, "group": group, "device": args.device, "seconds": seconds, **row} for row in rows_made]
 
 
 def measure(args):
@@ -168,11 +168,11 @@ def measure(args):
     done = {(row["job"], row["device"]) for row in json_lines(args.out)}
     left = [job for job in jobs(args.lengths, args.only) if (job[0], args.device) not in done]
     missing = 0
-    for alone in (True, False):
-        with concurrent.futures.ThreadPoolExecutor(1 if alone else args.workers) as pool:
-            for found in pool.map(lambda job: run(job, args, end), [job for job in left if (job[1] == "time") == alone]):
-                missing += found is None
-                append(args.out, *found or [])
+    for by_itself in (True, False):
+        with concurrent.futures.ThreadPoolExecutor(1 if by_itself else args.workers) as pool:
+            for rows_made in pool.map(lambda job: run(job, args, end), [job for job in left if (job[1] == "time") == by_itself]):
+                missing += rows_made is None
+                append(args.out, *rows_made or [])
     print(f"{len(left) - missing} jobs done, {missing} left")
 
 
@@ -184,9 +184,9 @@ def where(row):
     return "kernels" if not row["host_bytes"] else "kernel, chosen on the host"
 
 
-def tables(found):
+def tables(rows_of_all):
     for group in [*GROUPS, *ASKED]:
-        of_group = [row for row in found if row["group"] == group]
+        of_group = [row for row in rows_of_all if row["group"] == group]
         lengths = sorted({(row["device"], row["num_tokens"]) for row in of_group if "num_tokens" in row})
         for device, length in lengths:
             here = [row for row in of_group if (row["device"], row.get("num_tokens")) == (device, length)]
@@ -210,7 +210,7 @@ def tables(found):
                 cells = {row.get("task", "needle"): f"{100 * row['score']:.0f} ({row['mean_rank']:.1f})" for row in here if row["label"] == label}
                 lines.append([f"`{label}`" if label else "dense", *(cells.get(task, "-") for task in tasks)])
             print(table_text(["method", *tasks], lines))
-    for row in (row for row in found if "failed" in row):
+    for row in (row for row in rows_of_all if "failed" in row):
         print(f"failed: {row['job']} {row.get('label', '')}: {row['failed']}")
 
 
@@ -229,11 +229,11 @@ def main():
     args = parser.parse_args()
     if args.checkpoint:
         measure(args)
-    found = json_lines(args.out)
+    rows_of_all = json_lines(args.out)
     if args.tables:
-        tables(found)
+        tables(rows_of_all)
     if args.draw:
-        timed = [row for row in found if row["group"] == "time" and "loss" in row]
+        timed = [row for row in rows_of_all if row["group"] == "time" and "loss" in row]
         plot_selectors.write(args.draw, *plot_selectors.of_quality([{"selectors": timed, "trained": []}]))
 
 

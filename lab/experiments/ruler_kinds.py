@@ -63,18 +63,18 @@ def run(job, runs, arguments):
     words = ["ruler", "--tasks", ",".join(TASKS), "--lengths", ",".join(str(times * length) for times in (1, 2, 4)),
              "--samples", str(arguments.samples)]
     report = evaluated(folder, words, runs, arguments)
-    numbers = lambda one: [one["length"], round(100 * one["score"], 1), round(one["mean_rank"], 2)]
+    numbers = lambda cell: [cell["length"], round(100 * cell["score"], 1), round(cell["mean_rank"], 2)]
     of_tasks = {task["task"]: list(map(numbers, task["lengths"])) for task in report["methods"][0]["tasks"]}
     return {**dict(zip(KEY, job)), "loss": scores(lines)["loss"], "scores": of_tasks}
 
 
 def of_task(rows, kind, task, which):
     """Numbers of a task by length, a value a seed: the score in % (`which` 1) or the mean rank of the answer (2)."""
-    found = {}
+    by_length = {}
     for key, row in sorted(rows.items(), key=lambda pair: pair[0][-1]):
-        for one in row["scores"][task] if key[0] == kind else []:
-            found.setdefault(one[0], []).append(one[which])
-    return found
+        for cell in row["scores"][task] if key[0] == kind else []:
+            by_length.setdefault(cell[0], []).append(cell[which])
+    return by_length
 
 
 def table(rows, arguments):

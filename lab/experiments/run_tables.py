@@ -26,8 +26,8 @@ def table(name):
 def runs(name, **values):
     """The runs of a file that have these values, by seed."""
     lines = [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [row for row in lines if all(row.get(key) == value for key, value in values.items())]
-    return sorted(found, key=lambda row: row.get("seed", 0))
+    rows = [row for row in lines if all(row.get(key) == value for key, value in values.items())]
+    return sorted(rows, key=lambda row: row.get("seed", 0))
 
 
 def fixed(value, digits):
@@ -87,13 +87,13 @@ def rates():
 @table("behind_dma")
 def behind_dma():
     of_dma = {row["seed"]: row["loss"] for row in at_best_rate("DMA", 32768)[1]}
-    found = []
+    by_name = []
     for kind, name in RATES.items():
         of_kind = {row["seed"]: row["loss"] for row in at_best_rate(kind, 32768)[1]}
         if kind not in ("DMA", "MSA, warm-up") and of_kind.keys() == of_dma.keys():
-            found.append((name or kind, [of_kind[seed] - of_dma[seed] for seed in of_dma]))
-    found.sort(key=lambda one: statistics.mean(one[1]))
-    lines = [[name, mean(apart, 3), fixed(min(apart), 3), fixed(max(apart), 3)] for name, apart in found]
+            by_name.append((name or kind, [of_kind[seed] - of_dma[seed] for seed in of_dma]))
+    by_name.sort(key=lambda item: statistics.mean(item[1]))
+    lines = [[name, mean(apart, 3), fixed(min(apart), 3), fixed(max(apart), 3)] for name, apart in by_name]
     return ["attention", "mean", "least", "most"], lines
 
 
@@ -103,24 +103,24 @@ EQUAL = RATES | {"DMA, 1 of 4 dense": "DMA, slope, 1 of 4 dense",
 
 def equal_time(length, minutes, columns, kinds=None):
     """Kinds by their mean loss after equal time."""
-    found = collections.defaultdict(list)
+    by_kind = collections.defaultdict(list)
     for row in runs("equal_time", text="crates", length=length, minutes=minutes):
-        found[row["kind"]].append(row)
-    order = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
+        by_kind[row["kind"]].append(row)
+    order = sorted(by_kind, key=lambda kind: statistics.mean(row["loss"] for row in by_kind[kind]))
     lines = []
     for kind in kinds or order:
         name = EQUAL[kind] or kind
-        few = len(found[kind]) < 3
-        name += f" (seed {found[kind][0]['seed']})" if few else ""
-        lines.append([name, *(of(found[kind]) for of in columns.values())])
+        few = len(by_kind[kind]) < 3
+        name += f" (seed {by_kind[kind][0]['seed']})" if few else ""
+        lines.append([name, *(column(by_kind[kind]) for column in columns.values())])
     return ["attention", *columns], lines
 
 
-LOSS = {"loss": lambda found: each(found, "loss", 3)}
-SPEED = {"tokens/s": lambda found: f"{round(statistics.median(row['tokens_per_second'] for row in found), -2):,.0f}"}
-FAR = {"far > 1024": lambda found: far(found, "1024")}
-FARTHER = {"far > 16,384": lambda found: far(found, "16384")}
-TOKENS = {"tokens": lambda found: f"{statistics.median(row['tokens'] for row in found) / 1e6:.0f}M"}
+LOSS = {"loss": lambda rows: each(rows, "loss", 3)}
+SPEED = {"tokens/s": lambda rows: f"{round(statistics.median(row['tokens_per_second'] for row in rows), -2):,.0f}"}
+FAR = {"far > 1024": lambda rows: far(rows, "1024")}
+FARTHER = {"far > 16,384": lambda rows: far(rows, "16384")}
+TOKENS = {"tokens": lambda rows: f"{statistics.median(row['tokens'] for row in rows) / 1e6:.0f}M"}
 
 TABLES["minute_8192"] = lambda: equal_time(8192, 1.0, LOSS | SPEED | FAR)
 TABLES["minute_32768"] = lambda: equal_time(32768, 1.0, LOSS | SPEED | FAR | FARTHER)
@@ -129,8 +129,8 @@ TABLES["nine_minutes"] = lambda: equal_time(32768, 9.0, LOSS | TOKENS | FAR | FA
 
 @table("minute_far")
 def minute_far():
-    long, linux = ({row["kind"]: row["loss"] for row in runs("equal_time", minutes=1.0, seed=0, **of)}
-                   for of in ({"text": "crates", "length": 131072}, {"text": "linux", "length": 32768}))
+    long, linux = ({row["kind"]: row["loss"] for row in runs("equal_time", minutes=1.0, seed=0, **setting)}
+                   for setting in ({"text": "crates", "length": 131072}, {"text": "linux", "length": 32768}))
     lines = [[kind, fixed(long[kind], 3), fixed(linux[kind], 3) if kind in linux else "-"]
              for kind in sorted(long, key=long.get)]
     return ["attention", "rows of 131,072", "Linux, rows of 32,768"], lines
@@ -142,7 +142,7 @@ def muon():
     lines = []
     for kind, name in (("DMA", "DMA, slope, r 128"), ("dense", "dense")):
         for file, optimizer in (("rates", "AdamW"), ("muon", "Muon")):
-            cells = [each(runs(file, kind=kind, length=8192, rate=one), "loss", 3) for one in tried]
+            cells = [each(runs(file, kind=kind, length=8192, rate=rate_tried), "loss", 3) for rate_tried in tried]
             lines.append([name if file == "rates" else "", optimizer, *cells])
     return ["attention", "optimizer", *map(rate, tried)], lines
 
@@ -156,8 +156,8 @@ def by_size():
     lines = []
     for kind in SCALED:
         of_size = [runs("scaling", kind=kind, size=size) for size in SIZES]
-        full = [(row["parameters"], row["loss"]) for found in of_size for row in found if scaling.is_full(row)]
-        lines.append(["DMA, slope, r 64" if kind == "DMA" else kind, *(each(found, "loss", 3) for found in of_size),
+        full = [(row["parameters"], row["loss"]) for seeds in of_size for row in seeds if scaling.is_full(row)]
+        lines.append(["DMA, slope, r 64" if kind == "DMA" else kind, *(each(seeds, "loss", 3) for seeds in of_size),
                       scaling.slope(full)])
     return ["attention", *(f"{size}M" for size in SIZES), "nats a doubling"], lines
 
@@ -166,8 +166,8 @@ def by_size():
 def dma_minus():
     lines = []
     for kind, seed in (("dense", 0), ("dense", 1), ("window + slope", 0), ("window", 0)):
-        ours, theirs = ({row["size"]: row["loss"] for row in runs("scaling", kind=one, seed=seed)}
-                        for one in ("DMA", kind))
+        ours, theirs = ({row["size"]: row["loss"] for row in runs("scaling", kind=name, seed=seed)}
+                        for name in ("DMA", kind))
         both = ours.keys() & theirs.keys()
         cells = [fixed(ours[size] - theirs[size], 3) if size in both else "-" for size in SIZES]
         lines.append([f"{kind}, seed {seed}", *cells])
@@ -215,12 +215,12 @@ EQUAL_STEPS = 4000  # of the hard form, which every kind has
 def hard_runs(kind, steps):
     """Of each seed that ran for so many steps, what it answered after each eighth of them."""
     of_seed = [runs("mqar_hard", kind=kind, seed=seed, steps=steps) for seed in (0, 1, 2)]
-    return [sorted(found, key=lambda row: row["step"]) for found in of_seed if found]
+    return [sorted(seed_rows, key=lambda row: row["step"]) for seed_rows in of_seed if seed_rows]
 
 
 def best_shares(kind, steps):
     """The best share of right answers of each seed."""
-    return [max(row["accuracy"] for row in found) for found in hard_runs(kind, steps)]
+    return [max(row["accuracy"] for row in seed_rows) for seed_rows in hard_runs(kind, steps)]
 
 
 @table("mqar_hard")
@@ -229,12 +229,13 @@ def mqar_hard():
     lines = []
     for kind, name in HARD.items():
         for steps in sorted({row["steps"] for row in runs("mqar_hard", kind=kind)}):
-            found = hard_runs(kind, steps)
-            reached = [next((str(row["step"]) for row in of if row["accuracy"] >= 0.99), "none") for of in found]
-            lines.append([name if steps == EQUAL_STEPS else f"{name}, for longer", f"{steps:,}", str(len(found)),
+            seeds = hard_runs(kind, steps)
+            reached = [next((str(row["step"]) for row in steps_of_seed if row["accuracy"] >= 0.99), "none")
+                       for steps_of_seed in seeds]
+            lines.append([name if steps == EQUAL_STEPS else f"{name}, for longer", f"{steps:,}", str(len(seeds)),
                           "none" if set(reached) == {"none"} else ", ".join(reached),
                           ", ".join(map(percent, best_shares(kind, steps))),
-                          ", ".join(percent(of[-1]["accuracy"]) for of in found)])
+                          ", ".join(percent(steps_of_seed[-1]["accuracy"]) for steps_of_seed in seeds)])
     return ["", "steps", "seeds", "step at which 99 % are right", "best share in %, asked after each eighth of the steps",
             "last share"], lines
 
@@ -283,17 +284,17 @@ SINKS = ("window, one layer in four dense", "window with sinks, one layer in fou
 
 def of_smollm2(row):
     """The numbers that both tables of the published model made sparse have, by column."""
-    found, asked, rank = row["needles"]
+    num_found, asked, rank = row["needles"]
     return {"held-out loss": fixed(row["loss"], 3), "far > 1024": fixed(row["far"]["1024"], 2),
             "far > 4096": fixed(row["far"]["4096"], 2), "English": fixed(row["english"], 3),
-            f"needles of {asked} (rank)": f"{found} ({fixed(rank, 1)})",
+            f"needles of {asked} (rank)": f"{num_found} ({fixed(rank, 1)})",
             **{f"`{task}`": fixed(row["ruler"][task], 1) for task in ("niah_single_1", "niah_single_2", "niah_multikey_1")}}
 
 
 @table("smollm2_imported")
 def smollm2_imported():
-    found = [(name, of_smollm2(runs("smollm2", phase="imported", kind=kind)[0])) for kind, name in SMOLLM2.items()]
-    return ["", *found[0][1]], [[name, *row.values()] for name, row in found]
+    scored = [(name, of_smollm2(runs("smollm2", phase="imported", kind=kind)[0])) for kind, name in SMOLLM2.items()]
+    return ["", *scored[0][1]], [[name, *row.values()] for name, row in scored]
 
 
 TRAINED_FORMS = ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows")

@@ -232,8 +232,8 @@ def words_of_far(length, far):
 
 def far_losses(report):
     """The loss on words last used more than N tokens back, by N as text."""
-    return {str(one["more_than"]): round(one["far"]["loss"], 4) for one in report["by_word"]["again"]
-            if one["far"]["num_tokens"]}
+    return {str(part["more_than"]): round(part["far"]["loss"], 4) for part in report["by_word"]["again"]
+            if part["far"]["num_tokens"]}
 
 
 def train_missing(jobs, run, arguments, path, rows):
@@ -288,11 +288,11 @@ def round_numbers(low, high):
 def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
     """One set of axes: `series[name]` is a list of (x, values), drawn as a line through the means and a dot a value.
     `columns` are the values of x at equal distances, "linear" is an axis of numbers; without either x is logarithmic."""
-    found = {name: points for name, points in series.items() if points}
-    values = [value for points in found.values() for _, ys in points for value in ys]
+    drawn_series = {name: points for name, points in series.items() if points}
+    values = [value for points in drawn_series.values() for _, ys in points for value in ys]
     low, high = (min(values), max(values)) if values else (0, 1)
     up = lambda y: TOP + (high - y) / max(high - low, 1e-9) * (HEIGHT - TOP - BOTTOM)
-    given = columns if isinstance(columns, list) else [x for points in found.values() for x, _ in points]
+    given = columns if isinstance(columns, list) else [x for points in drawn_series.values() for x, _ in points]
     scale = columns.index if isinstance(columns, list) else float if columns else math.log
     xs = [scale(x) for x in given] or [0, 1]
     share = lambda x: (scale(x) - min(xs)) / max(max(xs) - min(xs), 1e-9)
@@ -309,7 +309,7 @@ def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
             last, label = across(x), f"{x:.0f}" if x >= 1000 else f"{x:.3g}"
             parts.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{at + (PANEL + LEFT) / 2}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">{below}</text>')
-    for name, points in found.items():
+    for name, points in drawn_series.items():
         colour = COLOURS[names.index(name) % len(COLOURS)]
         line = " ".join(f"{across(x):.1f},{up(statistics.mean(ys)):.1f}" for x, ys in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -325,8 +325,8 @@ def chart(panels, names):
         raise SystemExit("no finished run to draw: the picture is left as it is")
     rows = -(-len(panels) // 2)
     place = lambda number: f'<g transform="translate(0 {number // 2 * HEIGHT})">'
-    parts = [f"{place(number)}{panel(number % 2 * PANEL, *one[:2], names, *one[2:])}</g>"
-             for number, one in enumerate(panels)]
+    parts = [f"{place(number)}{panel(number % 2 * PANEL, *given_panel[:2], names, *given_panel[2:])}</g>"
+             for number, given_panel in enumerate(panels)]
     legend = min(len(panels), 2) * PANEL + 10
     for number, name in enumerate(names):
         y, colour = TOP + 10 + 18 * number, COLOURS[number % len(COLOURS)]

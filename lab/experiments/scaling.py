@@ -71,8 +71,8 @@ def model(kind, size, arguments):
     feed-forward layers, a multiple of 8, allows."""
     layers, width, _, _ = SIZES[size]
     wanted = plan(arguments, shape("dense", size, 3 * width))["num_non_embedding"]
-    found = plan(arguments, shape(kind, size, 3 * width))["num_non_embedding"]
-    intermediate = 3 * width + round((wanted - found) / (3 * width * layers) / 8) * 8
+    parameters = plan(arguments, shape(kind, size, 3 * width))["num_non_embedding"]
+    intermediate = 3 * width + round((wanted - parameters) / (3 * width * layers) / 8) * 8
     if intermediate < width:
         raise SystemExit(f"{kind} at {size}M leaves {intermediate} for the feed-forward layers")
     return shape(kind, size, intermediate)
@@ -113,10 +113,10 @@ def run(job, runs, arguments):
 
 def cells(rows):
     """The runs of each kind and size."""
-    found = {}
+    by_cell = {}
     for (kind, size, _), row in sorted(rows.items(), key=lambda pair: pair[0][1:]):
-        found.setdefault((kind, size), []).append(row)
-    return found
+        by_cell.setdefault((kind, size), []).append(row)
+    return by_cell
 
 
 def is_full(row):
@@ -136,12 +136,12 @@ def slope(points):
 
 
 def table(rows, arguments):
-    found = cells(rows)
+    by_cell = cells(rows)
     lines = []
     for kind in arguments.kinds:
-        runs = [found.get((kind, size), []) for size in SIZES]
-        losses = [", ".join(f"{row['loss']:.3f}{'' if is_full(row) else '*'}" for row in one) for one in runs]
-        full = [(row["parameters"], row["loss"]) for one in runs for row in one if is_full(row)]
+        runs = [by_cell.get((kind, size), []) for size in SIZES]
+        losses = [", ".join(f"{row['loss']:.3f}{'' if is_full(row) else '*'}" for row in seeds) for seeds in runs]
+        full = [(row["parameters"], row["loss"]) for seeds in runs for row in seeds if is_full(row)]
         lines.append([kind, *losses, slope(full) if full else ""])
     print(table_text(["attention", *(f"{size}M" for size in SIZES), "nats a doubling"], lines))
     print("\n* under-trained: fewer than 20 tokens a parameter; not in the slope")
@@ -150,21 +150,21 @@ def table(rows, arguments):
 def drawn(rows, arguments):
     """Loss over parameters and over FLOPs, a dot a seed, and its distance to dense attention's mean, where the published
     DMA would hide the other kinds."""
-    found = cells(rows)
+    by_cell = cells(rows)
 
     def lines(name, unit, loss=lambda row, size: row["loss"], kinds=arguments.kinds):
-        runs = {kind: {size: found[kind, size] for size in SIZES if (kind, size) in found} for kind in kinds}
-        return {kind: [(statistics.mean(row[name] for row in some) / unit, [loss(row, size) for row in some])
-                       for size, some in sizes.items()] for kind, sizes in runs.items()}
+        runs = {kind: {size: by_cell[kind, size] for size in SIZES if (kind, size) in by_cell} for kind in kinds}
+        return {kind: [(statistics.mean(row[name] for row in seeds) / unit, [loss(row, size) for row in seeds])
+                       for size, seeds in sizes.items()] for kind, sizes in runs.items()}
 
     def behind(row, size):
-        return row["loss"] - statistics.mean(one["loss"] for one in found["dense", size])
+        return row["loss"] - statistics.mean(dense["loss"] for dense in by_cell["dense", size])
 
     words = "millions of parameters besides the embedding"
     panels = [("validation loss, nats", lines("parameters", 1e6), None, words),
               ("validation loss, nats", lines("flops", 1e15), None, "PFLOPs of training")]
     near = [kind for kind in arguments.kinds if kind != "DMA as published"]
-    if all(("dense", size) in found for _, size in found):
+    if all(("dense", size) in by_cell for _, size in by_cell):
         panels.append(("nats behind dense attention", lines("parameters", 1e6, behind, near), None, words))
     return chart(panels, arguments.kinds)
 

@@ -20,11 +20,12 @@ def table(name):
 @functools.cache
 def groups():
     """The row of each group, setting, task and length; of several calls the median by rank."""
-    found = collections.defaultdict(list)
+    by_setting = collections.defaultdict(list)
     for row in runs("published"):
         if "num_tokens" in row:
-            found[row["group"], row["label"], row.get("task"), row["num_tokens"]].append(row)
-    return {key: sorted(rows, key=lambda row: row.get("mean_rank", 0))[len(rows) // 2] for key, rows in found.items()}
+            by_setting[row["group"], row["label"], row.get("task"), row["num_tokens"]].append(row)
+    rank = lambda row: row.get("mean_rank", 0)
+    return {key: sorted(rows, key=rank)[len(rows) // 2] for key, rows in by_setting.items()}
 
 
 def row(group, label, length=8192, task=None):
@@ -35,9 +36,9 @@ def share(value, space=" "):
     return "-" if value is None else f"{100 * value:.1f}{space}%"
 
 
-def added(one):
+def added(line):
     """The loss over dense attention's, of the same prompt."""
-    return f"{one['loss'] - one['dense_loss']:+.3f}"
+    return f"{line['loss'] - line['dense_loss']:+.3f}"
 
 
 def losses(group, *labels):
@@ -50,11 +51,11 @@ def selectors():
     labels = ["bfla", "xattention", "block_sparse:topk=16", "oracle_topk:k=32", "streamingllm",
               "vertical_slash:vertical=256,slash=256", "momo:k=32,first_dense_layers=0"]
     lines = []
-    for one in (row("time", label) for label in labels):
-        lines.append([f"`{one['label']}`", share(one["density"]), share(one["recall"]), added(one), fixed(one["kl"], 3),
-                      share(one["top1"]), f"{statistics.mean(one['cosines']):.3f}, {min(one['cosines']):.3f}",
-                      fixed(one["prefill_ms"], 0)])
-    dense = statistics.median(one["dense_prefill_ms"] for one in (row("time", label) for label in labels))
+    for line in (row("time", label) for label in labels):
+        lines.append([f"`{line['label']}`", share(line["density"]), share(line["recall"]), added(line),
+                      fixed(line["kl"], 3), share(line["top1"]),
+                      f"{statistics.mean(line['cosines']):.3f}, {min(line['cosines']):.3f}", fixed(line["prefill_ms"], 0)])
+    dense = statistics.median(line["dense_prefill_ms"] for line in (row("time", label) for label in labels))
     return head, [*lines, ["dense", "100 %", "100 %", "", "", "", "", fixed(dense, 0)]]
 
 
@@ -62,8 +63,8 @@ def of_settings(head, group, names):
     """Density, mass where the head has it, and loss of each setting, which `names` gives as the page calls it."""
     lines = []
     for label, name in names.items():
-        one = row(group, label)
-        lines.append([name, share(one["density"]), *([share(one["recall"])] if "mass" in head else []), added(one)])
+        line = row(group, label)
+        lines.append([name, share(line["density"]), *([share(line["recall"])] if "mass" in head else []), added(line)])
     return [*head], lines
 
 
@@ -76,9 +77,9 @@ TABLES["bfla_rescue"] = lambda: of_settings(("`bfla` with", "density", "loss - d
 @table("momo_settings")
 def momo():
     rest = "first_dense_layers=0"
-    of = {f"momo:k=16,{rest}": "its defaults (`gamma=16`, `k_exact=8`)",
-          **{f"momo:k=16,k_exact={number},{rest}": f"`k_exact={number}`" for number in (1, 4, 16)}}
-    head, lines = of_settings(("`momo:k=16` with", "density", "loss - dense"), "momo_k", of)
+    names = {f"momo:k=16,{rest}": "its defaults (`gamma=16`, `k_exact=8`)",
+             **{f"momo:k=16,k_exact={number},{rest}": f"`k_exact={number}`" for number in (1, 4, 16)}}
+    head, lines = of_settings(("`momo:k=16` with", "density", "loss - dense"), "momo_k", names)
     for group, label, name in (("momo_chi", f"momo:gamma=8,k=16,{rest}", "`gamma=8`"),
                                ("momo_chi", f"momo:gamma=64,k=16,{rest}", "`gamma=64`"),
                                ("oracle", "oracle_topk:block=64,k=16", "`oracle_topk:block=64,k=16` instead")):
@@ -94,8 +95,8 @@ def ba_att():
             filter(None, ["" if sparsity == "0.5" else f"sparsity={sparsity}", rest]))
         all_layers = named("compensate_layers=all")
         cells = losses("ba_att", named("sort=k"), named(""), named("sort=q"), named("sort=none"))
-        known = ("ba_att", all_layers, None, 8192) in groups()
-        lines.append([sparsity, *cells, *(losses("ba_att", all_layers) if known else ["-"])])
+        is_measured = ("ba_att", all_layers, None, 8192) in groups()
+        lines.append([sparsity, *cells, *(losses("ba_att", all_layers) if is_measured else ["-"])])
     head = ["`ba_att` at sparsity", "sort of keys", "of both", "of queries", "none", "both, compensated in all layers"]
     return head, lines
 
@@ -110,7 +111,7 @@ def ba_att_xattention():
 @table("ba_att_far")
 def ba_att_far():
     dropped = ["0.9", "0.95", "0.98", "0.99"]
-    lines = [[f"blocks of {block}", *losses("ba_att_far", *(f"ba_att:{rest.format(one)}" for one in dropped))]
+    lines = [[f"blocks of {block}", *losses("ba_att_far", *(f"ba_att:{rest.format(part)}" for part in dropped))]
              for block, rest in ((128, "sparsity={}"), (32, "block=32,sparsity={},segment=128"))]
     return ["sparsity", *dropped], lines
 
@@ -156,18 +157,18 @@ PAPERS = {
 }
 
 
-def chooses_on(one):
-    if one["label"].startswith("minference"):
+def chooses_on(line):
+    if line["label"].startswith("minference"):
         return "GPU (a layer with an a-shape head: host)"
-    return "host" if one["host_bytes"] else "GPU"
+    return "host" if line["host_bytes"] else "GPU"
 
 
 @table("papers_settings")
 def papers():
     lines = []
     for label, (name, of_paper) in PAPERS.items():
-        one = row("where", label)
-        lines.append([name, of_paper, chooses_on(one), share(one["density"]), share(one["recall"]), added(one)])
+        line = row("where", label)
+        lines.append([name, of_paper, chooses_on(line), share(line["density"]), share(line["recall"]), added(line)])
     return ["setting", "the paper's row", "chooses on", "density", "mass", "loss - dense"], lines
 
 
@@ -192,28 +193,30 @@ def momo_chi():
 
 @table("pbs_segments")
 def segments():
-    found = [row("pbs_segment", "pbs:segment=128"), row("pbs", "pbs"), row("pbs_segment", "pbs:segment=512"),
-             row("pbs_segment", "pbs:segment=1024")]
-    lines = [["density", *(share(one["density"]) for one in found)], ["loss - dense", *(added(one) for one in found)]]
+    measured = [row("pbs_segment", "pbs:segment=128"), row("pbs", "pbs"), row("pbs_segment", "pbs:segment=512"),
+                row("pbs_segment", "pbs:segment=1024")]
+    lines = [["density", *(share(line["density"]) for line in measured)],
+             ["loss - dense", *(added(line) for line in measured)]]
     return ["segment", "128", "256", "512", "1024"], lines
 
 
 @table("streams")
 def streams():
-    of = {"exact_top": ("exact_top:k=128", "exact_top:k=512"),
-          "h2o": ("h2o:heavy=64,recent=64", "h2o:heavy=256,recent=256"),
-          "snapkv": ("snapkv:capacity=128", "snapkv:capacity=512"),
-          "quest": ("quest:budget=128,dense_layers=0", "quest:budget=512,dense_layers=0"),
-          "streamingllm": ("streamingllm:n_local=124", "streamingllm:n_local=508")}
-    lines = [[f"`{name}`", *(added(row("streams", label, 1024)) for label in labels)] for name, labels in of.items()]
+    settings = {"exact_top": ("exact_top:k=128", "exact_top:k=512"),
+                "h2o": ("h2o:heavy=64,recent=64", "h2o:heavy=256,recent=256"),
+                "snapkv": ("snapkv:capacity=128", "snapkv:capacity=512"),
+                "quest": ("quest:budget=128,dense_layers=0", "quest:budget=512,dense_layers=0"),
+                "streamingllm": ("streamingllm:n_local=124", "streamingllm:n_local=508")}
+    lines = [[f"`{name}`", *(added(row("streams", label, 1024)) for label in labels)]
+             for name, labels in settings.items()]
     return ["method", "128 keys", "512 keys"], lines
 
 
 TASKS = ["niah_single_1", "niah_multikey_1"]
 
 
-def score(one):
-    return f"{100 * one['score']:.0f} ({one['mean_rank']:.1f})"
+def score(line):
+    return f"{100 * line['score']:.0f} ({line['mean_rank']:.1f})"
 
 
 @table("retrieval")
@@ -225,17 +228,17 @@ def retrieval():
     for label in labels:
         cells = [score(row("ruler", label, length, task)) for task in TASKS for length in (4096, 8192)]
         for length in (3996, 8092):
-            found = groups().get(("needle", label, None, length))
-            cells.append(score(found).replace(" (", " % (") if found else "-")
+            line = groups().get(("needle", label, None, length))
+            cells.append(score(line).replace(" (", " % (") if line else "-")
         lines.append([f"`{label}`" if label else "dense", *cells])
     return ["method", "niah_single_1", "at 8192", "niah_multikey_1", "at 8192", "needles found", "at 8092"], lines
 
 
 @table("retrieval_streams")
 def retrieval_streams():
-    of = {None: "dense", "h2o:heavy=256,recent=256": "`h2o`, 512 slots", "h2o:heavy=64,recent=64": "`h2o`, 128 slots",
-          "quest:budget=512,dense_layers=0": "`quest`, 512 keys",
-          "quest:budget=128,dense_layers=0": "`quest`, 128 keys"}
+    names = {None: "dense", "h2o:heavy=256,recent=256": "`h2o`, 512 slots", "h2o:heavy=64,recent=64": "`h2o`, 128 slots",
+             "quest:budget=512,dense_layers=0": "`quest`, 512 keys",
+             "quest:budget=128,dense_layers=0": "`quest`, 128 keys"}
     lines = [[name, *(f"{100 * row('ruler_stream', label, 1024, task)['score']:.0f} %" for task in TASKS)]
-             for label, name in of.items()]
+             for label, name in names.items()]
     return ["method", "niah_single_1", "niah_multikey_1"], lines

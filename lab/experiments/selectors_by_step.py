@@ -61,7 +61,7 @@ def measure(args):
         if at < step:
             words = ["--stop-after", step - at, *(["--resume"] if at else [])]
             runs.sieve("train", "--recipe", path, "--out", run, *sets(keys), *place, *words, log=log)
-        words = [word for one in settings() for word in ("--selector", one)]
+        words = [word for selector in settings() for word in ("--selector", selector)]
         report = runs.sieve("eval", "selectors", "--checkpoint", run / f"checkpoint/step-{step}", "--data", *args.data,
                             "--lengths", ",".join(map(str, args.lengths)), *words, "--json", *place, log=log)
         append(args.out / "results.jsonl", *({"step": step, **row} for row in rows("", json.loads(report), [])))
@@ -71,20 +71,20 @@ def results(args):
     return json_lines(args.out / "results.jsonl")
 
 
-def table(found):
+def table(rows_of_all):
     """Loss over dense attention's, KL, and the cosine of layers' attention to the dense one: mean, least."""
-    for row in (row for row in found if "failed" in row):
+    for row in (row for row in rows_of_all if "failed" in row):
         print(f"failed: step {row['step']}, {row['label']}: {row['failed']}")
-    found = [row for row in found if "failed" not in row]
-    for length in sorted({row["num_tokens"] for row in found}):
-        here = [row for row in found if row["num_tokens"] == length]
+    rows_of_all = [row for row in rows_of_all if "failed" not in row]
+    for length in sorted({row["num_tokens"] for row in rows_of_all}):
+        here = [row for row in rows_of_all if row["num_tokens"] == length]
         steps = {row["step"]: row["dense_loss"] for row in here}
         head, lines = [f"{step} steps, dense loss {loss:.4f}" for step, loss in steps.items()], []
         for label in dict.fromkeys(row["label"] for row in here):
-            of = {row["step"]: row for row in here if row["label"] == label}
+            by_step = {row["step"]: row for row in here if row["label"] == label}
             cells = [f"{row['density']:.1%}, {row['loss'] - row['dense_loss']:+.4f}, {row['kl']:.4f}, "
                      f"{sum(row['cosines']) / len(row['cosines']):.3f} (least {min(row['cosines']):.3f})"
-                     if (row := of.get(step)) else "-" for step in steps]
+                     if (row := by_step.get(step)) else "-" for step in steps]
             lines.append([f"`{label}`", *cells])
         print(f"\n{length} tokens\n\n{table_text(['density, loss - dense, KL, cosine', *head], lines)}")
 

@@ -26,14 +26,14 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 def of_board(entry, key, length=8192):
     """Mean of a value over the nine-minute runs of an entry."""
-    found = dict(board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0))
-    return statistics.mean(row[key] for row in found[length, entry])
+    by_entry = dict(board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0))
+    return statistics.mean(row[key] for row in by_entry[length, entry])
 
 
 def ends_of_board(entry, length):
     """Best and worst bits per byte of an entry's three seeds."""
-    found = dict(board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0))
-    bits = [row["bits_per_byte"] for row in found[length, entry]]
+    by_entry = dict(board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0))
+    bits = [row["bits_per_byte"] for row in by_entry[length, entry]]
     assert len(bits) == 3, (entry, length)
     return f"{min(bits):.3f}", f"{max(bits):.3f}"
 
@@ -54,9 +54,9 @@ def table4_distance():
 
 def after_nine_minutes():
     """Nats that DMA and the window with its slope are ahead of dense attention, rows of 32,768, seed 0; tokens over its."""
-    of = {kind: runs("equal_time", text="crates", kind=kind, length=32768, minutes=9.0, seed=0)[0]
-          for kind in ("DMA", "window + slope", "dense")}
-    return tuple(f"{of['dense']['loss'] - of[kind]['loss']:.3f}" for kind in ("DMA", "window + slope"))
+    by_kind = {kind: runs("equal_time", text="crates", kind=kind, length=32768, minutes=9.0, seed=0)[0]
+               for kind in ("DMA", "window + slope", "dense")}
+    return tuple(f"{by_kind['dense']['loss'] - by_kind[kind]['loss']:.3f}" for kind in ("DMA", "window + slope"))
 
 
 def hybrids_over_slope():
@@ -86,15 +86,15 @@ def verdicts():
 
 
 def faster_at_2048():
-    rates = {one["attention"]: one["tokens/s"] for one in noted()["five_kinds"][1] if one["rows of"] == "2048"}
+    rates = {line["attention"]: line["tokens/s"] for line in noted()["five_kinds"][1] if line["rows of"] == "2048"}
     return (f"{100 * (max(rates.values()) / rates['dense'] - 1):.0f}",)
 
 
 def after_200m_tokens():
     """Nats of DMA with dense layers below dense attention, and above the windows with as many, read whole."""
-    of = {row["attention"]: float(row["read whole"]) for row in noted()["tokens_200m"][1]}
-    ours = of["DMA, slope, r 128, 1 of 4 dense"]
-    return of["dense"] - ours, of["windows + slope, 1 of 4 dense"] - ours
+    losses = {row["attention"]: float(row["read whole"]) for row in noted()["tokens_200m"][1]}
+    ours = losses["DMA, slope, r 128, 1 of 4 dense"]
+    return losses["dense"] - ours, losses["windows + slope, 1 of 4 dense"] - ours
 
 
 def longest_prompt(*methods):
@@ -167,18 +167,18 @@ def said(text):
 
 def faults(pages):
     """What pages say otherwise, of (name, text) of each."""
-    found, texts, allowed = [], [(name, said(text)) for name, text in pages], speeds_said()
+    problems, texts, allowed = [], [(name, said(text)) for name, text in pages], speeds_said()
     for pattern, wanted in computed():
         places = [(name, place) for name, text in texts for place in re.finditer(pattern, text)]
         numbers = [tuple(filter(None, place.groups())) for _, place in places]
         if wanted is None and len(set(numbers)) > 1:
-            found += [f"{name}: '{place[0]}', and another page says otherwise" for name, place in places]
+            problems += [f"{name}: '{place[0]}', and another page says otherwise" for name, place in places]
         elif wanted is not None:
-            found += [f"{name}: '{place[0]}' should have {', '.join(wanted)}"
-                      for (name, place), said_here in zip(places, numbers) if said_here != wanted]
+            problems += [f"{name}: '{place[0]}' should have {', '.join(wanted)}"
+                         for (name, place), said_here in zip(places, numbers) if said_here != wanted]
         if not places:
-            found.append(f"no page says '{pattern}' any more: mend the pattern in lab/experiments/shared.py")
+            problems.append(f"no page says '{pattern}' any more: mend the pattern in lab/experiments/shared.py")
     for name, text in texts:
-        found += [f"{name}: '{place[0]}' is no number of lab/experiments/speeds.py" for place in SPEED.finditer(text)
-                  if not allowed.issuperset(filter(None, place.groups()))]
-    return found
+        problems += [f"{name}: '{place[0]}' is no number of lab/experiments/speeds.py" for place in SPEED.finditer(text)
+                     if not allowed.issuperset(filter(None, place.groups()))]
+    return problems

@@ -101,23 +101,23 @@ def make(source, folder):
     names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "ffn_down": "mlp.down_proj",
              "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "attn_output": "self_attn.o_proj"}
     names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
         if parts[0] != "blk":
-            found["model." + {"token_embd": "embed_tokens", "output_norm": "norm"}[parts[0]] + ".weight"] = tensor
+            renamed["model." + {"token_embd": "embed_tokens", "output_norm": "norm"}[parts[0]] + ".weight"] = tensor
             continue
         turned = {"attn_q": heads, "attn_k": kv_heads}.get(parts[2])
-        found[f"model.layers.{parts[1]}.{names[parts[2]]}.weight"] = rotated(tensor, turned) if turned else tensor
+        renamed[f"model.layers.{parts[1]}.{names[parts[2]]}.weight"] = rotated(tensor, turned) if turned else tensor
     folder.mkdir(parents=True, exist_ok=True)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in found.items():
+    for name, tensor in renamed.items():
         header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [offset, offset + tensor.nbytes]}
         offset += tensor.nbytes
     text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in found.values():
+        for tensor in renamed.values():
             file.write(np.ascontiguousarray(tensor, "<f4").tobytes())
     eos, bos, pad = (meta[f"tokenizer.ggml.{key}_token_id"] for key in ("eos", "bos", "padding"))
     ends = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
@@ -125,7 +125,7 @@ def make(source, folder):
              "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
              "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
              "head_dim": "rope.dimension_count", "rope_theta": "rope.freq_base"}
-    config = {key: llama(of) for key, of in sizes.items()} | ends | {
+    config = {key: llama(name) for key, name in sizes.items()} | ends | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "float32",
         "rms_norm_eps": round(llama("attention.layer_norm_rms_epsilon"), 12), "tie_word_embeddings": True,
         "attention_bias": False, "mlp_bias": False}
@@ -147,7 +147,7 @@ def make(source, folder):
     files = {"config": config, "generation_config": ends, "tokenizer": tokenizer, "tokenizer_config": special}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    print(f"{config['architectures'][0]}, {sum(x.size for x in found.values()):,} parameters, in {folder}")
+    print(f"{config['architectures'][0]}, {sum(x.size for x in renamed.values()):,} parameters, in {folder}")
 
 
 def timed(action):
@@ -166,7 +166,7 @@ def compare(folder, checkpoint, binary, text):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer(pathlib.Path(text).read_text(), return_tensors="pt").input_ids[:, :TOKENS]
     assert ids.shape[1] == TOKENS, f"{text} has {ids.shape[1]} tokens alone"
-    found = {"transformers": transformers.__version__, "torch": torch.__version__, "tokens": TOKENS}
+    measured = {"transformers": transformers.__version__, "torch": torch.__version__, "tokens": TOKENS}
 
     def run(*arguments):
         command = [binary, "-q", *arguments, "--checkpoint", str(checkpoint), "--device", "cpu"]
@@ -177,34 +177,34 @@ def compare(folder, checkpoint, binary, text):
     with tempfile.TemporaryDirectory() as work, torch.no_grad():
         listed, out = pathlib.Path(work, "ids.txt"), pathlib.Path(work, "logits.safetensors")
         listed.write_text(",".join(map(str, ids[0].tolist())))
-        theirs, found["logits_seconds_transformers"] = timed(lambda: model(ids).logits)
-        _, found["logits_seconds_sieve"] = timed(lambda: run("logits", "--tokens-file", str(listed), "--out", str(out)))
+        theirs, measured["logits_seconds_transformers"] = timed(lambda: model(ids).logits)
+        _, measured["logits_seconds_sieve"] = timed(lambda: run("logits", "--tokens-file", str(listed), "--out", str(out)))
         ours = load_file(out)["logits"]
-        found["largest_logit"] = theirs.abs().max().item()
-        found["largest_difference"] = (ours - theirs).abs().max().item()
+        measured["largest_logit"] = theirs.abs().max().item()
+        measured["largest_difference"] = (ours - theirs).abs().max().item()
         loss = torch.nn.functional.cross_entropy(theirs[0, :-1].double(), ids[0, 1:])
-        found["perplexity_transformers"] = loss.exp().item()
+        measured["perplexity_transformers"] = loss.exp().item()
         window = ("--context", str(TOKENS), "--stride", str(TOKENS), "--max-tokens", str(TOKENS - 1))
         ppl = json.loads(run("eval", "ppl", "--data", text, *window, "--json"))
         assert ppl["num_tokens"] == TOKENS - 1
-        found["perplexity_sieve"] = ppl["token_perplexity"]
+        measured["perplexity_sieve"] = ppl["token_perplexity"]
 
         # Prompts as text: both programs have tokens of their own making.
         prompt = tokenizer.decode(ids[0, :PROMPT])
         prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
         options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-        theirs, found["generate_seconds_transformers"] = timed(lambda: model.generate(prompt_ids, **options))
+        theirs, measured["generate_seconds_transformers"] = timed(lambda: model.generate(prompt_ids, **options))
         words = ("--prompt", prompt, "--max-new-tokens", str(NEW), "--temperature", "0")
-        ours, found["generate_seconds_sieve"] = timed(lambda: run("generate", *words))
+        ours, measured["generate_seconds_sieve"] = timed(lambda: run("generate", *words))
         theirs = tokenizer.decode(theirs[0, prompt_ids.shape[1] :])
         assert theirs.strip(), "nothing to compare"
-        found["greedy_equal"] = theirs.strip() in ours
-        if not found["greedy_equal"]:
-            found["greedy"] = [theirs, ours]
-    print(json.dumps(found, indent=1))
-    relative = found["largest_difference"] / found["largest_logit"]
-    of_perplexity = abs(found["perplexity_sieve"] / found["perplexity_transformers"] - 1)
-    return relative < 1e-4 and of_perplexity < 1e-4 and found["greedy_equal"]
+        measured["greedy_equal"] = theirs.strip() in ours
+        if not measured["greedy_equal"]:
+            measured["greedy"] = [theirs, ours]
+    print(json.dumps(measured, indent=1))
+    relative = measured["largest_difference"] / measured["largest_logit"]
+    of_perplexity = abs(measured["perplexity_sieve"] / measured["perplexity_transformers"] - 1)
+    return relative < 1e-4 and of_perplexity < 1e-4 and measured["greedy_equal"]
 
 
 def compare16(folder, checkpoint, binary, text):
@@ -228,17 +228,17 @@ def compare16(folder, checkpoint, binary, text):
             logits[name] = model(ids).logits.float()
     exact = logits.pop("float32")
     log_p = exact.log_softmax(-1)
-    found = {"transformers": transformers.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(),
-             "tokens": TOKENS, "logits_rms": exact.square().mean().sqrt().item()}
+    measured = {"transformers": transformers.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(),
+                "tokens": TOKENS, "logits_rms": exact.square().mean().sqrt().item()}
     loss = lambda x: torch.nn.functional.cross_entropy(x[0, :-1], ids[0, 1:]).item()
-    found["float32"] = {"loss": loss(exact)}
+    measured["float32"] = {"loss": loss(exact)}
     for name, x in logits.items():
         error, log_q = x - exact, x.log_softmax(-1)
-        found[name] = {"loss": loss(x), "rms_error": error.square().mean().sqrt().item(), "largest_error": error.abs().max().item(),
-                       "kl": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
-                       "top1": (x.argmax(-1) == exact.argmax(-1)).float().mean().item()}
-    print(json.dumps(found, indent=1))
-    return found["sieve"]["rms_error"] <= 2 * found["transformers"]["rms_error"]
+        measured[name] = {"loss": loss(x), "rms_error": error.square().mean().sqrt().item(), "largest_error": error.abs().max().item(),
+                          "kl": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
+                          "top1": (x.argmax(-1) == exact.argmax(-1)).float().mean().item()}
+    print(json.dumps(measured, indent=1))
+    return measured["sieve"]["rms_error"] <= 2 * measured["transformers"]["rms_error"]
 
 
 if __name__ == "__main__":

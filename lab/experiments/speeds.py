@@ -52,8 +52,8 @@ def over_dma(row):
 
 
 def of_noted(name, **values):
-    (found,) = (one for one in noted()[name][1] if all(one[key] == value for key, value in values.items()))
-    return found
+    (row,) = (line for line in noted()[name][1] if all(line[key] == value for key, value in values.items()))
+    return row
 
 
 def dma_in_any_order(tokens):
@@ -72,7 +72,7 @@ def nsa_in_any_order(heads, tokens):
 
 def head_shapes(width, *columns):
     rows = [row for row in noted()["head_shapes"][1] if row["heads, width"].endswith(f", {width}")]
-    return [float(one) for row in rows for column in columns for one in row[column]]
+    return [float(value) for row in rows for column in columns for value in row[column]]
 
 
 def table():

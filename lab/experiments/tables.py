@@ -109,7 +109,7 @@ def cell(name, row, column, form):
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return form.format(*value) if form.count("{") > 1 else ", ".join(form.format(one) for one in value)
+        return form.format(*value) if form.count("{") > 1 else ", ".join(form.format(part) for part in value)
     return form.format(value)
 
 
@@ -134,18 +134,18 @@ def of_board(made_by):
 
 def board_times():
     """Tokens of the kinds without dense layers over others', rows of 32,768."""
-    of = {entry: statistics.mean(row["tokens"] for row in found) for (length, entry), found in board.by_entry(
+    tokens_of = {entry: statistics.mean(row["tokens"] for row in rows) for (length, entry), rows in board.by_entry(
         board.finished(ROWS / "board.jsonl", board.KEY), 9.0) if length == 32768}
-    sparse = statistics.mean([of["DMA"], of["window + slope"]])
+    sparse = statistics.mean([tokens_of["DMA"], tokens_of["window + slope"]])
     others = {"a hybrid": "DMA, 1 of 4 dense", "dense attention": "dense", "PyTorch": "PyTorch, dense"}
-    return ["than", "times as many"], [[name, ratio(sparse, of[entry], 1)] for name, entry in others.items()]
+    return ["than", "times as many"], [[name, ratio(sparse, tokens_of[entry], 1)] for name, entry in others.items()]
 
 
 def board_passes():
     """How often the entries read the training tokens, and tokens a parameter besides the embedding."""
     lines = []
-    for (length, entry), found in board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0):
-        tokens = statistics.mean(row["tokens"] for row in found)
+    for (length, entry), rows in board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0):
+        tokens = statistics.mean(row["tokens"] for row in rows)
         lines.append([f"{length:,}", entry, f"{tokens / shared.TRAINING_TOKENS:.1f}", f"{tokens / shared.PARAMETERS:.1f}"])
     return ["rows of", "entry", "times the training tokens", "tokens a parameter"], lines
 
@@ -175,8 +175,8 @@ def over_dense():
     """Loss of the same seed minus dense attention's without a slope, 1600 equal steps in rows of 8192."""
     losses = {row["attention"]: row["loss, all tokens (seeds 0, 1, 2)"] for row in noted()["far_tokens"][1]}
     lines = []
-    for name, found in losses.items():
-        apart = [f"{a - b:+.3f}" for a, b in zip(found, losses["dense"])]
+    for name, of_kind in losses.items():
+        apart = [f"{a - b:+.3f}" for a, b in zip(of_kind, losses["dense"])]
         if name != "dense":
             lines.append([name, *apart, *["-"] * (len(losses["dense"]) - len(apart))])
     return ["attention", "seed 0", "seed 1"], lines
@@ -232,7 +232,7 @@ def made(name):
 
 
 def split(line):
-    return [one.strip() for one in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+    return [cell_text.strip() for cell_text in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
 def tables_of(lines):
@@ -261,8 +261,9 @@ def filled(page):
         different += [f"{page.name}, table {name}:\n  the page has  {old}\n  the rows give {new}"
                       for old, new in itertools.zip_longest(stored, wanted, fillvalue="") if old != new]
         if name is None:
-            unknown += [f"{page.name}:{begin + number}: a number without a stored row: {one}"
-                        for number, line in enumerate(stored[2:], 3) for one in split(line) if NUMBER.fullmatch(one)]
+            unknown += [f"{page.name}:{begin + number}: a number without a stored row: {number_text}"
+                        for number, line in enumerate(stored[2:], 3)
+                        for number_text in split(line) if NUMBER.fullmatch(number_text)]
     text = "\n".join(out + lines[after:]) + "\n"
     if any(f" {provenance.SIGN} |" in line for line in out) and provenance.LEGEND not in re.sub(r"\s+", " ", text):
         unknown.append(f"{page.name}: a table has {provenance.SIGN}, and no sentence begins '{provenance.LEGEND}'")

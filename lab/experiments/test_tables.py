@@ -152,8 +152,8 @@ class Tables(unittest.TestCase):
         count = 0
         for command in [papers.command(name) for name in decide] + noted:
             self.assertTrue(command)
-            for one in re.split(r" && |; ", command.partition("#")[0]):
-                count += self.can_run(one)
+            for part in re.split(r" && |; ", command.partition("#")[0]):
+                count += self.can_run(part)
         self.assertGreaterEqual(count, 60)
 
     def can_run(self, command):
@@ -170,9 +170,9 @@ class Tables(unittest.TestCase):
         if path.suffix == ".sh":
             self.assertEqual(subprocess.run(["bash", "-n", path], check=False).returncode, 0, command)
             return True
-        known = help_of(path)
+        help_text = help_of(path)
         for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]+", command[script.end():]):
-            self.assertRegex(known, rf'{flag}\b', command)
+            self.assertRegex(help_text, rf'{flag}\b', command)
         return True
 
     def test_verdicts_follow_from_conditions_alone(self):
@@ -228,7 +228,7 @@ class Tables(unittest.TestCase):
     def test_the_command_of_the_page_prints_every_verdict(self):
         script = [sys.executable, papers.__file__]
         said = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
-        self.assertEqual([one.split("  ")[0].strip() for one in said], [claim.verdict for claim in claims_of_all()])
+        self.assertEqual([line.split("  ")[0].strip() for line in said], [claim.verdict for claim in claims_of_all()])
         why = subprocess.run([*script, "--why"], capture_output=True, text=True, check=True).stdout.splitlines()
         self.assertEqual(len(why), len(said) + sum(len(claim.holds) for claim in claims_of_all()))
         said = subprocess.run([*script, "--commands"], capture_output=True, text=True, check=True).stdout
@@ -245,13 +245,13 @@ class Tables(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "topk.json")
             path.write_text(json.dumps({"device": "a card", "selectors": rows}), encoding="utf-8")
-            name, found, columns, card, lacks, _ = papers_rows.selectors(path.parent)
-        self.assertEqual((name, card, len(found), lacks), ("selectors_alone", "a card", 4, [
+            name, rows, columns, card, lacks, _ = papers_rows.selectors(path.parent)
+        self.assertEqual((name, card, len(rows), lacks), ("selectors_alone", "a card", 4, [
             "trim", "permute", "far", "million", "more"]))
-        self.assertEqual({"table", *columns}, found[0].keys())
+        self.assertEqual({"table", *columns}, rows[0].keys())
         none = {table: rows for table, rows in tables.noted().items() if table != name}
         both = []
-        for stored in (none, none | {name: ({"columns": columns}, found)}):
+        for stored in (none, none | {name: ({"columns": columns}, rows)}):
             with unittest.mock.patch.object(papers, "noted", lambda: stored):
                 both.append({claim.says: claim for claim in papers.momo()})
         before, after = both
@@ -262,9 +262,9 @@ class Tables(unittest.TestCase):
 
     def test_pairs_of_an_older_program_have_the_probes_that_it_did_not_count(self):
         older = {"method": "momo:first_dense_layers=0", "tokens": 1048576, "density": 0.0159}
-        for one, wanted in ((older, (7.84, 6.25)), (older | {"method": "bfla"}, (1.59, 0.0)),
-                            (older | {"density": 0.0784, "probe_density": 0.0625}, (7.84, 6.25))):
-            self.assertEqual(tuple(round(share, 2) for share in papers_rows.pairs(one)), wanted, one)
+        for method, wanted in ((older, (7.84, 6.25)), (older | {"method": "bfla"}, (1.59, 0.0)),
+                               (older | {"density": 0.0784, "probe_density": 0.0625}, (7.84, 6.25))):
+            self.assertEqual(tuple(round(share, 2) for share in papers_rows.pairs(method)), wanted, method)
 
     def test_what_figure2_draws_decides_its_claim(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -34,9 +34,9 @@ def code(path):
 
 
 def english():
-    found = subprocess.run(["bible", "-f", "gen1:1-rev22:21"], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(["bible", "-f", "gen1:1-rev22:21"], capture_output=True, text=True, check=True).stdout
     chapters = {}
-    for line in found.splitlines():
+    for line in done.splitlines():
         place, verse = line.split(" ", 1)
         chapters.setdefault(place.split(":")[0], []).append(verse)
     yield from (" ".join(verses) for verses in chapters.values())

@@ -228,8 +228,8 @@ def indexed_loss(model, batch):
     loss, divergence, count = 0.0, 0.0, 0
     for row, starts in enumerate(batch["doc_start"].tolist()):
         end = next((start for start in starts if start > 0), len(starts))
-        logits, of = model(tokens[row : row + 1, :end])[0], labels[row, :end]
-        loss += torch.nn.functional.cross_entropy(logits, of, ignore_index=-100, reduction="sum")
+        logits, targets = model(tokens[row : row + 1, :end])[0], labels[row, :end]
+        loss += torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
         divergence, count = divergence + model.divergence(), count + end
     loss = loss / (labels != -100).sum()
     return loss, loss + INDEX_LOSS_WEIGHT * divergence / count
@@ -347,10 +347,10 @@ def compare_plain(program: str, folder: pathlib.Path, kind: str, steps: int) -> 
     apart = gradient_differences(model, checkpoint, batches)
     print(f"largest difference of a loss {loss:.1e}; of a final weight {drift:.1e}")
     for of_step in GRADIENT_TOLERANCE:
-        found = [(difference, step, name) for kind_of, step, name, difference in apart if kind_of == of_step]
-        if found:
-            difference, step, name = max(found)
-            count = len({step for _, step, _ in found})
+        of_kind = [(difference, step, name) for kind_of, step, name, difference in apart if kind_of == of_step]
+        if of_kind:
+            difference, step, name = max(of_kind)
+            count = len({step for _, step, _ in of_kind})
             where = f"{name}, step {step}; {count} steps: {of_step}"
             print(f"largest difference of a gradient {difference:.1e} of its norm ({where})")
     told = [f"{kind}: a loss differs by {loss:.1e}"] if not loss <= PLAIN_TOLERANCE else []

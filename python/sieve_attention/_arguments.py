@@ -34,8 +34,8 @@ def _tensor(axes):
     return wanted, lambda x: is_tensor(x) and x.dim() == axes and x.layout == torch.strided
 
 
-def _list(wanted, of, *lengths):
-    return wanted, lambda x: type(x) in (list, tuple) and all(map(of, x)) and len(x) in (lengths or (len(x),))
+def _list(wanted, is_item, *lengths):
+    return wanted, lambda x: type(x) in (list, tuple) and all(map(is_item, x)) and len(x) in (lengths or (len(x),))
 
 
 def _are_documents(x):
@@ -143,8 +143,8 @@ def _mismatch(arguments):
     if k is not None and v is not None:
         heads = [x.shape[2] for x in (q, k, v) if x is not None]
         if heads[-1] != heads[-2] or not all(heads) or heads[0] % heads[-1]:
-            of = f"{'q/' if q is not None else ''}k/v heads {'/'.join(map(str, heads))}"
-            return f"number of {of} is not supported (supported: as many k as v heads, dividing the q heads)"
+            heads_given = f"{'q/' if q is not None else ''}k/v heads {'/'.join(map(str, heads))}"
+            return f"number of {heads_given} is not supported (supported: as many k as v heads, dividing the q heads)"
         wanted["v"] = [*k.shape[:3], v.shape[3]]
     if q is not None:
         rows, tokens, _, width = q.shape
@@ -170,10 +170,10 @@ def _tokens_of(given):
 
 def _with_axes(name, given, problem):
     """A sentence about a shape with the names of the axes, and what to do where heads and tokens are exchanged."""
-    if found := re.search(r"\b([a-z_]+) has shape \[[^\]]*\], expected \[[^\]]*\]", problem):
-        axes = _axes.axes_of(name, found[1])
-        problem = problem.replace(found[0], f"{found[0]}{axes and ', '}{axes}")
-    if found or problem.startswith("number of "):
+    if shape := re.search(r"\b([a-z_]+) has shape \[[^\]]*\], expected \[[^\]]*\]", problem):
+        axes = _axes.axes_of(name, shape[1])
+        problem = problem.replace(shape[0], f"{shape[0]}{axes and ', '}{axes}")
+    if shape or problem.startswith("number of "):
         problem += _axes.hint_for(given)
     return problem
 

@@ -41,8 +41,8 @@ _depth = 0
 
 def axes_of(function, argument):
     """Names of an argument's axes, empty for one that has none."""
-    found = AXES.get(f"{function}.{argument}") or AXES.get(argument, "")
-    return found.format(last="3" if argument == "gates" else "width")
+    axes = AXES.get(f"{function}.{argument}") or AXES.get(argument, "")
+    return axes.format(last="3" if argument == "gates" else "width")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,11 +67,11 @@ def known(function: F) -> F:
 
 def hint_for(tensors):
     """What to do with q, k and v that fit each other as [batch, heads, tokens, width]; empty where they do not."""
-    found = [tensors.get(name) for name in "qkv"]
-    found = [x for x in found if isinstance(x, torch.Tensor) and x.dim() == 4]
-    if len(found) < 2:
+    qkv = [tensors.get(name) for name in "qkv"]
+    qkv = [x for x in qkv if isinstance(x, torch.Tensor) and x.dim() == 4]
+    if len(qkv) < 2:
         return ""
-    (heads, tokens), (kv_heads, kv_tokens) = (found[at].shape[1:3] for at in (0, -1))
+    (heads, tokens), (kv_heads, kv_tokens) = (qkv[at].shape[1:3] for at in (0, -1))
     if tokens != kv_tokens or not kv_heads or heads == kv_heads or heads % kv_heads:
         return ""
     return "\n  hint: of tensors [batch, heads, tokens, width] pass .transpose(1, 2)"
@@ -134,8 +134,8 @@ def warn_of_mask(mask, on_diagonal):
     """Warns once of a mask of blocks that has none before the diagonal and some behind it, as a transposed one."""
     if "mask" not in _said and not _depth and on_diagonal and bool(mask.bool().triu(1).any()):
         _said.add("mask")
-        seen = "sees an earlier block of keys, and some would see later ones"
-        what = f"no query block of the mask {list(mask.shape)} {seen}"
+        sees_past = "sees an earlier block of keys, and some would see later ones"
+        what = f"no query block of the mask {list(mask.shape)} {sees_past}"
         cure = f"a mask is {AXES['block_mask.mask']}; if these are exchanged, pass .transpose(1, 2)"
         warnings.warn(f"sieve_attention: {what}\n  hint: {cure}", stacklevel=_callers_level())
 

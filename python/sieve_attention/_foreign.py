@@ -69,10 +69,10 @@ def answer(keyword, value, taken):
     taken: names of the function's own arguments. A hint that is one of these alone is not given to other functions.
     """
     # Some packages put their name before a keyword.
-    found = ANSWERS.get(keyword) or ANSWERS.get(keyword.partition("_")[2])
-    if found is None:
+    reply = ANSWERS.get(keyword) or ANSWERS.get(keyword.partition("_")[2])
+    if reply is None:
         return ""
-    said = found(value) if callable(found) else found
+    said = reply(value) if callable(reply) else reply
     if said.startswith("it is "):
         name = said.removeprefix("it is ").split()[0].rstrip(",;:")
         if name not in taken and ";" not in said:

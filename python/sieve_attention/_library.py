@@ -84,9 +84,9 @@ def nvrtc_path():
     folders = {Path(torch.__file__).parents[1], Path(sysconfig.get_paths()["purelib"])}
     for folder in sorted(folders):
         for pattern in (f"nvidia/cu{major}/lib/libnvrtc.so.{major}", f"nvidia/cuda_nvrtc/lib/libnvrtc.so.{major}"):
-            found = folder / pattern
-            if found.is_file():
-                return found
+            path = folder / pattern
+            if path.is_file():
+                return path
     return None
 
 
@@ -101,11 +101,11 @@ def gpu_of(device):
     if Op.emulator is not None:
         return EMULATED
     if device.type == "cuda" and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         return {
-            "capability": [found.major, found.minor],
-            "multiprocessors": found.multi_processor_count,
-            "shared_bytes": found.shared_memory_per_block_optin,
+            "capability": [properties.major, properties.minor],
+            "multiprocessors": properties.multi_processor_count,
+            "shared_bytes": properties.shared_memory_per_block_optin,
         }
     return {"capability": [9, 0], "multiprocessors": 132, "shared_bytes": 227 << 10}
 
@@ -233,12 +233,12 @@ class Op:
     def _growing_key(self, settings, tensors):
         """As `_key`, but equal for caches whose numbers of keys round up to the same multiple of PLANNED_KEYS."""
         others = [None if name.endswith("_cache") else x for name, x in zip(self.tensors, tensors)]
-        found = self._key(settings, others)
+        key = self._key(settings, others)
         for name, x in zip(self.tensors, tensors):
             if name.endswith("_cache"):
                 keys = -(-x.shape[2] // PLANNED_KEYS) if x.dim() == 4 else -1
-                found += ((*x.shape[:2], keys, *x.shape[3:]), x.is_contiguous(), x.dtype, x.device)
-        return found
+                key += ((*x.shape[:2], keys, *x.shape[3:]), x.is_contiguous(), x.dtype, x.device)
+        return key
 
     def _prepared(self, tensors, settings):
         """A plan that is loaded on its GPU, and the indices of inputs that must be copied to contiguous memory."""
@@ -278,11 +278,11 @@ class Op:
     def _filled(self, tensors):
         """Shape, value and type of each tensor of `_absent`, by name."""
         batch, count = self._tokens(tensors)
-        known = {"doc_start": ((batch, count), 0, "i32"), "doc_end": ((batch, count), count, "i32")}
+        fillers = {"doc_start": ((batch, count), 0, "i32"), "doc_end": ((batch, count), count, "i32")}
         given = dict(zip(self.tensors, tensors))
         if "gate_bias" in given:
-            known["gate_bias"] = (tuple(map(int, given["logits"].shape[2:])), 0, "f32")
-        return {name: known[name] for name, x in given.items() if x is None and name in known}
+            fillers["gate_bias"] = (tuple(map(int, given["logits"].shape[2:])), 0, "f32")
+        return {name: fillers[name] for name, x in given.items() if x is None and name in fillers}
 
     def _tokens(self, tensors):
         """Rows and tokens of a row: of q, k or v, or of ranks [batch, KV heads, tokens]."""
@@ -340,7 +340,7 @@ def _of_numbers(x):
     """A tensor without memory, of the numbers that x's sizes and strides are traced with."""
     if not any(isinstance(size, torch.SymInt) for size in (*x.shape, *x.stride())):
         return x
-    sizes, strides = (tuple(map(_number, of)) for of in (x.shape, x.stride()))
+    sizes, strides = (tuple(map(_number, numbers)) for numbers in (x.shape, x.stride()))
     return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
 
 

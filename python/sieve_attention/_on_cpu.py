@@ -152,11 +152,11 @@ def _documents(documents, rows, tokens):
     """(row, first token, end) of each document of the rows, in order."""
     if documents is None:
         return [(row, 0, tokens) for row in range(rows)]
-    found = []
+    ranges = []
     for row in range(rows):
         starts = documents[0][row % len(documents[0])].unique_consecutive().tolist()
-        found += [(row, *bounds) for bounds in zip(starts, [*starts[1:], tokens])]
-    return found
+        ranges += [(row, *bounds) for bounds in zip(starts, [*starts[1:], tokens])]
+    return ranges
 
 
 def _per_document(function, documents, *tensors, by_slot=(), stride=1, size=1):
@@ -233,8 +233,8 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
             sizes = f"{list(x.shape)}, and with this k must be {list(wanted)}"
             raise SieveError(f"{name} is {sizes}, [batch, KV heads, tokens]")
     i = torch.arange(q.shape[1], device=q.device)
-    seen = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
-    return definitions.masked_attention(*_wide(q, k, v), seen, bias, scale).to(q.dtype)
+    visible = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
+    return definitions.masked_attention(*_wide(q, k, v), visible, bias, scale).to(q.dtype)
 
 
 @_defines
@@ -388,16 +388,16 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     return definitions.block_attention(*_wide(q, k, v), kept, mask.block, scale).to(q.dtype)
 
 
-def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None, sinks=None):
-    """One query a row over the places `seen`, bools `[batch, 1 or choosers, places]`; others may hold anything."""
+def _of_cache(q, k_cache, v_cache, visible, bias=None, scale=None, sinks=None):
+    """One query a row over the places that are `visible`, bools `[batch, 1 or choosers, places]`; others may hold anything."""
     k, v = _wide(k_cache, v_cache)
-    if (choosers := seen.shape[1]) > 1:
+    if (choosers := visible.shape[1]) > 1:
         if choosers % k.shape[1] or q.shape[2] % choosers:
             sizes = f"{q.shape[2]} heads, and {k.shape[1]} KV heads must divide them"
             raise SieveError(f"{choosers} choosers; they must divide {sizes}")
         k, v = (x.repeat_interleave(choosers // k.shape[1], 1) for x in (k, v))
-    k, v = (x.masked_fill(~seen[..., None], 0.0).transpose(1, 2) for x in (k, v))
-    return definitions.masked_attention(*_wide(q), k, v, seen[:, :, None], bias, scale, sinks).to(q.dtype)
+    k, v = (x.masked_fill(~visible[..., None], 0.0).transpose(1, 2) for x in (k, v))
+    return definitions.masked_attention(*_wide(q), k, v, visible[:, :, None], bias, scale, sinks).to(q.dtype)
 
 
 @_defines
@@ -417,14 +417,14 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=
         k_cache[row, :, length], v_cache[row, :, length] = k[:, 0].to(k_cache.dtype), v[:, 0].to(v_cache.dtype)
     count = (length if k is None and chosen is None else length + 1)[:, None]
     place = torch.arange(k_cache.shape[2], device=q.device)
-    seen = place < count
+    visible = place < count
     if window is not None:
-        seen = seen & (place >= count - window)
-    seen = seen[:, None]
+        visible = visible & (place >= count - window)
+    visible = visible[:, None]
     if chosen is not None:
         marked = _marked(chosen[:, None], -(-len(place) // block))[:, :, 0]
-        seen = seen & marked.repeat_interleave(block, -1)[..., : len(place)]
-    return _of_cache(q, k_cache, v_cache, seen, scale=scale, sinks=sinks)
+        visible = visible & marked.repeat_interleave(block, -1)[..., : len(place)]
+    return _of_cache(q, k_cache, v_cache, visible, scale=scale, sinks=sinks)
 
 
 @_defines
@@ -448,9 +448,9 @@ def dma_decode(
             if at is not None:
                 k_cache[row, head, at], v_cache[row, head, at] = k[row, 0, head], v[row, 0, head]
                 z_cache[row, head, at], positions[row, head, at] = z[row, head], now
-    seen = (place < (length + 1)[:, None])[:, None].expand(-1, kv_heads, -1)
-    rank = z_cache.masked_fill(~seen, 0.0)
-    return _of_cache(q, k_cache, v_cache, seen, rank if linear else rank.clamp(max=60.0).exp(), scale)
+    visible = (place < (length + 1)[:, None])[:, None].expand(-1, kv_heads, -1)
+    rank = z_cache.masked_fill(~visible, 0.0)
+    return _of_cache(q, k_cache, v_cache, visible, rank if linear else rank.clamp(max=60.0).exp(), scale)
 
 
 @_defines
@@ -459,10 +459,10 @@ def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
     tokens, new = latents.shape[1], q.shape[1]
     first = torch.full((len(q),), tokens - new) if length is None else length.long()
     place, query = torch.arange(tokens), torch.arange(new)
-    seen = place <= (first[:, None] + query)[..., None]
-    memory = memory.masked_fill(~seen.any(1)[..., None], 0.0)
+    visible = place <= (first[:, None] + query)[..., None]
+    memory = memory.masked_fill(~visible.any(1)[..., None], 0.0)
     logits = torch.einsum("bihc,bjc->bhij", wide, memory) * scale
     if key_scale is not None:
         logits = logits * key_scale.transpose(1, 2)[:, :, None]
-    p = torch.softmax(logits.masked_fill(~seen[:, None], float("-inf")), -1)
+    p = torch.softmax(logits.masked_fill(~visible[:, None], float("-inf")), -1)
     return torch.einsum("bhij,bjc->bihc", p, memory[..., :rank]).to(q.dtype)

@@ -33,16 +33,16 @@ def refusal(function, args, kwargs, device=None):
     return ""
 
 
-def _of_tensors(of, x):
-    """x with of(tensor) in place of each of its tensors; what is no tensor stays."""
-    inner = partial(_of_tensors, of)
+def _of_tensors(replace, x):
+    """x with replace(tensor) in place of each of its tensors; what is no tensor stays."""
+    inner = partial(_of_tensors, replace)
     if isinstance(x, BlockMask):
         places = None if x.places is None else inner(x.places)
         return dataclasses.replace(x, words=inner(x.words), places=places, _by_keys={})
     if isinstance(x, tuple):
         made = map(inner, x)
         return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
-    return of(x) if isinstance(x, torch.Tensor) else x
+    return replace(x) if isinstance(x, torch.Tensor) else x
 
 
 def _fake(mode, device, leaves, x):

@@ -49,7 +49,7 @@ class BlockMask:
         """
         is_traced = torch.compiler.is_compiling() or type(self.words) is not torch.Tensor
         if is_traced or (self.words.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # A graph's tensors are its own.
+            # A graph keeps its tensors for itself: lists that it makes may not be kept for later calls.
             return self._lists(kv_heads, deterministic)
         stream = torch.cuda.current_stream(self.words.device).cuda_stream if self.words.is_cuda else 0
         key = kv_heads, stream, deterministic
@@ -146,7 +146,7 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
         sums, by_sums = sums[by_time].sort(stable=True)
         turn = torch.empty_like(turn).scatter_(0, by_time[by_sums], at - torch.searchsorted(sums, sums))
     order = torch.nn.functional.pad(order, (0, -len(order) % blocks), value=-1)
-    found = torch.stack(
+    step_words = torch.stack(
         [
             (step << 2 | halves[:, None]).flatten()[by_place],
             (head % own)[:, None].expand_as(step).flatten()[by_place] << 16 | turn,
@@ -155,7 +155,7 @@ def _tile_lists(words, block, shape, kv_heads, blocks=1, schedule=None):
     )
     header = torch.cat([torch.full_like(starts[:1], blocks), starts, order])
     header = torch.nn.functional.pad(header, (0, len(header) % 2))
-    return torch.cat([header, found.flatten()]).to(torch.int32)
+    return torch.cat([header, step_words.flatten()]).to(torch.int32)
 
 
 def _rounds(lengths, blocks, tiles, heads_at_once):
@@ -174,13 +174,13 @@ def _rounds(lengths, blocks, tiles, heads_at_once):
     time, longest = time.sort(dim=1, descending=True, stable=True)
     at = at.view(rounds, blocks).gather(1, longest)
     free, block = torch.zeros_like(time[0]), torch.arange(blocks, device=device)
-    begins, of = [], []
+    begins, taken_by = [], []
     for each in time:
         free, first = free.sort(stable=True)
         block = block[first]
         begins.append(free)
-        of.append(block)
+        taken_by.append(block)
         free = free + each
     begin = torch.zeros(count + 1, dtype=time.dtype, device=device).scatter_(0, at.flatten(), torch.cat(begins))
-    order = torch.empty_like(at).scatter_(1, torch.stack(of), at)
+    order = torch.empty_like(at).scatter_(1, torch.stack(taken_by), at)
     return begin[:-1], torch.where(order == count, -1, order).flatten()

@@ -713,5 +713,5 @@ def supports(
         except SieveError as error:
             return False, str(error)
         return True, ""
-    found = refusal(call, args, kwargs, device)
-    return not found, found
+    refused_why = refusal(call, args, kwargs, device)
+    return not refused_why, refused_why

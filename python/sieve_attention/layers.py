@@ -123,7 +123,7 @@ class Rotary(nn.Module):
         if self.frequencies is not None:
             frequency = torch.tensor(self.frequencies, device=x.device, dtype=torch.float64)
         angle = positions[..., None, None] * frequency
-        cos, sin = ((of(angle) * self.amplitude).float() for of in (torch.cos, torch.sin))
+        cos, sin = ((function(angle) * self.amplitude).float() for function in (torch.cos, torch.sin))
         x1, x2 = x.float().chunk(2, -1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 

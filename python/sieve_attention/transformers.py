@@ -62,8 +62,9 @@ def attention_mask(**call: Any) -> torch.Tensor | None:
         offset = call["cache_position"][0]
     if queries == 1 and is_causal and offset is not None and (chunk is None or call.get("local_size") != chunk):
         if padding is None or (not is_traced and bool(padding.all())):
-            seen = (offset + 1 - call.get("kv_offset", 0)) * torch.ones(call["batch_size"], device=call.get("device"))
-            return seen.clamp(max=call["kv_length"]).to(torch.int32)
+            length = offset + 1 - call.get("kv_offset", 0)
+            lengths = length * torch.ones(call["batch_size"], device=call.get("device"))
+            return lengths.clamp(max=call["kv_length"]).to(torch.int32)
     return sdpa_mask(**{**call, "allow_is_causal_skip": False})
 
 
@@ -107,9 +108,9 @@ def attention_forward(
                 settings = {"scale": scaling, "chosen": chosen[:, :, 0].contiguous(), "block": block}
             return functional.decode(q, None, None, key, value, attention_mask, **settings), None
         # The decode kernels have no gradient.
-        index, seen = torch.arange(key.shape[2], device=key.device), attention_mask[:, None]
-        begin = 0 if sliding_window is None else seen - sliding_window
-        attention_mask = ((index < seen) & (index >= begin))[:, None, None]
+        index, lengths = torch.arange(key.shape[2], device=key.device), attention_mask[:, None]
+        begin = 0 if sliding_window is None else lengths - sliding_window
+        attention_mask = ((index < lengths) & (index >= begin))[:, None, None]
     if attention_mask is not None and attention_mask.dim() == 2:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     has_own_mask = attention_mask is not None and attention_mask.dim() == 4
@@ -213,8 +214,8 @@ def _once(module, x, make):
     if torch.compiler.is_compiling():
         return make(x)
     key, layer = id(x), getattr(module, "layer_idx", None)
-    of, version, config, last, made = _known.get(key) or (None,) * 5
-    is_known = of is not None and of() is x
+    reference, version, config, last, made = _known.get(key) or (None,) * 5
+    is_known = reference is not None and reference() is x
     if x.is_inference():
         # Such a tensor does not count its changes. Within one pass of a model, in which layers come in ascending
         # order, it has none.
@@ -223,8 +224,8 @@ def _once(module, x, make):
     else:
         is_known = is_known and version == x._version
     if not is_known:
-        of, made = weakref.ref(x, lambda _: _known.pop(key, None)), make(x)
-    _known[key] = of, None if x.is_inference() else x._version, getattr(module, "config", None), layer, made
+        reference, made = weakref.ref(x, lambda _: _known.pop(key, None)), make(x)
+    _known[key] = reference, None if x.is_inference() else x._version, getattr(module, "config", None), layer, made
     return made
 
 

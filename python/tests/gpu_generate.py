@@ -30,7 +30,7 @@ def generate():
         import conftest
 
         DEVICE, _library.Op.emulator = "cpu", staticmethod(conftest.emulate)
-    root, found = Path(__file__).parents[2], {}
+    root, measured = Path(__file__).parents[2], {}
     program, tokens = os.environ.get("SIEVE_PROGRAM", "sieve"), int(os.environ.get("SIEVE_TOKENS", 32768))
     folder = Path(tempfile.mkdtemp())
 
@@ -77,17 +77,17 @@ def generate():
         model.generation_config.eos_token_id = None
         given = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
         with torch.no_grad():
-            found[f"{name}: prefill, ms"] = 1e3 * seconds(lambda: model(ids, use_cache=True, logits_to_keep=1))
+            measured[f"{name}: prefill, ms"] = 1e3 * seconds(lambda: model(ids, use_cache=True, logits_to_keep=1))
             times = [seconds(lambda: model.generate(ids, max_new_tokens=n, **given), 1) for n in (least, many)]
-            found[f"{name}: tokens a second"] = (many - least) / max(times[1] - times[0], 1e-9)
+            measured[f"{name}: tokens a second"] = (many - least) / max(times[1] - times[0], 1e-9)
     # Other checks of this process have made plans of their own.
     plans = {name: len(found_by.plans) - before[name] for name, found_by in sieve.functional.ops.IMPLEMENTATIONS.items()}
     assert plans["dma_decode"] <= 1, f"a plan for each length: {plans}"
     said = sieve_program("generate", "--checkpoint", export, "--device", DEVICE, "--prompt-file", prompt,
                          "--temperature", 0, "--max-new-tokens", 2 * many, "--json", "--quiet")  # fmt: skip
     said = json.loads(said[said.index("{") :].splitlines()[0])
-    found[f"sieve generate: prefill of {said['prompt_tokens']} tokens, kernels loaded in it, ms"] = (
+    measured[f"sieve generate: prefill of {said['prompt_tokens']} tokens, kernels loaded in it, ms"] = (
         1e3 * said["prompt_seconds"]
     )
-    found["sieve generate: tokens a second"] = 1 / said["median_token_seconds"]
-    return found
+    measured["sieve generate: tokens a second"] = 1 / said["median_token_seconds"]
+    return measured

@@ -14,6 +14,7 @@ import time
 import traceback
 
 import torch
+from empty_launch import empty_launch
 from gpu_generate import generate
 from no_gpu import Nothing, traced_without_a_gpu
 from parity import random
@@ -64,8 +65,8 @@ def calls(tokens, grad=False, **order):
     q64, k64, v64 = qkv(tokens, width=64, grad=grad)
     keep, indices = min(1024, tokens // 4), indices_of(tokens)
     count = -(-tokens // 128)
-    seen = torch.rand(16, count, count, generator=torch.Generator().manual_seed(12)) < 0.5
-    tiles = sieve.block_mask(seen.to(DEVICE), 128)
+    visible_tiles = torch.rand(16, count, count, generator=torch.Generator().manual_seed(12)) < 0.5
+    tiles = sieve.block_mask(visible_tiles.to(DEVICE), 128)
     return {
         "dense": lambda: sieve.attention(q, k, v, **order),
         "window": lambda: sieve.attention(q, k, v, window=keep, **order),
@@ -99,7 +100,7 @@ def parts(tokens, grad=False):
 
 def decoding(batch, tokens):
     """Steps behind `tokens` keys, latents or, of DMA, 2,048 kept keys, as `sieve kernels bench` has them."""
-    one = [x.expand(batch, -1, -1, -1).contiguous() for x in qkv(1)]
+    token = [x.expand(batch, -1, -1, -1).contiguous() for x in qkv(1)]
     on = {"device": DEVICE, "dtype": torch.bfloat16}
     caches, kept = ([torch.randn(batch, 8, count, 128, **on) for _ in range(2)] for count in (tokens, 2048))
     kept.append(torch.randn(batch, 8, 2048, device=DEVICE))
@@ -108,8 +109,8 @@ def decoding(batch, tokens):
     # Above the lowest rank in the cache, whose key it evicts.
     rank = torch.full((batch, 8), 0.5, device=DEVICE)
     return {
-        "decode": lambda: sieve.decode(*one, *caches, length),
-        "dma_decode": lambda: sieve.dma_decode(*one, rank, *kept, length),
+        "decode": lambda: sieve.decode(*token, *caches, length),
+        "dma_decode": lambda: sieve.dma_decode(*token, rank, *kept, length),
     }
 
 
@@ -135,16 +136,16 @@ def second_gpu():
     if torch.cuda.device_count() < 2:
         return "one GPU"
     global DEVICE
-    found, first = {}, DEVICE
+    results, first = {}, DEVICE
     for DEVICE in ("cuda:0", "cuda:1"):
         made, inputs = calls(500, grad=True, deterministic=True)
         for name, call in made.items():
             o = call()
-            found[DEVICE, name] = [o, *torch.autograd.grad(o, inputs, torch.ones_like(o), allow_unused=True)]
+            results[DEVICE, name] = [o, *torch.autograd.grad(o, inputs, torch.ones_like(o), allow_unused=True)]
     DEVICE = first
     assert torch.cuda.current_device() == 0
     for name in made:
-        for x, y in zip(found["cuda:0", name], found["cuda:1", name]):
+        for x, y in zip(results["cuda:0", name], results["cuda:1", name]):
             assert x is None and y is None or torch.equal(x, y.to("cuda:0")), name
 
 
@@ -199,7 +200,7 @@ def graphs_of_plans():
     """
     import threading
 
-    found = {}
+    measured = {}
     for name, call in calls(128)[0].items():
         for _ in range(5):
             call()
@@ -216,7 +217,7 @@ def graphs_of_plans():
             for turn in range(20):
                 outputs[turn % kept] = call()
             times[kept] = (time.perf_counter() - start) / 20 * 1e6
-        found[f"{name}: host us, one output alive"], found[f"{name}: 16 alive"] = times.values()
+        measured[f"{name}: host us, one output alive"], measured[f"{name}: 16 alive"] = times.values()
 
     made, inputs = calls(few(3000, 256))
     for name, call in made.items():
@@ -241,8 +242,8 @@ def graphs_of_plans():
 
     def worker(turn):
         with torch.cuda.stream(torch.cuda.Stream()):
-            mine = calls(few(1000 + 500 * turn, 256))[0]
-            for name, call in mine.items():
+            own_calls = calls(few(1000 + 500 * turn, 256))[0]
+            for name, call in own_calls.items():
                 expected = call().clone()
                 for _ in range(few(200)):
                     if not torch.equal(call(), expected):
@@ -256,7 +257,7 @@ def graphs_of_plans():
         thread.join()
     assert not wrong, f"threads: {wrong}"
 
-    return found
+    return measured
 
 
 def memory_of_graphs():
@@ -353,9 +354,9 @@ def growth_of(call, inputs, reading=held, runs=2000):
 
 def no_growth():
     tokens = few(2048, 256)
-    found = [calls(tokens, grad=True), parts(tokens, grad=True), (decoding(2, 2048), [])]
-    found.append(({"mla_decode": latent_decoding(2, 2048)}, []))
-    every = {name: growth_of(call, inputs) for made, inputs in found for name, call in made.items()}
+    groups = [calls(tokens, grad=True), parts(tokens, grad=True), (decoding(2, 2048), [])]
+    groups.append(({"mla_decode": latent_decoding(2, 2048)}, []))
+    every = {name: growth_of(call, inputs) for made, inputs in groups for name, call in made.items()}
     grown = {name: words for name, words in every.items() if words}
     assert not grown, grown
 
@@ -380,10 +381,10 @@ def unaligned():
 
 def deterministic():
     """A thousand passes of each function beside other kernels, in bursts and pauses that move the clocks: equal bits."""
-    found, inputs = calls(few(3000, 256), grad=True, deterministic=True)
+    made, inputs = calls(few(3000, 256), grad=True, deterministic=True)
     beside, other = torch.cuda.Stream(), random(4096, few(4096), device=DEVICE, seed=9)
     wrong = {}
-    for name, call in found.items():
+    for name, call in made.items():
         differ, expected = torch.zeros(1 + len(inputs), dtype=torch.int64, device=DEVICE), None
         for turn in range(few(1000)):
             if turn % 100 < 60:
@@ -438,7 +439,7 @@ def opcheck():
     s = ops.nsa_selected_forward(q, k, v, c[2], None, None, scale, blocks)
     gates = (torch.randn(*q.shape[:2], 3 * q.shape[2], device=DEVICE, dtype=torch.bfloat16),
              torch.zeros(3 * q.shape[2], device=DEVICE))  # fmt: skip
-    one = [y[:, :1].contiguous() for y in (q, k, v)]
+    token = [y[:, :1].contiguous() for y in (q, k, v)]
     caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slots = [y[..., :32].contiguous() for y in (rank, expire)]
@@ -466,9 +467,9 @@ def opcheck():
         "selected_forward": (q, k, v, indices_of(300, 2), None, None, None, scale, 64),
         "block_sparse": (q, k, v, tiles.words, scale, [64, 64]),
         "block_sparse_backward": (q, k, v, tiles.words, tiles.by_keys(2), *sparse, sparse[0], scale, [64, 64], True),
-        "attention_decode": (*one, *caches, length, None, scale, None),
-        "dma_decode": (*one, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
-        "cached_decode": (one[0], *caches, length + 1, None, None, scale, None, None),
+        "attention_decode": (*token, *caches, length, None, scale, None),
+        "dma_decode": (*token, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
+        "cached_decode": (token[0], *caches, length + 1, None, None, scale, None, None),
         "mla_decode": (q, torch.randn(1, 400, 64, device=DEVICE, dtype=torch.bfloat16), None, None, scale, 32),
     }
     assert set(arguments) == set(ops.TABLE)
@@ -511,19 +512,19 @@ def speed():
     q, k, v = qkv(tokens, grad=True)
     d_o = torch.randn_like(q)
     heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-    found = {}
+    measured = {}
 
     def both(name, call, inputs, d_o):
         with torch.no_grad():
-            found[f"{name}, forward"] = milliseconds(call)
+            measured[f"{name}, forward"] = milliseconds(call)
         o = call()
         backward = lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)  # noqa: E731
-        found[f"{name}, backward"] = milliseconds(backward)
+        measured[f"{name}, backward"] = milliseconds(backward)
 
         def step():
             torch.autograd.grad(call(), inputs, d_o)
 
-        found[f"{name}, both"] = milliseconds(step)
+        measured[f"{name}, both"] = milliseconds(step)
 
     def cudnn():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -545,7 +546,7 @@ def speed():
     both("dense", lambda: sieve.attention(q, k, v), (q, k, v), d_o)
     both("window 1024", lambda: sieve.attention(q, k, v, window=1024), (q, k, v), d_o)
     selection = sieve.select(rank, keep=keep)
-    found["select"] = milliseconds(lambda: sieve.select(rank, keep=keep))
+    measured["select"] = milliseconds(lambda: sieve.select(rank, keep=keep))
     both("expiring", lambda: sieve.expiring_attention(q, k, v, bias, selection), (q, k, v, bias), d_o)
     chosen = lambda: sieve.expiring_attention(q, k, v, bias, sieve.select(rank, keep=keep))  # noqa: E731
     both("select + expiring", chosen, (q, k, v, bias), d_o)
@@ -559,24 +560,24 @@ def speed():
     index_q, index_k = (random(1, tokens, n, 128, device=DEVICE, seed=20 + n) for n in (8, 1))
     both("msa", lambda: sieve.msa(q, k, v, index_q, index_k, block=64, num_selected=16), (q, k, v), d_o)
     with torch.no_grad():
-        found["moba, copies of k and v"] = milliseconds(lambda: sieve.functional._by_chooser(k, v, q))
+        measured["moba, copies of k and v"] = milliseconds(lambda: sieve.functional._by_chooser(k, v, q))
     given = indices_of(tokens)
     both("selected_attention", lambda: sieve.selected_attention(q, k, v, given), (q, k, v), d_o)
     _, indices = sieve.nsa_compressed(q, ck, cv)
     both("nsa_compressed", lambda: sieve.nsa_compressed(q, ck, cv)[0], (q, ck, cv), d_o)
     both("nsa_selected", lambda: sieve.nsa_selected(q, k, v, indices), (q, k, v), d_o)
     if not DRY:
-        found["cudnn / (select + expiring)"] = found["cudnn dense, both"] / found["select + expiring, both"]
+        measured["cudnn / (select + expiring)"] = measured["cudnn dense, both"] / measured["select + expiring, both"]
     *wide, _ = qkv(tokens, kv_heads=16, width=192, grad=True)
     narrow = random(1, tokens, 16, 128, device=DEVICE, seed=10).requires_grad_()
     both("latent", lambda: sieve.attention(*wide, narrow), (*wide, narrow), d_o)
-    found |= speed_of_block_sparse(tokens, qkv, milliseconds)
+    measured |= speed_of_block_sparse(tokens, qkv, milliseconds)
     for batch in (16, 1):
         for name, call in decoding(batch, few(131_072, 2048)).items():
-            found[f"{name}, {batch} x 131072"] = milliseconds(call)
+            measured[f"{name}, {batch} x 131072"] = milliseconds(call)
     for batch, latents in ((1, 8192), (1, 131_072), (16, 8192)):
-        found[f"mla_decode, {batch} x {latents}"] = milliseconds(latent_decoding(batch, few(latents, 1024)))
-    return found
+        measured[f"mla_decode, {batch} x {latents}"] = milliseconds(latent_decoding(batch, few(latents, 1024)))
+    return measured
 
 
 def micros(call):
@@ -615,15 +616,15 @@ def tiles():
     except ImportError:
         pass
 
-    found = {}
+    measured = {}
     for name, call in made.items():
         pair = lambda call=call: torch.autograd.grad(call(), (q, k, v), d_o)  # noqa: E731
         for _ in range(20):
             pair()
-        found[f"host us, {name}: forward"], found[f"host us, {name}: a pair"] = micros(call), micros(pair)
+        measured[f"host us, {name}: forward"], measured[f"host us, {name}: a pair"] = micros(call), micros(pair)
     if has_gpu:
-        found |= speed_of_block_sparse(few(32768, 1024), qkv, milliseconds)
-    return found
+        measured |= speed_of_block_sparse(few(32768, 1024), qkv, milliseconds)
+    return measured
 
 
 def without_a_gpu():
@@ -641,91 +642,93 @@ def without_a_gpu():
     _library._device, _library._allocate, _library._free = lambda: 0, lambda *_: 256, lambda address: None
 
 
-def empty_launch():
-    """A call of cuLaunchKernelEx for a kernel that does nothing, and a driver call that does nothing."""
-    import ctypes
+@contextlib.contextmanager
+def recorded_runs():
+    """Lists the arguments of each run of a plan, which still runs, until the context ends."""
+    run, runs = _library._run, []
 
-    nvrtc, cuda = ctypes.CDLL(str(_library.nvrtc_path() or "libnvrtc.so")), ctypes.CDLL("libcuda.so.1")
-    program, size, module, function = (ctypes.c_void_p() for _ in range(4))
-    source = b'extern "C" __global__ void empty() {}'
-    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"empty.cu", 0, None, None)
-    assert not nvrtc.nvrtcCompileProgram(program, 0, None)
-    assert not nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    assert not nvrtc.nvrtcGetPTX(program, text)
-    torch.zeros(1, device=DEVICE)
-    assert not cuda.cuModuleLoadData(ctypes.byref(module), text)
-    assert not cuda.cuModuleGetFunction(ctypes.byref(function), module, b"empty")
+    def run_and_record(*arguments):
+        runs.append(arguments)
+        return run(*arguments)
 
-    class Config(ctypes.Structure):  # CUlaunchConfig
-        _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
-                    ("count", ctypes.c_uint)]  # fmt: skip
-
-    config = Config((ctypes.c_uint * 7)(1, 1, 1, 32, 1, 1, 0), torch.cuda.current_stream().cuda_stream or None, None, 0)
-    config, nothing = ctypes.byref(config), ctypes.byref(ctypes.c_int())
-    launch, version = cuda.cuLaunchKernelEx, cuda.cuDriverGetVersion
-    launch(config, function, None, None)
-    torch.cuda.synchronize()
-    return lambda: launch(config, function, None, None), lambda: version(nothing)
+    _library._run = run_and_record
+    try:
+        yield runs
+    finally:
+        _library._run = run
 
 
-def host():
-    """What one call costs the host, us, small tensors and the GPU far behind: the call; the plans that it runs, alone,
-    without Python's part; and as many empty launches. Without a GPU the call without its launches.
-    """
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu:
-        without_a_gpu()
-    run, seen, found = _library._run, [], {}
-    _library._run = lambda *given: (seen.append(given), run(*given))[1]
+def micros_of_a_launch():
+    """An empty launch, us, without what Python's call of it costs."""
+    launch, nothing = empty_launch()
+    # Ten of them, as the queue holds about a thousand.
+    ten = lambda call: lambda: [call() for _ in range(10)]  # noqa: E731
+    return (micros(ten(launch)) - micros(ten(nothing))) / 10
 
-    one = None
-    if has_gpu:
-        launch, nothing = empty_launch()
-        # Ten of them, as the queue holds about a thousand.
-        ten = lambda call: lambda: [call() for _ in range(10)]  # noqa: E731
-        one = (micros(ten(launch)) - micros(ten(nothing))) / 10
-    made, with_grad = ({**calls(128, grad)[0], **parts(128, grad)[0]} for grad in (False, True))
+
+def small_calls():
+    """Calls on small tensors: every function, with gradients and without, a step of decoding, and torch's own."""
+    plain, with_grad = ({**calls(128, grad)[0], **parts(128, grad)[0]} for grad in (False, True))
     del with_grad["select"]
     q, k, v = qkv(128)
     caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
     length = torch.full((1,), 100, dtype=torch.int32, device=DEVICE)
-    made |= {f"{name}, autograd": call for name, call in with_grad.items()}
-    made |= {
+    return {
+        **plain,
+        **{f"{name}, autograd": call for name, call in with_grad.items()},
         "decode": lambda: sieve.decode(q[:, :1], None, None, *caches, length),
         "operator of torch": lambda: torch.ops.sieve.attention_forward(q, k, v, None, None, None, 0.1, None),
         "torch sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         ),
     }
-    z, w, dtype = rank_of(128), torch.zeros(8, 1024, device=DEVICE), torch.bfloat16
-    alone = {
-        "an output": lambda: torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device),
+
+
+def pieces_of_a_call():
+    """What Python and torch do around a plan, each by itself."""
+    q, k, v = qkv(128)
+    rank, weights = rank_of(128), torch.zeros(8, 1024, device=DEVICE)
+    return {
+        "an output": lambda: torch.empty_strided(q.shape, q.stride(), dtype=torch.bfloat16, device=q.device),
         "scratch memory": lambda: _library._free(_library._allocate(8192, _library._stream(0))),
         "a plan's key": lambda: _library.Op._key((0.1, None, True), (q, k, v, None, None)),
-        "detach": q.detach, "view": lambda: q.view(2048, 128), "clamp": lambda: z.clamp(max=60.0), "exp_": z.exp_,
-        "transpose": lambda: w.t().contiguous(), "cat": lambda: torch.cat((k, k), 3),
+        "detach": q.detach, "view": lambda: q.view(2048, 128), "clamp": lambda: rank.clamp(max=60.0), "exp_": rank.exp_,
+        "transpose": lambda: weights.t().contiguous(), "cat": lambda: torch.cat((k, k), 3),
     }  # fmt: skip
-    print(", ".join(f"{name} {micros(call):.1f} us" for name, call in alone.items()))
-    print(f"{'':24} launches memsets    call   plans  empty launches, us")
-    for name, call in made.items():
-        for _ in range(20):
-            call()
-        seen.clear()
+
+
+def cost_of(call, launch):
+    """Launches, memsets and times of a call, us: the call; and where an empty launch takes `launch`, the plans that it
+    runs, alone, and as many empty launches.
+    """
+    for _ in range(20):
         call()
-        mine = list(seen)
-        known = [op.plans.values() for op in sieve.functional.ops.IMPLEMENTATIONS.values()]
-        plans = {plan.handle: plan for some in known for plan, *_ in some}
-        kernels = [kernel for given in mine for kernel in plans[given[0]].launches]
-        memsets = kernels.count("memset")
-        _library._run = run
-        row = [len(kernels) - memsets, memsets, micros(call)]
-        row += [micros(lambda: [run(*given) for given in mine]), one * len(kernels)] if has_gpu else []
-        _library._run = lambda *given: (seen.append(given), run(*given))[1]
-        print(f"{name:24} {row[0]:8} {row[1]:7} " + " ".join(f"{x:7.1f}" for x in row[2:]), flush=True)
-        found[name] = row[2]
-    _library._run = run
-    return {"calls above 25 us": sum(x > 25 for x in found.values())}
+    with recorded_runs() as runs:
+        call()
+    operators = sieve.functional.ops.IMPLEMENTATIONS.values()
+    plans = {plan.handle: plan for op in operators for plan, *_ in op.plans.values()}
+    kernels = [kernel for handle, *_ in runs for kernel in plans[handle].launches]
+    memsets, times = kernels.count("memset"), [micros(call)]
+    if launch is not None:
+        times += [micros(lambda: [_library._run(*arguments) for arguments in runs]), launch * len(kernels)]
+    return len(kernels) - memsets, memsets, times
+
+
+def host():
+    """What one call costs the host, us, small tensors and the GPU far behind: the call; the plans that it runs, alone,
+    without Python's part; and as many empty launches. Without a GPU the call without its launches.
+    """
+    if not torch.cuda.is_available():
+        without_a_gpu()
+    launch = micros_of_a_launch() if torch.cuda.is_available() else None
+    print(", ".join(f"{name} {micros(call):.1f} us" for name, call in pieces_of_a_call().items()))
+    print(f"{'':24} launches memsets    call   plans  empty launches, us")
+    slow = 0
+    for name, call in small_calls().items():
+        launches, memsets, times = cost_of(call, launch)
+        print(f"{name:24} {launches:8} {memsets:7} " + " ".join(f"{x:7.1f}" for x in times), flush=True)
+        slow += times[0] > 25
+    return {"calls above 25 us": slow}
 
 
 CHECKS = (

@@ -45,17 +45,17 @@ def compare(name, ours, definition, inputs, settings=None, names="qkv"):
     settings = settings or {}
 
     def results(function, dtype, seed=99):
-        mine = leaves(inputs, dtype)
-        o = function(*mine, **settings)
+        copies = leaves(inputs, dtype)
+        o = function(*copies, **settings)
         d_o = random(*o.shape, device=o.device, seed=seed).to(o.dtype)
-        return (o, *torch.autograd.grad(o, mine, d_o))
+        return (o, *torch.autograd.grad(o, copies, d_o))
 
-    found = [results(ours, None), results(definition, torch.float32), results(definition, None)]
+    results_by_kind = [results(ours, None), results(definition, torch.float32), results(definition, None)]
     others = []
-    if any(x.numel() < FEW for x in found[0]):
+    if any(x.numel() < FEW for x in results_by_kind[0]):
         others = [(results(definition, torch.float32, seed), results(definition, None, seed))
                   for seed in range(100, 99 + DRAWS)]
     for at, part in enumerate(("o", *(f"d{x}" for x in names))):
-        pairs = [(exact[at], plain[at]) for exact, plain in others] if found[0][at].numel() < FEW else ()
-        assert_close(f"{name}: {part}", *(x[at] for x in found), others=pairs)
-    return found[0]
+        pairs = [(exact[at], plain[at]) for exact, plain in others] if results_by_kind[0][at].numel() < FEW else ()
+        assert_close(f"{name}: {part}", *(x[at] for x in results_by_kind), others=pairs)
+    return results_by_kind[0]

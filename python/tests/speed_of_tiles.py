@@ -7,7 +7,7 @@ import sieve_attention as sieve
 
 def speed_of_block_sparse(tokens, qkv, milliseconds):
     """32 query heads over 8 under random masks: the diagonal block and a share `density` of the earlier ones."""
-    found, (q, k, v) = {}, qkv(tokens, heads=32)
+    measured, (q, k, v) = {}, qkv(tokens, heads=32)
     device = q.device
     for block, density in ((128, 1.0), (128, 0.125), (128, 0.0625), (64, 0.125)):
         count = tokens // block
@@ -18,11 +18,11 @@ def speed_of_block_sparse(tokens, qkv, milliseconds):
         wanted = (density * (row + 1)).round().clamp(min=1) - 1
         mask = sieve.block_mask((place < wanted[:, None]) | (row == row[:, None]), block)
         name = f"block_sparse, blocks of {block}, density {density}"
-        found[name] = milliseconds(lambda: sieve.block_sparse(q, k, v, mask))
-        mine = [x.detach().requires_grad_() for x in (q, k, v)]
+        measured[name] = milliseconds(lambda: sieve.block_sparse(q, k, v, mask))
+        copies = [x.detach().requires_grad_() for x in (q, k, v)]
         for order in (False, True):
             both = lambda: torch.autograd.grad(  # noqa: E731
-                sieve.block_sparse(*mine, mask, deterministic=order), mine, q
+                sieve.block_sparse(*copies, mask, deterministic=order), copies, q
             )
-            found[f"{name}, both{', fixed order' if order else ''}"] = milliseconds(both, 7)
-    return found
+            measured[f"{name}, both{', fixed order' if order else ''}"] = milliseconds(both, 7)
+    return measured

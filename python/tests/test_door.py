@@ -273,13 +273,13 @@ def test_cu_seqlens_in_place_of_documents(name, dtype, on_cpu):
 
 def test_cu_seqlens_of_a_mask_of_blocks_and_of_kernels(on_cpu, monkeypatch):
     mask, offsets = torch.ones(4, 3, 3), torch.tensor([0, 70, 128])
-    one, other = (sieve.block_mask(mask, 64, x) for x in (offsets, sieve.documents(offsets, 128)))
-    assert torch.equal(one.words, other.words) and torch.equal(one.places, other.places)
-    seen = []
-    monkeypatch.setattr(_library.Op, "emulator", lambda plan, x: (seen.append(x[3]), [torch.zeros(1, 128, 4, 64)])[1])
+    by_offsets, by_documents = (sieve.block_mask(mask, 64, x) for x in (offsets, sieve.documents(offsets, 128)))
+    assert torch.equal(by_offsets.words, by_documents.words) and torch.equal(by_offsets.places, by_documents.places)
+    starts = []
+    monkeypatch.setattr(_library.Op, "emulator", lambda plan, x: (starts.append(x[3]), [torch.zeros(1, 128, 4, 64)])[1])
     with sieve.on_cpu(False):
         sieve.attention(*qkv(), documents=offsets)
-    assert torch.equal(seen[0], sieve.documents(offsets, 128)[0])
+    assert torch.equal(starts[0], sieve.documents(offsets, 128)[0])
 
 
 @pytest.mark.parametrize("way", [False, True])

@@ -44,8 +44,8 @@ def test_documents(device):
     assert bounds[1][0, [0, 22, 23, 24, 99]].tolist() == [23, 23, 24, 100, 100]
     inputs = qkv(1, tokens, 4, 2, 64, device=device)
     o, *_ = compare("packed", sieve.attention, definitions.attention, inputs, {"documents": bounds})
-    alone = sieve.attention(*(x[:, 24:] for x in inputs))
-    assert (o[:, 24:].float() - alone.float()).abs().max() < 0.02
+    second_document = sieve.attention(*(x[:, 24:] for x in inputs))
+    assert (o[:, 24:].float() - second_document.float()).abs().max() < 0.02
 
 
 def test_large_scores(device):
@@ -98,9 +98,9 @@ def test_selection_is_exact(keep, local, device):
     for bounds in (None, [x.expand(2, -1).contiguous() for x in two_documents(tokens, device)]):
         selection = sieve.select(rank, keep=keep, local=local, documents=bounds)
         i = torch.arange(tokens, device=device)
-        seen = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
+        visible = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
         kept = definitions.kept_keys(rank, keep=keep, local=local, documents=bounds)
-        assert torch.equal(seen, kept)
+        assert torch.equal(visible, kept)
         assert (selection.lists is None) == (keep >= tokens)
 
 
@@ -249,16 +249,16 @@ def test_documents_of_sparse_kinds(name, scale, device):
     d_o = random(1, tokens, 4, 64, device=device, seed=99)
 
     def passes(first, end, **documents):
-        mine = [x[:, first:end].detach().clone().requires_grad_() for x in inputs]
-        o = call(*mine, **documents)
-        return o.detach(), *torch.autograd.grad(o, mine[:3], d_o[:, first:end])
+        part_inputs = [x[:, first:end].detach().clone().requires_grad_() for x in inputs]
+        o = call(*part_inputs, **documents)
+        return o.detach(), *torch.autograd.grad(o, part_inputs[:3], d_o[:, first:end])
 
     packed = passes(0, tokens, documents=two_documents(tokens, device, ends[:-1]))
     for first, end in zip(ends, ends[1:]):
-        for part, whole, alone in zip(("o", "dq", "dk", "dv"), packed, passes(first, end)):
-            whole, alone = whole[:, first:end].float(), alone.float()
+        for part, whole, by_itself in zip(("o", "dq", "dk", "dv"), packed, passes(first, end)):
+            whole, by_itself = whole[:, first:end].float(), by_itself.float()
             # The rounding of P and of partial results depends on which tile a key is in.
-            worst, size = (whole - alone).norm(dim=-1).max(), alone.norm(dim=-1).max()
+            worst, size = (whole - by_itself).norm(dim=-1).max(), by_itself.norm(dim=-1).max()
             assert worst <= 0.02 * size + 1e-5, f"{name}, tokens {first} to {end}, {part}: {worst:.3g} of {size:.3g}"
 
 
@@ -343,9 +343,9 @@ def test_decode_over_chosen_blocks(device):
     token = torch.stack([q[0, 69], q[1, 7]])[:, None]
     o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
     key = torch.arange(80, device=device)
-    seen = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
-    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), seen[:, :, None])
-    assert_close("chosen", o, exact, definitions.masked_attention(token, k, v, seen[:, :, None]), floor=4e-3)
+    visible = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
+    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), visible[:, :, None])
+    assert_close("chosen", o, exact, definitions.masked_attention(token, k, v, visible[:, :, None]), floor=4e-3)
     for block, sentence in ((24, "multiples of 16"), (None, "given together with block")):
         with pytest.raises(sieve.SieveError, match=sentence):
             sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)

@@ -96,8 +96,8 @@ def test_a_row_of_documents_equals_each_by_itself(kind):
     x, offsets = hidden(batch=1), torch.tensor([0, 17, 18, 40])
     with torch.no_grad():
         packed = ours(x, documents=offsets)
-        alone = [ours(x[:, a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
-    assert (packed - torch.cat(alone, 1)).norm() <= 1e-5 * packed.norm()
+        by_themselves = [ours(x[:, a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+    assert (packed - torch.cat(by_themselves, 1)).norm() <= 1e-5 * packed.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,9 +109,10 @@ def test_padding_is_documents_of_one_token(kind):
     start = torch.where(is_padding, index, torch.tensor([[0], [15]])).int()
     end = torch.where(is_padding, index + 1, 40).int()
     with torch.no_grad():
-        padded, alone = ours(x, documents=(start, end)), [ours(x[:1]), ours(x[1:, 15:])]
+        padded, by_themselves = ours(x, documents=(start, end)), [ours(x[:1]), ours(x[1:, 15:])]
         behind = ours(x)[:, :25]
-        for got, expected in ((padded[:1], alone[0]), (padded[1:, 15:], alone[1]), (behind, ours(x[:, :25]))):
+        first, second = by_themselves
+        for got, expected in ((padded[:1], first), (padded[1:, 15:], second), (behind, ours(x[:, :25]))):
             assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -165,19 +166,19 @@ def test_twenty_steps_equal_an_exports(kind):
             return self.layer(x)
 
     for index, layer in enumerate(ours.model.layers):
-        mine = layers.of_config(config, index)
-        mine.load_state_dict(layer.self_attn.state_dict())
-        layer.self_attn = Inside(mine)
+        attention = layers.of_config(config, index)
+        attention.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = Inside(attention)
     ids, losses = torch.randint(1, 64, (2, 33), generator=torch.Generator().manual_seed(8)), []
     for model in (theirs, ours):
-        step, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        step, run_losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for _ in range(20):
             loss = model(ids, labels=ids, use_cache=False).loss
             step.zero_grad()
             loss.backward()
             step.step()
-            found.append(loss.item())
-        losses.append(torch.tensor(found))
+            run_losses.append(loss.item())
+        losses.append(torch.tensor(run_losses))
     assert losses[0][-1] < losses[0][0] - 1.0
     assert (losses[1] - losses[0]).abs().max() < 2e-3, losses
 
@@ -191,22 +192,22 @@ def test_the_indexers_loss(warmup):
     loss.backward()
     learns = {name for name, p in ours.named_parameters() if p.grad is not None}
     assert learns == {f"index_{a}_{b}.weight" for a in "qk" for b in ("proj", "norm")} and x.grad is None
-    mine = {name: ours.get_parameter(name).grad.clone() for name in learns}
+    gradients = {name: ours.get_parameter(name).grad.clone() for name in learns}
     ours.zero_grad()
     positions = torch.arange(50)[None]
     index_q, index_k = ours.index(x, positions)
     q, (k, _) = ours.rotary(ours.q_norm(ours.heads(ours.q_proj(x))), positions), ours.keys(x, positions)
     blocks = sieve.NsaBlocks(1, 1, 16, 2)
     chosen = sieve.definitions.chosen_blocks(index_q, index_k, blocks, "largest_score", False, 1)
-    seen = torch.ones(50, 50, dtype=torch.bool).tril() & (warmup | chosen.repeat_interleave(16, -1)[..., :50])
+    visible = torch.ones(50, 50, dtype=torch.bool).tril() & (warmup | chosen.repeat_interleave(16, -1)[..., :50])
     logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)).detach() * ours.scale
-    p = logits.masked_fill(~seen.repeat_interleave(2, 1), -torch.inf).softmax(-1).unflatten(1, (2, 2)).mean(2)
+    p = logits.masked_fill(~visible.repeat_interleave(2, 1), -torch.inf).softmax(-1).unflatten(1, (2, 2)).mean(2)
     index = torch.einsum("bihd,bjd->bhij", index_q, index_k[:, :, 0]) * ours.scale
-    log_index = index.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0)
+    log_index = index.masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0)
     expected = (torch.special.xlogy(p, p) - p * log_index).sum() / (2 * 50 * 2)
     expected.backward()
     assert (loss - expected).abs() < 1e-5 and loss > 0
-    for name, grad in mine.items():
+    for name, grad in gradients.items():
         assert (ours.get_parameter(name).grad - grad).norm() <= 1e-4 * grad.norm() + 1e-8, name
 
 

@@ -24,11 +24,11 @@ def on_cpu(monkeypatch):
 
 def passes(function, inputs):
     """Output and gradients of all inputs; of a tuple the first item, the others behind it."""
-    mine = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    o = function(*mine)
+    copies = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    o = function(*copies)
     first, *more = o if isinstance(o, tuple) else (o,)
     d_o = random(*first.shape, device="cpu", seed=99).to(first.dtype)
-    wanted = [x for x in mine if x.requires_grad]
+    wanted = [x for x in copies if x.requires_grad]
     gradients = torch.autograd.grad(first, wanted, d_o, allow_unused=True)
     return [first.detach(), *[x for x in gradients if x is not None], *[x.detach() for x in more]]
 
@@ -100,12 +100,12 @@ def test_functions_equal_the_kernels(name, is_packed, device, monkeypatch):
     with sieve.on_cpu():
         ours = passes(call, inputs)
     assert len(kernels) == len(ours)
-    for at, (one, other) in enumerate(zip(ours, kernels)):
-        assert one.dtype == other.dtype and one.shape == other.shape, f"{name}, {at}"
-        if not one.is_floating_point():
-            assert torch.equal(one, other), f"{name}, {at}"
+    for at, (by_torch, by_kernels) in enumerate(zip(ours, kernels)):
+        assert by_torch.dtype == by_kernels.dtype and by_torch.shape == by_kernels.shape, f"{name}, {at}"
+        if not by_torch.is_floating_point():
+            assert torch.equal(by_torch, by_kernels), f"{name}, {at}"
             continue
-        error, size = (one.float() - other.float()).norm(), other.float().norm()
+        error, size = (by_torch.float() - by_kernels.float()).norm(), by_kernels.float().norm()
         assert error <= 0.02 * size + 1e-5, f"{name}, {at}: {error:.3g} of {size:.3g}"
 
 
@@ -220,8 +220,8 @@ def test_models_of_transformers(monkeypatch):
                 logits.square().mean().backward()
                 results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
                 model.zero_grad()
-            for one, other in zip(*results):
-                assert_close("model", other, one, one, floor=1e-4)
+            for exact, computed in zip(*results):
+                assert_close("model", computed, exact, exact, floor=1e-4)
         said = [model.generate(ids[:1], max_new_tokens=8, do_sample=False).tolist() for model in made]
         assert said[0] == said[1]
 

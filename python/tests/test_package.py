@@ -170,8 +170,8 @@ def test_what_has_no_kernel_is_said_in_a_sentence(sentence):
 @pytest.mark.parametrize("cu_seqlens", [[0, 10, 32], [5, 10, 90], [0, 10, 20], [0, 50, 10, -3, 32], [0]])
 def test_wrong_bounds_on_a_gpu_stay_within_the_row(cu_seqlens):
     """Compiled, as values are not looked at there either."""
-    of = torch.compile(lambda x: sieve.documents(x, 32), fullgraph=True, backend="aot_eager")
-    start, end = of(torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE))
+    documents_of = torch.compile(lambda x: sieve.documents(x, 32), fullgraph=True, backend="aot_eager")
+    start, end = documents_of(torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE))
     at = torch.arange(32, device=DEVICE)
     assert ((start >= 0) & (start <= at) & (at < end) & (end <= 32)).all()
     if cu_seqlens == [0, 10, 32]:
@@ -219,9 +219,9 @@ def test_supports_runs_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "each_run, found", [(7, "tensors: 693 bytes more"), (0, None), (-7, None)], ids=["grows", "stays", "shrinks"]
+    "each_run, growth", [(7, "tensors: 693 bytes more"), (0, None), (-7, None)], ids=["grows", "stays", "shrinks"]
 )
-def test_growth_alone_is_growth(each_run, found):
+def test_growth_alone_is_growth(each_run, growth):
     """Of on_gpu.py's check: a function that keeps, or frees, 7 bytes a run, of what an earlier check left."""
     kept, free = [bytearray(1000)], 1 << 30
 
@@ -233,7 +233,7 @@ def test_growth_alone_is_growth(each_run, found):
     def reading():
         return {"tensors": sum(map(len, kept)), "the GPU": free}
 
-    assert on_gpu.growth_of(call, [], reading, runs=120) == found
+    assert on_gpu.growth_of(call, [], reading, runs=120) == growth
 
 
 def test_growth_of_the_gpu_has_a_slack():
@@ -271,9 +271,9 @@ def test_a_machine_without_a_driver_is_named():
 )
 def test_a_machine_without_nvrtc_or_with_an_old_driver_is_named(nvrtc, sentence, tmp_path):
     """Beside a libcuda of CUDA 11.4, which the test compiles: it starts and has no other function."""
-    path, found = _library.nvrtc_path(), ctypes.util.find_library("nvrtc")
-    if path is None if nvrtc else found is not None:
-        pytest.skip("a torch without CUDA" if nvrtc else f"the dynamic linker finds {found}")
+    path, linked = _library.nvrtc_path(), ctypes.util.find_library("nvrtc")
+    if path is None if nvrtc else linked is not None:
+        pytest.skip("a torch without CUDA" if nvrtc else f"the dynamic linker finds {linked}")
     driver = "int cuInit(unsigned f) { return 0; } int cuDriverGetVersion(int *v) { *v = 11040; return 0; }"
     built = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / "libcuda.so.1"]
     subprocess.run(built, input=driver, text=True, check=True)
@@ -439,8 +439,8 @@ def test_outputs_of_any_length_are_those_of_its_plan(name, gpu, no_emulator):
             given, settings = arguments[: op.count], arguments[op.count :]
             outputs = op.plan(given, settings, gpu)[0].outputs
             shapes = {name: x.shape for name, x in zip(op.tensors, given) if x is not None}
-            found = _shapes.symbolic(outputs, shapes, dict(zip(op.settings, settings)), *op._tokens(given))
-            assert found == [shape for _, shape, _ in outputs], (n, settings)
+            shapes_found = _shapes.symbolic(outputs, shapes, dict(zip(op.settings, settings)), *op._tokens(given))
+            assert shapes_found == [shape for _, shape, _ in outputs], (n, settings)
 
 
 def one_layer_each(q, k, v, rank):

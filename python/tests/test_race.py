@@ -24,11 +24,11 @@ def test_the_races_definition_is_that_of_sieve_attention(task, documents):
         problem = problems.Problem(task, 4, 1 if task == "shared" else 2, tokens, documents, "cpu")
         with sieve.on_cpu():
             o = rivals.sieve(problem)(problem.q, problem.k, problem.v)
-            found = [o, *torch.autograd.grad(o, problem.inputs, problem.do)]
+            results = [o, *torch.autograd.grad(o, problem.inputs, problem.do)]
         wanted = problems.definition(problem)
-        errors = [problems.distance(x, y, problem.do) for x, y in zip(found, wanted)]
+        errors = [problems.distance(x, y, problem.do) for x, y in zip(results, wanted)]
         assert max(errors) < 4e-3, (tokens, errors)
-        wrong = [problems.distance(x * 1.1, y, problem.do) for x, y in zip(found, wanted)]
+        wrong = [problems.distance(x * 1.1, y, problem.do) for x, y in zip(results, wanted)]
         assert wrong[0] > 0.05 or task == "tiles" and tokens == 1
 
 
@@ -45,15 +45,15 @@ def test_expiry_is_what_sorting_at_each_query_gives():
 def test_tiles_of_a_mask_hold_all_that_is_seen(task):
     for documents in (None, [0, 100, 100, 357, 1300]):
         problem, tile = problems.Problem(task, 4, 2, 1300, documents, "cpu"), 128
-        some, whole = problem.mixed(tile)
+        mixed_tiles, whole = problem.mixed(tile)
         for head in range(4):
-            seen = torch.nn.functional.pad(problem.sees(0, 1300, head), (0, 108, 0, 108))
+            visible = torch.nn.functional.pad(problem.sees(0, 1300, head), (0, 108, 0, 108))
             # Beyond the last token anything may be said to be seen.
-            either = seen.clone()
+            either = visible.clone()
             either[1300:], either[:, 1300:] = True, True
             count = -(-1300 // tile)
             split = lambda mask, count=count: mask.view(count, tile, count, tile)  # noqa: E731
-            assert not (split(seen).any(3).any(1) & ~some[head % len(some)]).any()
+            assert not (split(visible).any(3).any(1) & ~mixed_tiles[head % len(mixed_tiles)]).any()
             assert not (whole[head % len(whole)] & ~split(either).all(3).all(1)).any()
 
 

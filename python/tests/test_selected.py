@@ -74,9 +74,9 @@ def test_definition(name, deterministic):
 
 def passes(qkv, indices, **settings):
     """Output and gradients."""
-    mine = [x.detach().clone().requires_grad_() for x in qkv]
-    o = sieve.selected_attention(*mine, indices, **settings)
-    return [o.detach(), *torch.autograd.grad(o, mine, random(*o.shape, device=DEVICE, seed=9))]
+    copies = [x.detach().clone().requires_grad_() for x in qkv]
+    o = sieve.selected_attention(*copies, indices, **settings)
+    return [o.detach(), *torch.autograd.grad(o, copies, random(*o.shape, device=DEVICE, seed=9))]
 
 
 def test_order_repeats_and_what_is_no_block_change_no_bit():
@@ -227,9 +227,9 @@ def test_few_tokens(tokens):
     """dq is the small difference of large terms there, so its error is compared with these: of o, rounded by 2^-9."""
     qkv = inputs(2, tokens, 4, 2, 64, seed=6)
     indices = torch.zeros(2, tokens, 2, 1, dtype=torch.int32, device=DEVICE)
-    mine = [x.float().requires_grad_() for x in qkv]
-    o = definitions.selected_attention(*mine, indices, block=16)
-    exact = o, *torch.autograd.grad(o, mine, random(*o.shape, device=DEVICE, seed=9).float())
+    copies = [x.float().requires_grad_() for x in qkv]
+    o = definitions.selected_attention(*copies, indices, block=16)
+    exact = o, *torch.autograd.grad(o, copies, random(*o.shape, device=DEVICE, seed=9).float())
     for name, x, y in zip(("o", "dq", "dk", "dv"), passes(qkv, indices, block=16), exact):
         assert (x.float() - y).abs().max() <= 2**-6 * max(y.abs().max(), 1), name
 
@@ -294,10 +294,10 @@ def test_valid_indices_pass():
 def test_compiled_without_a_break(block_sums):
     qkv, indices, settings = made("a number of blocks")
     call = lambda *x: sieve.selected_attention(*x, indices, **settings, block_sums=block_sums)  # noqa: E731
-    mine, results = [x.requires_grad_() for x in qkv], []
+    inputs, results = [x.requires_grad_() for x in qkv], []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        o, *sums = function(*mine) if block_sums else (function(*mine),)
-        results.append((o, *sums, *torch.autograd.grad(o, mine, torch.ones_like(o))))
+        o, *sums = function(*inputs) if block_sums else (function(*inputs),)
+        results.append((o, *sums, *torch.autograd.grad(o, inputs, torch.ones_like(o))))
     for ours, compiled in zip(*results):
         assert torch.equal(ours, compiled)
 

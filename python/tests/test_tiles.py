@@ -30,9 +30,11 @@ def definition(mask, block):
 
     def each(q, k, v):
         tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-        seen = mask.repeat_interleave(block, 1).repeat_interleave(block, 2)[None, :, :tokens, :tokens]
-        seen = seen & torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
-        heads = [(q[:, :, [h]], k[:, :, [h // group]], v[:, :, [h // group]], seen[:, [h]]) for h in range(q.shape[2])]
+        visible = mask.repeat_interleave(block, 1).repeat_interleave(block, 2)[None, :, :tokens, :tokens]
+        visible = visible & torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        heads = [
+            (q[:, :, [h]], k[:, :, [h // group]], v[:, :, [h // group]], visible[:, [h]]) for h in range(q.shape[2])
+        ]
         return torch.cat([definitions.masked_attention(*x) for x in heads], 2)
 
     return each
@@ -59,23 +61,23 @@ def of_documents(device):
     lengths = [100, 257, 7, 256]
     blocks = [-(-length // 128) for length in lengths]
     mask = torch.rand(4, sum(blocks), sum(blocks), generator=torch.Generator().manual_seed(8)) < 0.6
-    seen = torch.zeros(4, 620, 620, dtype=torch.bool)
+    visible = torch.zeros(4, 620, 620, dtype=torch.bool)
     begin, at = 0, 0
     for length, count in zip(lengths, blocks):
         part = mask[:, at : at + count, at : at + count].repeat_interleave(128, 1).repeat_interleave(128, 2)
-        seen[:, begin : begin + length, begin : begin + length] = part[:, :length, :length].tril()
+        visible[:, begin : begin + length, begin : begin + length] = part[:, :length, :length].tril()
         begin, at = begin + length, at + count
     documents = sieve.documents(torch.tensor(BOUNDS, device=device), 620)
-    return documents, mask.to(device), seen.to(device)
+    return documents, mask.to(device), visible.to(device)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_documents(deterministic):
-    documents, mask, seen = of_documents(DEVICE)
+    documents, mask, visible = of_documents(DEVICE)
     tiles = sieve.block_mask(mask, 128, documents)
 
     def plain(q, k, v):
-        heads = [(q[:, :, [h]], k[:, :, [h // 2]], v[:, :, [h // 2]], seen[None, [h]]) for h in range(4)]
+        heads = [(q[:, :, [h]], k[:, :, [h // 2]], v[:, :, [h // 2]], visible[None, [h]]) for h in range(4)]
         return torch.cat([definitions.masked_attention(*x) for x in heads], 2)
 
     given = inputs(620, 4, 2, 64)
@@ -230,9 +232,9 @@ def test_a_fixed_order_repeats_to_the_bit():
     first = None
     for _ in range(repeats):
         o = sieve.block_sparse(*given, mask, deterministic=True)
-        found = torch.autograd.grad(o, given, torch.ones_like(o))
-        first = first or found
-        assert all(torch.equal(x, y) for x, y in zip(first, found))
+        gradients = torch.autograd.grad(o, given, torch.ones_like(o))
+        first = first or gradients
+        assert all(torch.equal(x, y) for x, y in zip(first, gradients))
 
 
 @pytest.mark.parametrize("has_documents", [False, True])

@@ -121,9 +121,9 @@ def test_a_mask_of_the_models_own_is_kept():
 def test_inference_mode():
     ours = models(qwen3())[2]
     with torch.inference_mode():
-        found = ours(tokens(1)).logits
+        logits = ours(tokens(1)).logits
     with torch.no_grad():
-        assert torch.equal(found, ours(tokens(1)).logits)
+        assert torch.equal(logits, ours(tokens(1)).logits)
 
 
 def test_packed_rows():
@@ -133,8 +133,8 @@ def test_packed_rows():
     positions = torch.cat([torch.arange(17), torch.arange(1), torch.arange(22)])[None].to(DEVICE)
     ids = tokens(1)
     packed = three[2](ids, position_ids=positions, use_cache=False).logits
-    alone = three[2](ids[:, 18:], use_cache=False).logits
-    assert (packed[:, 18:] - alone).abs().max() < 0.1
+    second_row = three[2](ids[:, 18:], use_cache=False).logits
+    assert (packed[:, 18:] - second_row).abs().max() < 0.1
     compare(three, ids, position_ids=positions)
 
 
@@ -149,12 +149,12 @@ def test_generation(config, padded, cache):
         mask[0, :5] = 0
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
-    found = []
+    outputs = []
     for name in ("sieve", "sdpa"):
         ours.set_attn_implementation(name)
-        found.append(ours.generate(ids, attention_mask=mask, **settings))
+        outputs.append(ours.generate(ids, attention_mask=mask, **settings))
     for row in range(len(ids)):
-        for step, (got, expected) in enumerate(zip(*(output.logits for output in found))):
+        for step, (got, expected) in enumerate(zip(*(output.logits for output in outputs))):
             assert (got[row] - expected[row]).abs().max() < 0.05 * expected[row].abs().max(), (row, step)
             # Behind a tie that falls the other way the rows are different texts.
             if got[row].argmax() != expected[row].argmax():
@@ -249,10 +249,10 @@ def test_bounds_are_made_once_in_a_pass(monkeypatch):
 
 def test_bounds_of_another_model_are_its_own():
     """An inference tensor that changes between the passes of two models."""
-    one, other = (types.SimpleNamespace(layer_idx=layer, config=object()) for layer in (0, 1))
+    first, other = (types.SimpleNamespace(layer_idx=layer, config=object()) for layer in (0, 1))
     with torch.inference_mode():
         x, made = torch.zeros(3), []
-        for module in (one, one, other, one, types.SimpleNamespace(layer_idx=5, config=one.config)):
+        for module in (first, first, other, first, types.SimpleNamespace(layer_idx=5, config=first.config)):
             integration._once(module, x, made.append)
     assert len(made) == 4, "the last module alone follows one of its own model"
 
@@ -388,14 +388,14 @@ def test_minimax_m3():
         num_experts_per_tok=1, index_n_heads=2, index_head_dim=64, index_block_size=16, index_topk_blocks=2,
         layer_types=["minimax_m3_sparse", "full_attention"], mlp_layer_types=["dense", "dense"],
     )  # fmt: skip
-    found, chosen = [], []
+    outputs, chosen = [], []
     for model in models(config, MiniMaxM3VLTextModel):
         indexer = model.layers[0].self_attn.indexer
         # Rounding may swap blocks of nearly equal scores: all three read those that f32 chose.
         indexer.register_forward_hook(lambda *given: chosen.append(given[-1]) or chosen[0])
         with torch.no_grad():
-            found.append(model(tokens(), use_cache=False).last_hidden_state.float())
-    exact, plain, ours = found
+            outputs.append(model(tokens(), use_cache=False).last_hidden_state.float())
+    exact, plain, ours = outputs
     assert (ours - exact).norm() <= 2 * (plain - exact).norm() + 1e-3 * exact.norm()
     dense = copy.deepcopy(model)
     dense.layers[0].self_attn.indexer = None
@@ -438,8 +438,8 @@ def test_exports(kind):
     if kind in ("dma", "nsa", "infllm_v2", "moba", "msa"):
         # Which keys are chosen hangs on rounding; what is computed with them does not.
         with torch.no_grad():
-            found = [model(tokens(), use_cache=False).logits.float() for model in (exact, plain, ours)]
-        assert (found[2] - found[0]).norm() <= 2 * (found[1] - found[0]).norm() + 1e-3 * found[0].norm()
+            logits = [model(tokens(), use_cache=False).logits.float() for model in (exact, plain, ours)]
+        assert (logits[2] - logits[0]).norm() <= 2 * (logits[1] - logits[0]).norm() + 1e-3 * logits[0].norm()
     else:
         compare((exact, plain, ours), tokens())
     with torch.no_grad():
@@ -485,7 +485,7 @@ def test_exports_decode_by_kernels(kind, padded, monkeypatch):
     ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long, device=DEVICE)
     if padded:
         mask[0, :3] = 0
-    parts, found = [9, *[1] * 11, 5, *[1] * 15], []
+    parts, logits_by_name = [9, *[1] * 11, 5, *[1] * 15], []
     for name in ("sieve", "sdpa"):
         model.config._attn_implementation = name
         ran, cache, at, logits = count_runs(monkeypatch), transformers.DynamicCache(), 0, []
@@ -494,7 +494,7 @@ def test_exports_decode_by_kernels(kind, padded, monkeypatch):
                 given = {"attention_mask": mask[:, : at + count], "past_key_values": cache, "use_cache": True}
                 logits.append(model(ids[:, at : at + count], **given).logits)
                 at += count
-        found.append(torch.cat(logits, 1))
+        logits_by_name.append(torch.cat(logits, 1))
         steps = {op: ran[op] for op in ("cached_decode", "dma_decode", "mla_decode") if ran[op]}
         assert steps == ({op: times * 26 for op, times in DECODING[kind].items()} if name == "sieve" else {}), steps
     for op in DECODING[kind]:
@@ -502,6 +502,6 @@ def test_exports_decode_by_kernels(kind, padded, monkeypatch):
         assert plans <= 2, f"{op}: {plans} plans"
     real = mask.bool()
     for row in range(2):
-        got, expected = (x[row][real[row]].float() for x in found)
+        got, expected = (x[row][real[row]].float() for x in logits_by_name)
         worst = ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
         assert worst < 0.1, f"row {row}: {worst}"

@@ -533,7 +533,7 @@ def calls_of_c():
     """Each op of libsieve_capi.so as a call with its tensors: crates/sieve-capi/tests/requests.txt."""
     tensors, calls = (ROOT / "crates/sieve-capi/tests/requests.txt").read_text().split("\n== calls\n{")
     rows = {line.split()[0]: line.split()[1:] for line in tensors.splitlines() if line and line[0] != "#"}
-    found = []
+    requests = []
     for text in calls.split("\n{"):
         call, names = ("{" + text).rsplit("}", 1)
         inputs = []
@@ -542,8 +542,8 @@ def calls_of_c():
             dtype, *sizes = rows.get(name) or rows[plain]
             size = {"n": 2500, "d": int(width) if width.isdigit() else 128}
             inputs.append({"name": plain, "shape": [size.get(word) or int(word) for word in sizes], "dtype": dtype})
-        found.append((json.loads(call + "}"), inputs))
-    return found
+        requests.append((json.loads(call + "}"), inputs))
+    return requests
 
 
 def plans(library, seed, first, count):

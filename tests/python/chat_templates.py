@@ -27,11 +27,11 @@ def messages(chat):
 def rendered(path):
     with tempfile.TemporaryDirectory() as folder:
         Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")).save(folder + "/tokenizer.json")
-        found = PreTrainedTokenizerFast(tokenizer_file=folder + "/tokenizer.json", bos_token="<s>", eos_token="</s>")
-    found.chat_template = path.read_text()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=folder + "/tokenizer.json", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = path.read_text()
     for chat in CHATS:
         try:
-            text = found.apply_chat_template(messages(chat), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages(chat), tokenize=False, add_generation_prompt=True)
         except Exception as error:
             print(f"{path.name} {chat}: {type(error).__name__}: {error}")
             text = None
@@ -40,12 +40,12 @@ def rendered(path):
 
 def main():
     folder = Path(sys.argv[1])
-    found = [row for path in sorted(folder.glob("*.jinja")) for row in rendered(path)]
+    texts = [row for path in sorted(folder.glob("*.jinja")) for row in rendered(path)]
     kept = folder / "rendered.json"
     if "--write" in sys.argv:
-        kept.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    same = json.loads(kept.read_text()) == found
-    print(f"{len(found)} texts, {'equal' if same else 'NOT EQUAL'}")
+        kept.write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n")
+    same = json.loads(kept.read_text()) == texts
+    print(f"{len(texts)} texts, {'equal' if same else 'NOT EQUAL'}")
     sys.exit(not same)
 
 

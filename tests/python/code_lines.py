@@ -38,8 +38,8 @@ def git(*words):
 
 def last_tag():
     """The last tag before HEAD, where there is one."""
-    found = subprocess.run(["git", "describe", "--tags", "--abbrev=0"], check=False, capture_output=True)
-    return found.stdout.decode().split()
+    described = subprocess.run(["git", "describe", "--tags", "--abbrev=0"], check=False, capture_output=True)
+    return described.stdout.decode().split()
 
 
 def coded(lines):

@@ -24,12 +24,12 @@ def fields(cls):
     keys, optional = {}, []
     own = {name for name in vars(cls).get("__annotations__", {})}
     if dataclasses.is_dataclass(cls):
-        found = [(field.name, field.default, str(field.type)) for field in dataclasses.fields(cls)]
+        own_fields = [(field.name, field.default, str(field.type)) for field in dataclasses.fields(cls)]
     else:
         arguments = inspect.signature(cls.__init__).parameters.values()
-        found = [(p.name, p.default, "") for p in arguments if p.name not in ("self", "kwargs")]
-        own = {name for name, *_ in found}
-    for name, default, kind in found:
+        own_fields = [(p.name, p.default, "") for p in arguments if p.name not in ("self", "kwargs")]
+        own = {name for name, *_ in own_fields}
+    for name, default, kind in own_fields:
         if name in own:
             keys[name] = default
             if "None" in kind or default is None:

@@ -384,9 +384,9 @@ def only_theirs(root, name):
     logits, said, texts = {}, {}, {}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         texts[str(folder)] = (folder / "config.json").read_text()
-        found, said[str(folder)] = theirs(folder)
-        if found is not None:
-            logits[str(folder)] = found.contiguous()
+        own_logits, said[str(folder)] = theirs(folder)
+        if own_logits is not None:
+            logits[str(folder)] = own_logits.contiguous()
     save_file(logits, root / f"{name}.safetensors")
     (root / f"{name}.json").write_text(json.dumps({"texts": texts, "said": said}))
 
@@ -403,11 +403,11 @@ def ours(sieve, folder):
     return ran.returncode, ran.stderr + ran.stdout, logits
 
 
-def off(found, wanted):
+def off(computed, wanted):
     """The largest difference over the largest logit."""
-    if found.shape != wanted.shape:
+    if computed.shape != wanted.shape:
         return float("inf")
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return float((computed - wanted).abs().max() / wanted.abs().max())
 
 
 def judge(variant, new, old, sieve):

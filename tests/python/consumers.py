@@ -157,13 +157,13 @@ def greedy(model, prompt):
     return ids[0, len(prompt) :].tolist()
 
 
-def same(found, expected):
-    return WORKS if found == expected else f"WRONG: {found} for {expected}"
+def same(answer, expected):
+    return WORKS if answer == expected else f"WRONG: {answer} for {expected}"
 
 
-def close(found, expected):
+def close(computed, expected):
     """`expected` is of the whole model."""
-    off = float((found - expected).abs().max() / expected.abs().max())
+    off = float((computed - expected).abs().max() / expected.abs().max())
     return WORKS if off < TOLERANCE else f"WRONG: other logits, by {off:.1e}"
 
 
@@ -219,8 +219,8 @@ class Export:
         # Without a size the cache takes nine tenths of the machine's memory. Version 4 has no class for it.
         make = getattr(transformers, "ContinuousBatchingConfig", None)
         size = {"continuous_batching_config": make(num_blocks=64, max_batch_tokens=128)} if make else {}
-        found = model.generate_batch(inputs=self.prompts, generation_config=settings, **size)
-        return same(sorted(list(text.generated_tokens) for text in found.values()), sorted(self.texts))
+        texts_by_request = model.generate_batch(inputs=self.prompts, generation_config=settings, **size)
+        return same(sorted(list(text.generated_tokens) for text in texts_by_request.values()), sorted(self.texts))
 
     def flex(self):
         import torch
@@ -244,8 +244,8 @@ class Export:
                 texts = []
                 for q, k, v in zip(*(x.split(lengths, 2) for x in (q, k, v))):
                     at = torch.arange(q.shape[2])
-                    seen = at <= at[:, None] if window is None else (at <= at[:, None]) & (at > at[:, None] - window)
-                    settings = {"attn_mask": seen, "scale": scale, "enable_gqa": True}
+                    visible = at <= at[:, None] if window is None else (at <= at[:, None]) & (at > at[:, None] - window)
+                    settings = {"attn_mask": visible, "scale": scale, "enable_gqa": True}
                     texts.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings))
                 return torch.cat(texts, 2).transpose(1, 2)
 
@@ -265,10 +265,10 @@ class Export:
         ids = torch.tensor([[token for prompt in self.prompts for token in prompt]])
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         given = {"position_ids": positions, "attention_instances": instances, "use_cache": False}
-        found = model(ids, **given).logits[0].split(lengths)
+        parts = model(ids, **given).logits[0].split(lengths)
         expected = [self.model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in self.prompts]
         assert is_compatible, "an engine refuses the class, whose logits are right"
-        return close(torch.cat(found), torch.cat(expected))
+        return close(torch.cat(parts), torch.cat(expected))
 
     def saved(self):
         """The way through save_pretrained() and back."""
@@ -322,10 +322,10 @@ def llama_texts(path):
         body = json.dumps({**ask, "return_tokens": True}).encode()
         request = urllib.request.Request(f"{server.listening_address}/completion", body)
         with urllib.request.urlopen(request) as answer:
-            found = json.load(answer)
+            reply = json.load(answer)
         steps = [[(token["id"], token["logprob"]) for token in step["top_logprobs"]]
-                 for step in found["completion_probabilities"]]  # fmt: skip
-        texts.append((prompt, found["tokens"], steps))
+                 for step in reply["completion_probabilities"]]  # fmt: skip
+        texts.append((prompt, reply["tokens"], steps))
     return texts
 
 
@@ -387,10 +387,10 @@ def main() -> None:
             export = Export(sieve, folder)
             tried = {name: getattr(export, name) for name in export.consumers()} | tried
         for name, consumer in tried.items():
-            found, expected = outcome(consumer), EXPECTED[kind][name]
-            differs = not found.startswith(expected)
+            said, expected = outcome(consumer), EXPECTED[kind][name]
+            differs = not said.startswith(expected)
             unexpected += differs
-            print(f"{kind} | {name} | {found}" + f"\n    EXPECTED {expected}" * differs, flush=True)
+            print(f"{kind} | {name} | {said}" + f"\n    EXPECTED {expected}" * differs, flush=True)
     sys.exit(bool(unexpected) or not kinds)
 
 

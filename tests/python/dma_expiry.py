@@ -36,12 +36,12 @@ def main() -> None:
     expire = torch.zeros(given["rank"].shape, dtype=torch.int32)
     for row, (length, keep, local) in enumerate(given["rows"].tolist()):
         rank = given["rank"][row, :length]
-        found = definitions.expiry(rank[None, None], keep - local, local)[0, 0]
+        expires = definitions.expiry(rank[None, None], keep - local, local)[0, 0]
         for query in range(length):
             older = sorted(range(max(query + 1 - local, 0)), key=lambda key: (float(rank[key]), key), reverse=True)
-            seen = set(older[: keep - local]) | set(range(max(query + 1 - local, 0), query + 1))
-            assert seen == {key for key in range(query + 1) if found[key] > query}, (row, query)
-        expire[row, :length] = found
+            visible = set(older[: keep - local]) | set(range(max(query + 1 - local, 0), query + 1))
+            assert visible == {key for key in range(query + 1) if expires[key] > query}, (row, query)
+        expire[row, :length] = expires
     save_file({"expire": expire}, sys.argv[2])
 
 

@@ -17,9 +17,9 @@ def module(folder):
     package.__path__, library.SieveError = [str(folder)], type("SieveError", (ValueError,), {})
     sys.modules.update({"sieve_attention": package, "sieve_attention._library": library})
     spec = importlib.util.spec_from_file_location("sieve_attention._dma", folder / "_dma.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def main():

@@ -45,9 +45,9 @@ def main():
         if "test" in path:
             continue
         code = TESTS.split(text)[0].split("\n")
-        found = blocks(path, code)
-        comments += [(path, *block) for block in found[0]]
-        functions += [(path, *block) for block in found[1]]
+        of_file = blocks(path, code)
+        comments += [(path, *block) for block in of_file[0]]
+        functions += [(path, *block) for block in of_file[1]]
     draw = random.Random(seed)
     for what, drawn in [
         ("comment", draw.sample(comments, num_comments)),

@@ -39,9 +39,9 @@ def logical_lines(text):
 
 def commands(line):
     """The program's commands on a line, each as the words before its flags and the flags."""
-    for found in [*CALL.finditer(line), *ARRAY.finditer(line)]:
+    for match in [*CALL.finditer(line), *ARRAY.finditer(line)]:
         # What follows a pipe, a redirection or another command is no argument.
-        own = re.split(r"[|;&>)]", found[1])[0]
+        own = re.split(r"[|;&>)]", match[1])[0]
         for part in own.split(" -- "):
             words = []
             for word in part.split():
@@ -74,12 +74,12 @@ def shell_problems(path, helps):
     problems, count = [], 0
     for number, line in logical_lines(path.read_text(encoding="utf-8")):
         for words, flags in commands(line):
-            known, place = helps.of(words), f"{path.relative_to(ROOT)}:{number}: sieve {' '.join(words)}"
-            if known is None:
+            known_flags, place = helps.of(words), f"{path.relative_to(ROOT)}:{number}: sieve {' '.join(words)}"
+            if known_flags is None:
                 problems.append(f"{place}: there is no such command")
                 continue
             count += 1
-            problems += [f"{place}: no {flag}" for flag in flags if flag not in known]
+            problems += [f"{place}: no {flag}" for flag in flags if flag not in known_flags]
     return problems, count
 
 
@@ -126,8 +126,8 @@ def main():
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix == ".sh":
-                found, count = shell_problems(path, helps)
-                problems, calls, files = problems + found, calls + count, files + 1
+                file_problems, count = shell_problems(path, helps)
+                problems, calls, files = problems + file_problems, calls + count, files + 1
             elif path.suffix == ".py":
                 problems, files = problems + python_problems(path), files + 1
     print("\n".join(problems) or f"{files} scripts, {calls} calls of the program: all are there")

@@ -190,7 +190,7 @@ def write_inputs(folder):
     }
     (folder / "corpus").mkdir()
     for number in range(60):
-        sentences = (" ".join([*(draw.choice(some) for some in words.values()), f"{draw.randrange(1000)}."])
+        sentences = (" ".join([*(draw.choice(choices) for choices in words.values()), f"{draw.randrange(1000)}."])
                      for _ in range(draw.randrange(20, 200)))
         (folder / f"corpus/{number:02}.txt").write_text(" ".join(sentences))
     (folder / "prompt.txt").write_text((folder / "corpus/03.txt").read_text()[:1200])
@@ -206,12 +206,12 @@ def tensors(path):
     """Type, shape and hash of each tensor of a safetensors file."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header, found = json.loads(data[8 : 8 + length]), {}
+    header, digests = json.loads(data[8 : 8 + length]), {}
     header.pop("__metadata__", None)
     for name, entry in header.items():
         begin, end = (8 + length + at for at in entry["data_offsets"])
-        found[name] = f"{entry['dtype']} {entry['shape']} {hashlib.sha256(data[begin:end]).hexdigest()[:20]}"
-    return found
+        digests[name] = f"{entry['dtype']} {entry['shape']} {hashlib.sha256(data[begin:end]).hexdigest()[:20]}"
+    return digests
 
 
 def cleaned(value):
@@ -247,7 +247,7 @@ def difference(kept, new, at=""):
     else:
         # NaN is written as null; 1 and 1.0 differ in their text.
         return None if json.dumps(kept) == json.dumps(new) else f"{at}: {str(kept)[:160]} became {str(new)[:160]}"
-    return next((found for key, *both in pairs if (found := difference(*both, f"{at}/{key}"))), None)
+    return next((problem for key, *both in pairs if (problem := difference(*both, f"{at}/{key}"))), None)
 
 
 def run(binary, folder, command, files):
@@ -268,28 +268,28 @@ def run(binary, folder, command, files):
 def main(action, binary, kept):
     binary, kept = pathlib.Path(binary).resolve(), pathlib.Path(kept).resolve()
     kept.mkdir(parents=True, exist_ok=True)
-    begin, wrong, seen = time.time(), 0, set()
+    begin, wrong, paths = time.time(), 0, set()
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         write_inputs(folder)
         for name, command, files in rows():
             result = run(binary, folder, command, files)
             path = kept / f"{name.replace(' ', '_')}.json"
-            seen.add(path)
+            paths.add(path)
             if action == "keep":
                 if "exit status" in result:
                     sys.exit(f"{name}: sieve {command}\n{result}")
                 path.write_text(json.dumps(result, indent=0))
                 continue
-            found = difference(json.loads(path.read_text()), result) if path.exists() else "was not kept"
-            wrong += found is not None
-            print(f"{name}: {found or 'equal'}", flush=True)
-    gone = sorted(path.stem for path in kept.glob("*.json") if path not in seen)
+            problem = difference(json.loads(path.read_text()), result) if path.exists() else "was not kept"
+            wrong += problem is not None
+            print(f"{name}: {problem or 'equal'}", flush=True)
+    gone = sorted(path.stem for path in kept.glob("*.json") if path not in paths)
     if action == "keep":
-        print(f"{len(seen)} rows kept in {time.time() - begin:.0f} s")
+        print(f"{len(paths)} rows kept in {time.time() - begin:.0f} s")
         return 0
     print(*(f"{name}: gone, no row runs it" for name in gone), sep="\n", end="\n" if gone else "")
-    print(f"{len(seen) - wrong} rows equal, {wrong} differ, {len(gone)} gone, in {time.time() - begin:.0f} s")
+    print(f"{len(paths) - wrong} rows equal, {wrong} differ, {len(gone)} gone, in {time.time() - begin:.0f} s")
     return min(wrong, 1)
 
 

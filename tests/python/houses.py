@@ -82,15 +82,15 @@ def leaves(tree, prefix=()):
 
 def modules(text):
     """The text of a file's own module, and of those that are written out in it (`mod cpu { .. }`), by path."""
-    found, open_ = collections.defaultdict(list), []
+    lines_of, open_ = collections.defaultdict(list), []
     for line in text.split("\n"):
         if open_ and line == open_[-1][1] + "}":
             open_.pop()
         elif start := re.match(r"(\s*)(?:pub(?:\([^)]*\))?\s+)?mod (\w+) \{$", line):
             open_.append((start[2], start[1]))
         else:
-            found[tuple(name for name, _ in open_)].append(line)
-    return {path: "\n".join(lines) for path, lines in found.items()}
+            lines_of[tuple(name for name, _ in open_)].append(line)
+    return {path: "\n".join(lines) for path, lines in lines_of.items()}
 
 
 class Crate:
@@ -112,7 +112,7 @@ class Crate:
             self.names[module] = {name: path for _, tree in uses for path, name in leaves(tree)}
             self.used[module] = [path for pub, tree in uses if not pub for path, _ in leaves(tree)]
 
-    def resolve(self, module, path, seen=()):
+    def resolve(self, module, path, visited=()):
         """The module with the name at the end of a path that is written in `module`; None where it is another
         crate's."""
         path = list(path)
@@ -126,13 +126,13 @@ class Crate:
             return None
         while path and (*at, path[0]) in self.modules:
             at, path = (*at, path[0]), path[1:]
-        if path and (at, path[0]) not in seen and path[0] in self.names.get(at, {}):
-            there = self.resolve(at, (*self.names[at][path[0]], *path[1:]), (*seen, (at, path[0])))
+        if path and (at, path[0]) not in visited and path[0] in self.names.get(at, {}):
+            there = self.resolve(at, (*self.names[at][path[0]], *path[1:]), (*visited, (at, path[0])))
             return there if there is not None else at
         return at
 
     def arrows(self):
-        found = collections.defaultdict(set)
+        uses = collections.defaultdict(set)
         for module, text in self.modules.items():
             names = self.names[module]
             paths = list(self.used[module])
@@ -143,21 +143,21 @@ class Crate:
             for path in paths:
                 to = self.resolve(module, path)
                 if to is not None and self.file_of[to] != self.file_of[module]:
-                    found[self.file_of[module]].add(self.file_of[to])
-        return found
+                    uses[self.file_of[module]].add(self.file_of[to])
+        return uses
 
     def circles(self):
         """Sets of more than two files each of which uses each other, maybe by way of the others."""
         arrows = self.arrows()
 
         def reached(start):
-            seen, open_ = set(), [start]
+            reached, open_ = set(), [start]
             while open_:
                 for to in arrows[open_.pop()]:
-                    if to not in seen:
-                        seen.add(to)
+                    if to not in reached:
+                        reached.add(to)
                         open_.append(to)
-            return seen
+            return reached
 
         reach = {module: reached(module) for module in self.files}
         groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in self.files if a in reach[a]}
@@ -166,14 +166,14 @@ class Crate:
 
 def long_functions(text):
     """Name and lines of functions of more than MOST_LINES lines."""
-    lines, found = text.split("\n"), []
+    lines, long = text.split("\n"), []
     for at, line in enumerate(lines):
         if start := re.match(r"(\s*)(?:pub(?:\([^)]*\))?\s+)?(?:const |unsafe |async |extern \"C\" )*fn (\w+)", line):
             ends = (n for n in range(at, len(lines)) if lines[n] == start[1] + "}" or lines[n] == start[1] + ");")
             end = at if line.rstrip()[-1:] in (";", "}") else next(ends, at)
             if end - at + 1 > MOST_LINES:
-                found.append(f"{start[2]}, {end - at + 1} lines")
-    return found
+                long.append(f"{start[2]}, {end - at + 1} lines")
+    return long
 
 
 def parts(name):
@@ -184,12 +184,12 @@ def parts(name):
 
 def other_names(text):
     """Words of params structs whose values share no word with them: `word: value` in `params!(.. { .. })`."""
-    found = []
+    names = []
     for struct, body in re.findall(r"params!\((\w+) \{(.*?)\}\)", text, re.S):
         for word, value in re.findall(r"(?:^|[\s,{])(\w+): ([\w.]+)\s*(?:,|$)", body, re.M):
             if not value[0].isdigit() and value not in ("true", "false") and not parts(word) & parts(value):
-                found.append(f"{struct}.{word}: {value}")
-    return found
+                names.append(f"{struct}.{word}: {value}")
+    return names
 
 
 def tracked():
@@ -231,8 +231,8 @@ def measured(files):
 def main():
     if any(word != "--list" for word in sys.argv[1:]):
         sys.exit(__doc__)
-    above, found = [], measured(tracked())
-    for name, behind in found.items():
+    above, numbers = [], measured(tracked())
+    for name, behind in numbers.items():
         limit = LIMITS[name]
         print(f"{name:32} {len(behind):4}  at most {limit}")
         if len(behind) > limit:

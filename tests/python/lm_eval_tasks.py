@@ -86,9 +86,9 @@ class Rows:
     arc_challenge = arc_easy
 
     def winogrande(self):
-        one, two = self.random.sample(["Ann", "Eve", "the fox", "the dog"], 2)
-        sentence = f"{self.words(2, 8)} {one} {self.words(1, 4)} {two} {self.words(1, 4)} _ {self.words(1, 6)}."
-        return {"sentence": sentence, "option1": one, "option2": two, "answer": self.random.choice("12")}
+        first, second = self.random.sample(["Ann", "Eve", "the fox", "the dog"], 2)
+        sentence = f"{self.words(2, 8)} {first} {self.words(1, 4)} {second} {self.words(1, 4)} _ {self.words(1, 6)}."
+        return {"sentence": sentence, "option1": first, "option2": second, "answer": self.random.choice("12")}
 
     def boolq(self):
         passage = " ".join(self.sentence() for _ in range(self.random.randint(1, 5)))
@@ -138,18 +138,18 @@ def config(task, folder, fewshot):
     from lm_eval.tasks import _yaml_loader
 
     path = Path(lm_eval.__file__).parent / "tasks" / YAML[task]
-    found = dict(_yaml_loader.load_yaml(path, resolve_func=True))
+    settings = dict(_yaml_loader.load_yaml(path, resolve_func=True))
     for key in ("include", "tag", "group", "training_split"):
-        found.pop(key, None)
-    split = found.get("test_split") or found["validation_split"]
+        settings.pop(key, None)
+    split = settings.get("test_split") or settings["validation_split"]
     files = {split: str(Path(folder, task + ".jsonl").resolve())}
     examples = Path(folder, task + ".train.jsonl").resolve()
     if examples.exists() and split != "train":
         files["train"] = str(examples)
-        found["training_split"] = found["fewshot_split"] = "train"
-    if found.get("validation_split") != split:
-        found.pop("validation_split", None)
-    found.update(
+        settings["training_split"] = settings["fewshot_split"] = "train"
+    if settings.get("validation_split") != split:
+        settings.pop("validation_split", None)
+    settings.update(
         task="local_" + task,
         dataset_path="json",
         dataset_name=None,
@@ -157,9 +157,9 @@ def config(task, folder, fewshot):
         fewshot_config={"sampler": "first_n"},
         num_fewshot=fewshot,
     )
-    if "generation_kwargs" in found:
-        found["generation_kwargs"] = {**found["generation_kwargs"], "max_gen_toks": GENERATED}
-    return found
+    if "generation_kwargs" in settings:
+        settings["generation_kwargs"] = {**settings["generation_kwargs"], "max_gen_toks": GENERATED}
+    return settings
 
 
 @functools.cache
@@ -185,8 +185,8 @@ def score(model, folder, out, fewshot):
         started = time.perf_counter(), time.process_time()
         results = lm_eval.evaluate(harness, loaded(task, folder, fewshot), log_samples=True, bootstrap_iters=0)
         print(f"{task:<16}{time.perf_counter() - started[0]:>8.1f} s, {time.process_time() - started[1]:.1f} s of processors")
-        found = results["results"]["local_" + task]
-        scores = {name.split(",")[0]: value for name, value in found.items() if "stderr" not in name and isinstance(value, float)}
+        values_of = results["results"]["local_" + task]
+        scores = {name.split(",")[0]: value for name, value in values_of.items() if "stderr" not in name and isinstance(value, float)}
         samples = {}
         for sample in results["samples"]["local_" + task]:
             first = sample["resps"][0][0]
@@ -194,8 +194,8 @@ def score(model, folder, out, fewshot):
                 samples[sample["doc_id"]] = first
             else:
                 samples[sample["doc_id"]] = [[float(resp[0][0]), bool(resp[0][1])] for resp in sample["resps"]]
-        if "exact_match,strict-match" in found:
-            scores["exact_match"] = found["exact_match,strict-match"]
+        if "exact_match,strict-match" in values_of:
+            scores["exact_match"] = values_of["exact_match,strict-match"]
         scores = {name: scores[name] for name in SCORES if name in scores}
         report[task] = {"scores": scores, "rows": [samples[n] for n in sorted(samples)]}
     Path(out).write_text(json.dumps(report))
@@ -204,7 +204,7 @@ def score(model, folder, out, fewshot):
 def compare(out, report, samples):
     """A line a task; fails where a score or a text differs, or a log-likelihood by more than 1e-4 of its size."""
     expected = json.loads(Path(out).read_text())
-    found = {task["task"]: task for task in json.loads(Path(report).read_text().splitlines()[-1])["tasks"]}
+    tasks_by_name = {task["task"]: task for task in json.loads(Path(report).read_text().splitlines()[-1])["tasks"]}
     lines = [json.loads(line) for line in Path(samples).read_text().splitlines()]
     failed = []
     for task, theirs in expected.items():
@@ -219,7 +219,7 @@ def compare(out, report, samples):
             for ours, (log_likelihood, is_greedy) in zip(row["likelihoods"], wanted):
                 worst = max(worst, abs(ours["log_likelihood"] - log_likelihood) / max(1.0, abs(log_likelihood)))
                 differing += ours.get("is_greedy", is_greedy) != is_greedy
-        values = {score["name"]: score["value"] for score in found[task]["scores"]}
+        values = {score["name"]: score["value"] for score in tasks_by_name[task]["scores"]}
         for name, value in theirs["scores"].items():
             # Accuracies are counts; a perplexity carries the rounding of its sums.
             limit = 1e-4 * value if name == "perplexity" else 1e-9

@@ -64,14 +64,14 @@ def kept(tensors, meta, heads, n):
             for slot in range(max((tile * size["query_tile"]) - size["query_offset"], 0), end):
                 row = values["query_order"][head * n + slot] if values["query_order"] else slot
                 if row in dense:
-                    seen = range(row + 1)
+                    visible = range(row + 1)
                 elif values["windows"]:
                     init, local = values["windows"][2 * list_of:2 * list_of + 2]
-                    seen = [key for key in listed if key <= row and (key < init or key + local > row)]
+                    visible = [key for key in listed if key <= row and (key < init or key + local > row)]
                 else:
-                    seen = [key for key in listed if key <= row]
+                    visible = [key for key in listed if key <= row]
                 assert (head, row) not in keys, "a query stands in two tiles"
-                keys[head, row] = seen
+                keys[head, row] = visible
     assert len(keys) == heads * n, "a query stands in no tile"
     return keys
 
@@ -82,8 +82,8 @@ def check(path):
     kv_heads = tensors["k"][0][2]
     scale = float(meta["scale"])
 
-    def row(name, token, head, of):
-        at = (token * of + head) * width
+    def row(name, token, head, num_heads):
+        at = (token * num_heads + head) * width
         return tensors[name][1][at:at + width]
 
     worst, pairs = [0.0, 0.0], 0
@@ -100,8 +100,8 @@ def check(path):
             value = row("v", key, kv_head, kv_heads)
             for c in range(width):
                 o[c] += weight / total * value[c]
-        found = row("o", token, head, heads)
-        worst[0] = max(worst[0], max(abs(a - b) for a, b in zip(o, found)))
+        stored = row("o", token, head, heads)
+        worst[0] = max(worst[0], max(abs(a - b) for a, b in zip(o, stored)))
         lse = tensors["lse"][1][head * n + token]
         worst[1] = max(worst[1], abs(top + math.log(total) - lse))
     return worst, pairs / (heads * n * (n + 1) / 2)

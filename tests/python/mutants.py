@@ -124,12 +124,12 @@ def instrument(tree):
 def build(tree, lock):
     test = [*lock, "cargo", "test", "--release", "--workspace", "--no-run", "--message-format=json"]
     out = subprocess.run(test, cwd=tree, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = []
+    executables = []
     for row in (json.loads(line) for line in out.splitlines() if line.startswith("{")):
         if row.get("executable") and row.get("profile", {}).get("test"):
             package = pathlib.Path(row["manifest_path"]).parent
-            found.append({"package": package.name, "target": row["target"]["name"], "path": row["executable"]})
-    (tree / "target/mutants.json").write_text(json.dumps(found, indent=1))
+            executables.append({"package": package.name, "target": row["target"]["name"], "path": row["executable"]})
+    (tree / "target/mutants.json").write_text(json.dumps(executables, indent=1))
     subprocess.run([*lock, "cargo", "build", "--release"], cwd=tree, check=True)
 
 
@@ -146,26 +146,26 @@ def watched(command, cwd, mutant, limit, failed):
 
     timer = threading.Timer(limit, stop)
     timer.start()
-    found = next((match[1] for line in child.stdout if (match := failed.search(line))), None)
-    if found and child.poll() is None:
+    failure = next((match[1] for line in child.stdout if (match := failed.search(line))), None)
+    if failure and child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
     code = child.wait()
     timer.cancel()
-    if found is None and code:
-        found = f"(no end within {limit} s)" if late.is_set() else f"(exit status {code})"
-    return found
+    if failure is None and code:
+        failure = f"(no end within {limit} s)" if late.is_set() else f"(exit status {code})"
+    return failure
 
 
 def first_failure(command, cwd, mutant, limit, failed):
     """As `watched`, of a test that fails alone under the fault and passes without it: clocks of a busy machine."""
     skipped = []
-    while found := watched([*command, *skipped], cwd, mutant, limit, failed):
-        alone = [*command[:1], "--exact", found]
-        if failed is not TEST or found.startswith("("):
-            return found
-        if watched(alone, cwd, mutant, limit, failed) and not watched(alone, cwd, "", limit, failed):
-            return found
-        skipped += ["--skip", found]
+    while failure := watched([*command, *skipped], cwd, mutant, limit, failed):
+        test_alone = [*command[:1], "--exact", failure]
+        if failed is not TEST or failure.startswith("("):
+            return failure
+        if watched(test_alone, cwd, mutant, limit, failed) and not watched(test_alone, cwd, "", limit, failed):
+            return failure
+        skipped += ["--skip", failure]
     return None
 
 
@@ -198,11 +198,11 @@ def run(tree, out, wanted):
         first = [(name, [*command[:1], "--exact", test.split(" ")[0]], folder, failed)
                  for name, command, folder, failed in steps if failed is TEST and name == where]
         steps = first + steps
-        found, where, begin = None, "", time.time()
+        failure, where, begin = None, "", time.time()
         for where, command, folder, failed in steps:
-            if found := first_failure(command, folder, mutant["id"], 900, failed):
+            if failure := first_failure(command, folder, mutant["id"], 900, failed):
                 break
-        found_by = f"{where}: {found}" if found else ""
+        found_by = f"{where}: {failure}" if failure else ""
         row = {"id": mutant["id"], "found_by": found_by, "seconds": round(time.time() - begin, 1)}
         print(json.dumps(row), flush=True)
         with open(out, "a") as file:

@@ -70,8 +70,8 @@ def plain(text):
 
 def sentences(paragraphs):
     """(line of the paragraph, sentence) of each sentence that has a word."""
-    found = [(line, part.strip()) for line, text in paragraphs for part in END.split(plain(text))]
-    return [(line, part) for line, part in found if re.search(rf"\w|{CODE}", part)]
+    parts = [(line, part.strip()) for line, text in paragraphs for part in END.split(plain(text))]
+    return [(line, part) for line, part in parts if re.search(rf"\w|{CODE}", part)]
 
 
 def words(sentence):
@@ -87,11 +87,11 @@ def counts(path):
     text = path.read_text(encoding="utf-8")
     paragraphs, cells = blocks(text)
     said = sentences(paragraphs)
-    found = {"sentences": len(said), "longest": max((words(part) for _, part in said), default=0),
-             "cell": max((length(cell) for _, cell in cells), default=0)}
+    numbers = {"sentences": len(said), "longest": max((words(part) for _, part in said), default=0),
+               "cell": max((length(cell) for _, cell in cells), default=0)}
     if path.name == "README.md":
-        found |= {"lines": len(text.splitlines()), "first": sum(words(part) for _, part in sentences(paragraphs[:1]))}
-    return found, said, cells
+        numbers |= {"lines": len(text.splitlines()), "first": sum(words(part) for _, part in sentences(paragraphs[:1]))}
+    return numbers, said, cells
 
 
 def main():
@@ -102,13 +102,13 @@ def main():
     print(f"{'page':28} {'sentences':>9} {'longest':>7} {'cell':>5}")
     over = []
     for name in arguments.pages or PAGES:
-        found, said, cells = counts(ROOT / name)
-        print(f"{name:28} {found['sentences']:9} {found['longest']:7} {found['cell']:5}")
-        over += [f"{name}: {what} {found[what]}, at most {most}" for what, most in (BUDGET | README).items()
-                 if found.get(what, 0) > most]
-        for line, part in sorted(said, key=lambda one: -words(one[1]))[:arguments.longest]:
+        numbers, said, cells = counts(ROOT / name)
+        print(f"{name:28} {numbers['sentences']:9} {numbers['longest']:7} {numbers['cell']:5}")
+        over += [f"{name}: {what} {numbers[what]}, at most {most}" for what, most in (BUDGET | README).items()
+                 if numbers.get(what, 0) > most]
+        for line, part in sorted(said, key=lambda line_and_text: -words(line_and_text[1]))[:arguments.longest]:
             print(f"  {name}:{line}: {words(part)} words: {part.replace(CODE, '`…`')}")
-        for line, cell in sorted(cells, key=lambda one: -length(one[1]))[:arguments.longest]:
+        for line, cell in sorted(cells, key=lambda line_and_text: -length(line_and_text[1]))[:arguments.longest]:
             print(f"  {name}:{line}: a cell of {length(cell)}: {cell}")
     print("\n".join(over) or "all pages are within their budget")
     sys.exit(bool(over))

@@ -21,18 +21,19 @@ QUESTIONS = ("qa_1", "qa_2")
 def score(task, references, text):
     if task not in QUESTIONS:
         return process_results({"max_length": 4096, "outputs": references}, [text])["4096"]
-    alone = [process_results_part({"max_length": 4096, "outputs": [one]}, [text])["4096"] for one in references]
+    shares = [process_results_part({"max_length": 4096, "outputs": [reference]}, [text])["4096"]
+              for reference in references]
     share = process_results_part({"max_length": 4096, "outputs": references}, [text])["4096"]
-    assert abs(share - sum(alone) / len(alone)) < 1e-12
-    return max(alone)
+    assert abs(share - sum(shares) / len(shares)) < 1e-12
+    return max(shares)
 
 
 def made_up(draw, references):
     """Some references among other words, in another case, cut, or with control characters around them."""
     pieces = []
-    for one in draw.sample(references, draw.randint(0, len(references))):
+    for reference in draw.sample(references, draw.randint(0, len(references))):
         change = draw.choice([str, str, str.upper, str.title, lambda text: text[:-1], lambda text: text + text])
-        pieces += [change(one), draw.choice([", ", "\n", "\t", "\x00", " and the ", ""])]
+        pieces += [change(reference), draw.choice([", ", "\n", "\t", "\x00", " and the ", ""])]
     return draw.choice(["", " ", "\n\n", "Answer: "]) + "".join(pieces) + draw.choice(["", ".", "\x1b", " ."])
 
 

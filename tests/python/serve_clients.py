@@ -110,7 +110,7 @@ def check_harness(address, sieve, checkpoint, tokenizer):
     )
     pairs = [(prompt, ending) for prompt in PROMPTS for ending in ENDINGS]
     asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-    found = model.loglikelihood(asked)
+    likelihoods = model.loglikelihood(asked)
     with tempfile.TemporaryDirectory() as folder:
         task, rows, samples = (os.path.join(folder, name) for name in ["mine.toml", "rows.jsonl", "samples.jsonl"])
         with open(task, "w") as file:
@@ -120,9 +120,9 @@ def check_harness(address, sieve, checkpoint, tokenizer):
         command = [sieve, "eval", "tasks", "--checkpoint", checkpoint, "--device", "cpu", "--samples", samples]
         subprocess.run(command + ["--data", f"{task}={rows}"], check=True, capture_output=True)
         with open(samples) as file:
-            own = [one["log_likelihood"] for line in file for one in json.loads(line)["likelihoods"]]
-    worst = max(abs(one[0] - other) / max(1, abs(other)) for one, other in zip(found, own, strict=True))
-    print(f"lm_eval: {len(found)} likelihoods, largest difference from eval tasks {worst:.1e}")
+            own = [answer["log_likelihood"] for line in file for answer in json.loads(line)["likelihoods"]]
+    worst = max(abs(harness[0] - other) / max(1, abs(other)) for harness, other in zip(likelihoods, own, strict=True))
+    print(f"lm_eval: {len(likelihoods)} likelihoods, largest difference from eval tasks {worst:.1e}")
     assert worst < 1e-5
 
 

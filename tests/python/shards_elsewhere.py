@@ -43,12 +43,12 @@ def main():
         began = time.monotonic()
         sieve("data", "prepare", "--recipe", recipe, "--data-dir", shards)
         prepare_seconds = time.monotonic() - began
-        found = collections.Counter()
+        documents = collections.Counter()
         for name in ("train", "validation"):
             shard = IndexedDataset(str(shards / name))
-            found.update(shard[number].astype(numpy.int32).tobytes() for number in range(len(shard)))
+            documents.update(shard[number].astype(numpy.int32).tobytes() for number in range(len(shard)))
         end = json.loads((shards / "meta.json").read_text())["eos_id"]
-        num_tokens = sum(len(document) // 4 * count for document, count in found.items())
+        num_tokens = sum(len(document) // 4 * count for document, count in documents.items())
 
         texts = [json.loads(line)["text"] for line in arguments.text.open(encoding="utf-8")]
         encoder, encode_seconds = Tokenizer.from_file(str(tokenizer)), 0.0
@@ -60,10 +60,10 @@ def main():
             encodings = encoder.encode_batch_fast(texts[at:at + arguments.batch], add_special_tokens=False)
             encode_seconds += time.monotonic() - began
             batch = zip(encodings, special[at:at + arguments.batch])
-            found.subtract(numpy.array([*encoding.ids, end], numpy.int32).tobytes() for encoding, named in batch if not named)
+            documents.subtract(numpy.array([*encoding.ids, end], numpy.int32).tobytes() for encoding, named in batch if not named)
     words = lambda document: encoder.decode(numpy.frombuffer(document, numpy.int32).tolist()[:-1], skip_special_tokens=False)
-    left = [words(document) for document, count in found.items() for _ in range(count)]
-    missing = [words(document) for document, count in found.items() for _ in range(-count)]
+    left = [words(document) for document, count in documents.items() for _ in range(count)]
+    missing = [words(document) for document, count in documents.items() for _ in range(-count)]
     # Where the hash holds nothing out, the end of a document is held out: its two parts make the document.
     cut = [text for text in missing if any(first + second == text for first in left for second in left)]
     differ = len(missing) - len(cut) + abs(len(left) - sum(special) - 2 * len(cut))

@@ -41,8 +41,8 @@ class Houses(unittest.TestCase):
     def test_a_comment_a_string_and_who_may_see_use_nothing(self):
         quiet = {**RING, "c.rs": '// crate::a::One\npub const THREE: &str = "crate::a::One";\n'}
         self.assertEqual(houses.Crate(quiet).circles(), [])
-        seen = {**RING, "c.rs": "pub(in crate::a) struct Three;\n"}
-        self.assertEqual(houses.Crate(seen).circles(), [])
+        files = {**RING, "c.rs": "pub(in crate::a) struct Three;\n"}
+        self.assertEqual(houses.Crate(files).circles(), [])
 
     def test_functions_are_measured_from_their_first_line_to_their_last(self):
         function = lambda lines: "    pub fn long(\n" + "        x,\n" * (lines - 2) + "    }\nfn next() {}\n"  # noqa: E731
@@ -57,9 +57,9 @@ class Houses(unittest.TestCase):
     def test_what_names_a_kind_is_found_outside_its_rooms_alone(self):
         text = "fn f() { Attention::Moba(x) }"
         files = {path: text for path in ("crates/sieve-plan/src/a.rs", "crates/sieve-core/src/kinds/moba.rs", "tests/b.rs")}
-        found = houses.measured(files)
-        self.assertEqual(found["Rust files that name a variant"], ["crates/sieve-plan/src/a.rs"])
-        self.assertEqual(len(found["Rust files with moba"]), 3)
+        numbers = houses.measured(files)
+        self.assertEqual(numbers["Rust files that name a variant"], ["crates/sieve-plan/src/a.rs"])
+        self.assertEqual(len(numbers["Rust files with moba"]), 3)
 
     def test_every_number_has_a_limit(self):
         self.assertEqual(set(houses.measured({})), set(houses.LIMITS))

@@ -36,16 +36,16 @@ class Prose(unittest.TestCase):
             return prose.counts(page)[0]
 
     def test_only_running_text_is_counted(self):
-        found = self.counts(PAGE)
-        self.assertEqual(found["sentences"], 6)
-        self.assertEqual(found["longest"], 11)
+        numbers = self.counts(PAGE)
+        self.assertEqual(numbers["sentences"], 6)
+        self.assertEqual(numbers["longest"], 11)
 
     def test_a_cell_is_as_long_as_its_text_without_targets(self):
         self.assertEqual(self.counts(PAGE)["cell"], len("`a \\| b` 7 8"))
 
     def test_readme_has_its_lines_and_its_first_paragraph_counted(self):
-        found = self.counts("# Title\nFour words are here. And four are there.\n\nMore.\n", "README.md")
-        self.assertEqual((found["lines"], found["first"]), (4, 8))
+        numbers = self.counts("# Title\nFour words are here. And four are there.\n\nMore.\n", "README.md")
+        self.assertEqual((numbers["lines"], numbers["first"]), (4, 8))
 
     def test_a_page_over_its_budget_ends_with_status_1(self):
         script = pathlib.Path(prose.__file__)

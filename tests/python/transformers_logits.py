@@ -42,21 +42,21 @@ def padded(ids, side):
 
 def differences(model, ids, logits):
     """Largest difference from `logits`, of the whole pass, by what was done otherwise."""
-    found = {}
+    apart = {}
     cache, parts = None, []
     for part in ids.split([7, 1, 1, 5] + [1] * (ids.shape[1] - 14), 1):
         out = model(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         parts.append(out.logits)
-    found["cached"] = (torch.cat(parts, 1) - logits).abs().max()
+    apart["cached"] = (torch.cat(parts, 1) - logits).abs().max()
     embeds = model.get_input_embeddings()(ids)
-    found["inputs_embeds"] = (model(inputs_embeds=embeds, use_cache=False).logits - logits).abs().max()
+    apart["inputs_embeds"] = (model(inputs_embeds=embeds, use_cache=False).logits - logits).abs().max()
     for side in ("left", "right"):
         rows, mask = padded(ids, side)
         # Stock classes do not count positions by the mask.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         out = model(rows, attention_mask=mask, position_ids=positions, use_cache=True)
-        found[f"{side} padding"] = max(
+        apart[f"{side} padding"] = max(
             (out.logits[row][mask[row].bool()] - logits[0, :length]).abs().max() for row, length in enumerate(PROMPTS)
         )
         # A stock window counts the padding behind a row's tokens as tokens.
@@ -74,10 +74,10 @@ def differences(model, ids, logits):
             positions = until.sum(1, keepdim=True) - 1
             later.append(model(more[:, step : step + 1], until, positions, cache, use_cache=True).logits)
         later = torch.cat(later, 1)
-        found[f"{side} padding, cached"] = max(
+        apart[f"{side} padding, cached"] = max(
             (later[row] - logits[0, n : n + 2]).abs().max() for row, n in enumerate(lengths)
         )
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in apart.items()}
 
 
 def generated(model, ids):
@@ -112,14 +112,14 @@ def refusals(model, ids):
 
 def sieve_alone(folder, model, ids, logits):
     """What the exported modeling_sieve.py must do besides: compiled, without SDPA, checkpointed gradients, bf16."""
-    found = {}
+    apart = {}
     refusals(model, ids)
     with torch.no_grad():
         compiled = torch.compile(model.model, backend="eager", fullgraph=True)
         hidden = compiled(ids, use_cache=False).last_hidden_state
-        found["compiled"] = (model.lm_head(hidden) - logits).abs().max()
+        apart["compiled"] = (model.lm_head(hidden) - logits).abs().max()
         eager = load(folder, attn_implementation="eager").eval()
-        found["eager"] = (eager(ids).logits - logits).abs().max()
+        apart["eager"] = (eager(ids).logits - logits).abs().max()
     gradients = []
     for checkpointed in (False, True):
         model.train()
@@ -132,13 +132,13 @@ def sieve_alone(folder, model, ids, logits):
         gradients.append({name: p.grad.clone() for name, p in learning})
     model.gradient_checkpointing_disable()
     model.eval()
-    found["checkpointed"] = max((gradients[0][name] - grad).abs().max() for name, grad in gradients[1].items())
+    apart["checkpointed"] = max((gradients[0][name] - grad).abs().max() for name, grad in gradients[1].items())
     with torch.no_grad():
         half = model.to(torch.bfloat16)
         options = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
         out = half.generate(ids[:, :8], max_new_tokens=4, **options)
         assert all(torch.isfinite(score).all() for score in out.scores)
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in apart.items()}
 
 
 def main() -> None:

@@ -221,18 +221,18 @@ def run(args, sizes, words, device, name, backend, attention):
     every, steps = int(every), int(own_steps[0]) if own_steps else args.steps
     net = sharded(sizes, attention, device, mode == "compiled", every)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    world, seen, tokens_of_row, what = dist.get_world_size(), {}, sizes[-2], f"{args.size} {mode}, recomputed {RECOMPUTED.get(every, every)}"
+    world, peaks, tokens_of_row, what = dist.get_world_size(), {}, sizes[-2], f"{args.size} {mode}, recomputed {RECOMPUTED.get(every, every)}"
     total = torch.cuda.get_device_properties(0).total_memory / 2**30 if device == "cuda" else math.inf
     for rows in map(int, all_rows.split(",")):
         late = agreed(time.monotonic() - args.began) > args.seconds
         # From one number of rows: activations may be all of it but the shards (16 bytes a parameter); from two, by a line.
-        needed = seen.get(rows, 0.0)
-        if len(seen) == 1:
-            [(fewer, peak)], shards = seen.items(), 16 * sum(p.numel() for p in net.parameters()) / world / 2**30
+        needed = peaks.get(rows, 0.0)
+        if len(peaks) == 1:
+            [(fewer, peak)], shards = peaks.items(), 16 * sum(p.numel() for p in net.parameters()) / world / 2**30
             needed = shards + (peak - shards) * rows / fewer
-        elif seen and not needed:
-            (one, low), (two, high) = sorted(seen.items())[-2:]
-            needed = high + (high - low) * (rows - two) / (two - one)
+        elif peaks and not needed:
+            (few, low), (many, high) = sorted(peaks.items())[-2:]
+            needed = high + (high - low) * (rows - many) / (many - few)
         if late or needed > MOST_MEMORY * total:
             reason = f"after {args.seconds} s" if late else f"about {needed:.1f} of {total:.1f} GiB"
             if dist.get_rank() == 0:
@@ -240,17 +240,17 @@ def run(args, sizes, words, device, name, backend, attention):
             break
         with sdpa_kernel(backend):
             times, loss, peak = measured(net, optimizer, sizes, rows, steps, args, device)
-        seen[rows] = peak = agreed(peak)
+        peaks[rows] = peak = agreed(peak)
         count = world * args.micro * rows * tokens_of_row
         rate, slowest, fastest = (round(count / seconds) for seconds in (statistics.median(times), max(times), min(times)))
-        found = dict(program="fsdp2", size=args.size, mode=mode, recomputed=RECOMPUTED.get(every, every), gpus=world, rows=rows,
-                     micro_batches=args.micro, tokens_per_second=rate, slowest=slowest, fastest=fastest,
-                     step_ms=round(1e3 * statistics.median(times), 1), gib=round(peak, 2), loss=round(loss, 4), attention=name,
-                     torch=torch.__version__, gpu=torch.cuda.get_device_name() if device == "cuda" else "cpu")
+        result = dict(program="fsdp2", size=args.size, mode=mode, recomputed=RECOMPUTED.get(every, every), gpus=world, rows=rows,
+                      micro_batches=args.micro, tokens_per_second=rate, slowest=slowest, fastest=fastest,
+                      step_ms=round(1e3 * statistics.median(times), 1), gib=round(peak, 2), loss=round(loss, 4), attention=name,
+                      torch=torch.__version__, gpu=torch.cuda.get_device_name() if device == "cuda" else "cpu")
         if dist.get_rank() == 0:
             print(f"fsdp2 {what}, {args.micro} micro-batches of {rows} rows, {world} GPUs: {rate} tokens/s ({slowest} to {fastest}), "
-                  f"{found['step_ms']} ms a step, at most {peak:.2f} GiB, loss {loss:.4f}", flush=True)
-            print(json.dumps(found), flush=True)
+                  f"{result['step_ms']} ms a step, at most {peak:.2f} GiB, loss {loss:.4f}", flush=True)
+            print(json.dumps(result), flush=True)
 
 
 def main():

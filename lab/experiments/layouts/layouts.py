@@ -110,14 +110,14 @@ def steps_of_job(args, job, rows):
 
 def speeds_for(layout):
     """Whose steps a layout's run has: the short run that measures speed says nothing of so few dense steps."""
-    return [Job("speed", of, None, 0) for of in (layout, *([DENSE] if layout == THEN_DENSE else []))]
+    return [Job("speed", measured, None, 0) for measured in (layout, *([DENSE] if layout == THEN_DENSE else []))]
 
 
 def best_rate(rows, layout):
     """The rate of the lowest held-out loss, of the rates that have a line."""
-    found = {job.rate: row["loss"] for job, row in rows.items()
-             if job.phase == "rate" and job.layout == RATE_OF.get(layout, layout)}
-    return min(found, key=found.get, default=None)
+    losses = {job.rate: row["loss"] for job, row in rows.items()
+              if job.phase == "rate" and job.layout == RATE_OF.get(layout, layout)}
+    return min(losses, key=losses.get, default=None)
 
 
 def wanted(rows, args, dead):
@@ -125,8 +125,8 @@ def wanted(rows, args, dead):
     speeds = [Job("speed", layout, None, 0) for layout in reversed(args.layouts)]
     rates = {layout: [Job("rate", layout, rate, 0) for rate in args.rates] for layout in args.layouts
              if layout not in RATE_OF}
-    jobs = [*speeds, *(job for found in rates.values() for job in found)]
-    over = lambda of: all(job in rows or job in dead for job in of)  # noqa: E731
+    jobs = [*speeds, *(job for of_layout in rates.values() for job in of_layout)]
+    over = lambda jobs_given: all(job in rows or job in dead for job in jobs_given)  # noqa: E731
     # The control's last seed comes last: it is what is left out where the time is short.
     order = [(layout, seed) for seed in args.seeds for layout in args.layouts]
     order.sort(key=lambda pair: pair == (DENSE, args.seeds[-1]))
@@ -162,27 +162,27 @@ def scores_of(args, runs, folder):
                    args.needles],
         "ruler": ["ruler", "--tasks", ",".join(TASKS), "--lengths", lengths, "--samples", args.samples]}
     with concurrent.futures.ThreadPoolExecutor(len(words)) as pool:
-        found = dict(zip(words, pool.map(lambda name: asked(args, runs, folder, name, words[name]), words)))
-    ppl, needle, ruler = found.values()
-    return {"far": ppl and {str(one["more_than"]): round(one["far"]["loss"], 4) for one in ppl["by_word"]["again"]
-                            if one["far"]["num_tokens"]},
+        answers = dict(zip(words, pool.map(lambda name: asked(args, runs, folder, name, words[name]), words)))
+    ppl, needle, ruler = answers.values()
+    return {"far": ppl and {str(part["more_than"]): round(part["far"]["loss"], 4) for part in ppl["by_word"]["again"]
+                            if part["far"]["num_tokens"]},
             "needles": needle and by_length(needle["methods"][-1]["cells"]),
             "ruler": ruler and by_task(ruler["methods"][-1]["tasks"])}
 
 
 def by_length(cells):
     """Needles found, their number, and the mean rank of the right number among eleven, by length of the text."""
-    found = {}
+    by_size = {}
     for cell in cells:
-        found.setdefault(str(cell["length"]), []).append(cell)
-    return {length: [sum(cell["num_found"] for cell in of), sum(cell["num_needles"] for cell in of),
-                     round(statistics.mean(cell["mean_rank"] for cell in of), 2)] for length, of in found.items()}
+        by_size.setdefault(str(cell["length"]), []).append(cell)
+    return {length: [sum(cell["num_found"] for cell in same), sum(cell["num_needles"] for cell in same),
+                     round(statistics.mean(cell["mean_rank"] for cell in same), 2)] for length, same in by_size.items()}
 
 
 def by_task(tasks):
     """Score and mean rank of RULER's tasks, by task and length of the text."""
-    return {task["task"]: {str(one["length"]): [round(one["score"], 3), round(one["mean_rank"], 2)]
-                           for one in task["lengths"]} for task in tasks}
+    return {task["task"]: {str(cell["length"]): [round(cell["score"], 3), round(cell["mean_rank"], 2)]
+                           for cell in task["lengths"]} for task in tasks}
 
 
 def folder_of(args, job):

@@ -29,24 +29,24 @@ def stored(path=ROWS):
 
 def races(lines):
     """The lines of each race: those of equal seconds of training a run, the shortest runs first."""
-    found = {}
+    by_seconds = {}
     for row in lines:
-        found.setdefault(row["run_seconds"], []).append(row)
-    return [found[seconds] for seconds in sorted(found)]
+        by_seconds.setdefault(row["run_seconds"], []).append(row)
+    return [by_seconds[seconds] for seconds in sorted(by_seconds)]
 
 
 def runs_of(lines):
     """The lines of whole runs by layout, the lowest mean loss first."""
-    found = {}
+    by_layout = {}
     for row in lines:
         if row["phase"] == "run":
-            found.setdefault(row["layout"], []).append(row)
-    return dict(sorted(found.items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1])))
+            by_layout.setdefault(row["layout"], []).append(row)
+    return dict(sorted(by_layout.items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1])))
 
 
 def mean(values, digits=3):
-    found = [value for value in values if value is not None]
-    return f"{statistics.mean(found):.{digits}f}" if found else "-"
+    numbers = [value for value in values if value is not None]
+    return f"{statistics.mean(numbers):.{digits}f}" if numbers else "-"
 
 
 def far(rows, tokens):
@@ -55,11 +55,11 @@ def far(rows, tokens):
 
 def learning(lines_of_all):
     """Loss of all seeds, on words last used far back, and what the time was enough for."""
-    found = runs_of(lines_of_all)
+    by_layout = runs_of(lines_of_all)
     head = ["layout", "held-out loss, mean", "least", "most", f"words last used > {int(FAR):,} tokens back", "tokens/s",
             "tokens", "seconds", "learning rate", "seeds"]
     lines = []
-    for layout, rows in found.items():
+    for layout, rows in by_layout.items():
         losses = [row["loss"] for row in rows]
         speed, tokens = (statistics.mean(row[name] for row in rows) for name in ("tokens_per_second", "tokens"))
         lines.append([layout, mean(losses), f"{min(losses):.3f}", f"{max(losses):.3f}",
@@ -87,23 +87,24 @@ TABLES = {
     "layouts_two_minutes_rates": lambda lines: rates(races(lines)[0])}
 
 
-def drawn(found):
+def drawn(by_layout):
     """Held-out losses, training loss over time of the first seed, words used far back, ranks of needles by length."""
-    seconds = statistics.median(row["seconds"] for rows in found.values() for row in rows)
-    row = next(iter(found.values()))[0]["row"]
-    backs = {layout: [(int(one), [loss for loss in far(rows, one) if loss]) for one in rows[0]["far"] or {}]
-             for layout, rows in found.items()}
-    ranks = {layout: [(int(one), [row["needles"][one][2] for row in rows if row["needles"]])
-                      for one in rows[0]["needles"] or {}] for layout, rows in found.items()}
+    seconds = statistics.median(row["seconds"] for rows in by_layout.values() for row in rows)
+    row = next(iter(by_layout.values()))[0]["row"]
+    backs = {layout: [(int(distance), [loss for loss in far(rows, distance) if loss])
+                      for distance in rows[0]["far"] or {}] for layout, rows in by_layout.items()}
+    ranks = {layout: [(int(distance), [row["needles"][distance][2] for row in rows if row["needles"]])
+                      for distance in rows[0]["needles"] or {}] for layout, rows in by_layout.items()}
     panels = [
         (f"held-out loss after {seconds:.0f} s, rows of {row:,}",
-         {layout: [(layout, [one["loss"] for one in rows])] for layout, rows in found.items()}, list(found),
+         {layout: [(layout, [run["loss"] for run in rows])] for layout, rows in by_layout.items()}, list(by_layout),
          "a dot a seed"),
-        ("training loss", {layout: over_time(rows[0], rows[0]["seconds"]) for layout, rows in found.items()}, "linear",
+        ("training loss",
+         {layout: over_time(rows[0], rows[0]["seconds"]) for layout, rows in by_layout.items()}, "linear",
          "seconds of training"),
         ("held-out loss, words used far back", backs, None, "last used more than so many tokens back"),
         ("mean rank of a needle's number, of 11", ranks, None, "tokens of the text")]
-    return chart(panels, list(found))
+    return chart(panels, list(by_layout))
 
 
 SECTION = """## Which layout

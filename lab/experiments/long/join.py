@@ -32,12 +32,12 @@ def with_facts(text, every, draw):
     count = min(len(text) // every, len(ends) // 4)
     if count == 0:
         return text
-    known, inserted = set(), []
+    keys, inserted = set(), []
     for _ in range(count):
         key = name(draw)
-        if key in known:  # two numbers of one name could not be told apart
+        if key in keys:  # two numbers of one name could not be told apart
             continue
-        known.add(key)
+        keys.add(key)
         number = draw.randrange(1_000_000, 10_000_000)
         first, again = sorted(draw.sample(range(len(ends)), 2))
         inserted += [(ends[first], fact(key, number)), (ends[again], fact(key, number))]

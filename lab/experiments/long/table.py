@@ -24,13 +24,13 @@ def needles(folder, method):
         methods = json.loads((folder / f"needle-{method}.json").read_text())["methods"]
     except (OSError, ValueError):
         return {}
-    found = {}
+    counts = {}
     for which, name in enumerate(["dense", "method"][-len(methods):] if len(methods) > 1 else ["dense"]):
         for cell in methods[which]["cells"]:
-            row = found.setdefault(cell["length"], {}).setdefault(name, [0, 0])
+            row = counts.setdefault(cell["length"], {}).setdefault(name, [0, 0])
             row[0] += cell["num_found"]
             row[1] += cell["num_needles"]
-    return found
+    return counts
 
 
 def rows(folder, card, commit, weights="trained"):
@@ -40,36 +40,37 @@ def rows(folder, card, commit, weights="trained"):
         hidden = needles(folder, method)
         head = {"method": method, "kind": kind, "card": card, "commit": commit, "weights": weights}
         try:
-            found = json.loads(path.with_suffix(".json").read_text())["selectors"][0]
+            measured = json.loads(path.with_suffix(".json").read_text())["selectors"][0]
         except (OSError, ValueError, LookupError):
             words = path.with_suffix(".txt").read_text().strip().splitlines()
             yield head | {"length": int(at[0]) if at else None, "failed": words[-1] if words else "not reached"}
             continue
-        length, trained = found["num_tokens"], weights == "trained"
-        times = {name: found[name] for name in ("prefill_ms", "dense_prefill_ms", "density")}
+        length, trained = measured["num_tokens"], weights == "trained"
+        times = {name: measured[name] for name in ("prefill_ms", "dense_prefill_ms", "density")}
         yield head | times | {
-            "length": length, "selector": found["selector"], "recall": found["recall"] if trained else None,
-            "loss_added": found["loss"] - found["dense_loss"] if trained else None, "windows": found["num_windows"],
+            "length": length, "selector": measured["selector"], "recall": measured["recall"] if trained else None,
+            "loss_added": measured["loss"] - measured["dense_loss"] if trained else None,
+            "windows": measured["num_windows"],
             "needles": hidden.get(length, {}).get("method"), "dense_needles": hidden.get(length, {}).get("dense")}
         if kind == "stream":  # needles of a decode method lie in texts of all lengths, whose prompts were dense
-            yield from (head | {"length": other, "needles": one["method"], "dense_needles": one["dense"]}
-                        for other, one in sorted(hidden.items()) if other != length)
+            yield from (head | {"length": other, "needles": counts["method"], "dense_needles": counts["dense"]}
+                        for other, counts in sorted(hidden.items()) if other != length)
 
 
-def dense_needles(found):
+def dense_needles(rows_of_all):
     """Needles found and asked by length, without a method: those of any method's row, which are the same."""
-    return {row["length"]: row["dense_needles"] for row in found if row.get("dense_needles")}
+    return {row["length"]: row["dense_needles"] for row in rows_of_all if row.get("dense_needles")}
 
 
 def stored():
     """The lines of rows.jsonl, of each method and length the last one in the place of the first; one of random weights
     takes the place of a failed line alone, as it has no loss."""
-    found = {}
+    newest = {}
     for row in map(json.loads, (HERE / "rows.jsonl").read_text().splitlines()):
         key = row["kind"], row["method"], row["length"]
-        if key not in found or "failed" in found[key] or row.get("weights") != "random":
-            found[key] = row
-    return list(found.values())
+        if key not in newest or "failed" in newest[key] or row.get("weights") != "random":
+            newest[key] = row
+    return list(newest.values())
 
 
 CELLS = {
@@ -80,18 +81,18 @@ CELLS = {
 }
 
 
-def table(found, what):
+def table(rows_of_all, what):
     """Head and lines: one number a method and length, by CELLS; `dense` is the first line where it has a number."""
-    timed = [row for row in found if row["kind"] == "time"]
+    timed = [row for row in rows_of_all if row["kind"] == "time"]
     lengths = sorted({row["length"] for row in timed})
     lines = []
     if what == "needles":
-        dense = dense_needles(found)
+        dense = dense_needles(rows_of_all)
         lines.append(["dense", *("{} of {}".format(*dense[length]) if length in dense else "" for length in lengths)])
     if what == "time":
-        of = {length: [row["dense_prefill_ms"] for row in timed if row["length"] == length and "failed" not in row]
-              for length in lengths}
-        lines.append(["dense, ms", *(f"{min(of[length]):.1f} to {max(of[length]):.1f}" for length in lengths)])
+        times = {length: [row["dense_prefill_ms"] for row in timed if row["length"] == length and "failed" not in row]
+                 for length in lengths}
+        lines.append(["dense, ms", *(f"{min(times[length]):.1f} to {max(times[length]):.1f}" for length in lengths)])
     for method in dict.fromkeys(row["method"] for row in timed):
         own = [row for row in timed if row["method"] == method]
         cells = {row["length"]: CELLS[what](row) for row in own if "failed" not in row}
@@ -102,9 +103,9 @@ def table(found, what):
     return ["method", *(f"{length:,} tokens" for length in lengths)], lines
 
 
-def streams(found):
+def streams(rows_of_all):
     """Head and lines of the decode methods: a prompt as a stream, and needles behind dense prompts."""
-    rows = [row for row in found if row["kind"] == "stream"]
+    rows = [row for row in rows_of_all if row["kind"] == "stream"]
     lengths = sorted({row["length"] for row in rows})
     read = [row for row in rows if "density" in row]
     lines = []
@@ -117,9 +118,9 @@ def streams(found):
     return ["method", "pairs read", "loss added", *(f"needles, {length:,} tokens" for length in lengths)], lines
 
 
-def picture(found):
+def picture(rows_of_all):
     """How many times sooner than dense the first token comes, over the length of the prompt, both on log scales."""
-    timed = [row for row in found if row["kind"] == "time" and "failed" not in row]
+    timed = [row for row in rows_of_all if row["kind"] == "time" and "failed" not in row]
     curves = {}
     for row in timed:
         curves.setdefault(row["method"], []).append((row["length"], row["dense_prefill_ms"] / row["prefill_ms"]))
@@ -164,14 +165,14 @@ def main():
         for row in rows(pathlib.Path(sys.argv[2]), *sys.argv[3:6]):
             print(json.dumps(row))
         return
-    found = stored()
+    rows_of_all = stored()
     for what in CELLS:
-        head, lines = table(found, what)
+        head, lines = table(rows_of_all, what)
         for line in [[what, *head[1:]], ["---"] * len(head), *lines]:
             print("| " + " | ".join(line) + " |")
         print()
     if sys.argv[1:]:
-        pathlib.Path(sys.argv[1]).write_text(picture(found))
+        pathlib.Path(sys.argv[1]).write_text(picture(rows_of_all))
 
 
 if __name__ == "__main__":

@@ -87,12 +87,12 @@ class Problem:
         own = (torch.arange(self.tokens, device=self.device) - self.start) // BLOCK
         lists = []
         for begin in range(0, self.tokens, CHUNK):
-            mine = own[begin : begin + CHUNK, None, None]
-            count = max(int(mine.max()) + 1, CHOSEN)
+            own_part = own[begin : begin + CHUNK, None, None]
+            count = max(int(own_part.max()) + 1, CHOSEN)
             number = torch.arange(count, device=self.device)
-            shape = (len(mine), self.kv_heads, count)
+            shape = (len(own_part), self.kv_heads, count)
             score = torch.rand(shape, device=self.device, generator=self.generator)
-            score = torch.where((number == mine) | (number == 0), 2.0, score).masked_fill(number > mine, -1.0)
+            score = torch.where((number == own_part) | (number == 0), 2.0, score).masked_fill(number > own_part, -1.0)
             chosen = score.topk(CHOSEN)
             lists.append(chosen.indices.masked_fill(chosen.values < 0, count).sort(-1).values)
             lists[-1] = lists[-1].masked_fill(lists[-1] == count, -1).int()
@@ -136,21 +136,21 @@ class Problem:
         """Whether queries from `begin` to `end` of a head see the keys before `end`, bool `[queries, end]`."""
         query = torch.arange(begin, end, device=self.device)[:, None]
         key = torch.arange(end, device=self.device)
-        seen = (key <= query) & (key >= self.start[begin:end, None])
+        visible = (key <= query) & (key >= self.start[begin:end, None])
         if self.task == "window":
-            seen &= query - key < WINDOW
+            visible &= query - key < WINDOW
         elif self.task in ("selected", "shared"):
             table = torch.zeros(end - begin, -(-end // BLOCK) + 1, dtype=torch.bool, device=self.device)
             chosen = self.blocks[begin:end, head // self.group].long()
             table.scatter_(1, torch.where(chosen < 0, table.shape[1] - 1, chosen), True)
             table[:, -1] = False
             block = ((key - self.start[begin:end, None]) // BLOCK).clamp(min=0)
-            seen &= table.gather(1, block)
+            visible &= table.gather(1, block)
         elif self.task == "tiles":
-            seen &= self.tiles[head][self.tile_of[query], self.tile_of[key]]
+            visible &= self.tiles[head][self.tile_of[query], self.tile_of[key]]
         elif self.task == "expiring":
-            seen &= query < self.expires[head // self.group, :end]
-        return seen
+            visible &= query < self.expires[head // self.group, :end]
+        return visible
 
     def mixed(self, deeper=64):
         """Which tiles of `deeper`-by-`deeper` hold a pair that is seen, and which hold no other, for FlexAttention: two
@@ -160,19 +160,19 @@ class Problem:
         row, column = number[:, None], number
         first, last = row * deeper, (row * deeper + deeper - 1).clamp(max=self.tokens - 1)
         begin, end = column * deeper, (column * deeper + deeper - 1).clamp(max=self.tokens - 1)
-        some, whole = column <= row, column < row
-        some, whole = some & (end >= self.start[first]), whole & (begin >= self.start[last])
+        mixed_tiles, whole = column <= row, column < row
+        mixed_tiles, whole = mixed_tiles & (end >= self.start[first]), whole & (begin >= self.start[last])
         if self.task == "window":
-            some, whole = some & (first - end < WINDOW), whole & (last - begin < WINDOW)
+            mixed_tiles, whole = mixed_tiles & (first - end < WINDOW), whole & (last - begin < WINDOW)
         elif self.task == "tiles" and self.documents:
             whole = torch.zeros_like(whole)
         elif self.task == "tiles":
-            some, whole = self.tiles & some, self.tiles & whole
+            mixed_tiles, whole = self.tiles & mixed_tiles, self.tiles & whole
         elif self.task == "expiring":
             padded = torch.nn.functional.pad(self.expires, (0, count * deeper - self.tokens), value=0)
             padded = padded.view(self.kv_heads, 1, count, deeper)
-            some, whole = some & (padded.amax(-1) > first), whole & (padded.amin(-1) > last)
-            some, whole = (x.repeat_interleave(self.group, 0) for x in (some, whole))
+            mixed_tiles, whole = mixed_tiles & (padded.amax(-1) > first), whole & (padded.amin(-1) > last)
+            mixed_tiles, whole = (x.repeat_interleave(self.group, 0) for x in (mixed_tiles, whole))
         elif self.task == "selected":
             chosen = self.blocks.long()
             key = (chosen * BLOCK + self.start[:, None, None]) // deeper
@@ -182,10 +182,10 @@ class Problem:
             for further in (0, BLOCK - 1):
                 key = (chosen * BLOCK + self.start[:, None, None] + further) // deeper
                 table[head, query, torch.where(chosen < 0, count, key.clamp(max=count))] = True
-            some = (table[..., :count] & some).repeat_interleave(self.group, 0)
-            whole = torch.zeros_like(some)
+            mixed_tiles = (table[..., :count] & mixed_tiles).repeat_interleave(self.group, 0)
+            whole = torch.zeros_like(mixed_tiles)
         dims = (1, count, count)
-        return [x if x.dim() == 3 else x.expand(dims) for x in (some, whole & some)]
+        return [x if x.dim() == 3 else x.expand(dims) for x in (mixed_tiles, whole & mixed_tiles)]
 
 
 @torch.no_grad()
@@ -196,27 +196,27 @@ def definition(problem):
     o, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
     scale = WIDTH**-0.5
     for head in range(problem.heads):
-        of = head // problem.group
+        kv_head = head // problem.group
         for begin in range(0, problem.tokens, CHUNK):
             end = min(begin + CHUNK, problem.tokens)
-            logits = q[head, begin:end] @ k[of, :end].T * scale
+            logits = q[head, begin:end] @ k[kv_head, :end].T * scale
             if problem.task == "expiring":
-                logits += problem.rank[0, of, :end]
+                logits += problem.rank[0, kv_head, :end]
             logits.masked_fill_(~problem.sees(begin, end, head), -torch.inf)
             weights = (logits - logits.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
             weights /= weights.sum(-1, keepdim=True).clamp(min=1e-300)
-            o[head, begin:end] = weights @ v[of, :end]
-            dp = do[head, begin:end] @ v[of, :end].T
+            o[head, begin:end] = weights @ v[kv_head, :end]
+            dp = do[head, begin:end] @ v[kv_head, :end].T
             ds = weights * (dp - (weights * dp).sum(-1, keepdim=True)) * scale
-            dq[head, begin:end] = ds @ k[of, :end]
-            dk[of, :end] += ds.T @ q[head, begin:end]
-            dv[of, :end] += weights.T @ do[head, begin:end]
+            dq[head, begin:end] = ds @ k[kv_head, :end]
+            dk[kv_head, :end] += ds.T @ q[head, begin:end]
+            dv[kv_head, :end] += weights.T @ do[head, begin:end]
     results = (o, dq, dk + dv) if problem.task == "shared" else (o, dq, dk, dv)
     return [x.transpose(0, 1)[None] for x in results]
 
 
-def distance(found, wanted, unit):
+def distance(computed, wanted, unit):
     """Norm of the difference over the norm of what is wanted, or over that of `unit` where 0 is wanted."""
-    found, wanted = found.detach().double(), wanted.double()
+    computed, wanted = computed.detach().double(), wanted.double()
     norm = wanted.norm() if wanted.any() else unit.double().norm()
-    return float((found - wanted).norm() / norm)
+    return float((computed - wanted).norm() / norm)

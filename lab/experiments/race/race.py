@@ -167,10 +167,10 @@ class Racer:
         self.wait()
 
     def errors(self, made):
-        found, wanted = self.passes(*made), self.problems.definition(made[0])
+        computed, wanted = self.passes(*made), self.problems.definition(made[0])
         names = ["o", "dq", "dkv"] if self.task == "shared" else ["o", "dq", "dk", "dv"]
         unit = made[0].do
-        return {name: float(f"{self.problems.distance(x, y, unit):.3g}") for name, x, y in zip(names, found, wanted)}
+        return {name: float(f"{self.problems.distance(x, y, unit):.3g}") for name, x, y in zip(names, computed, wanted)}
 
     def repeats(self, made):
         once = self.passes(*made)
@@ -276,13 +276,13 @@ def plain(problem):
     def call(q, k, v):
         rows, (wide_q, wide_k, wide_v) = [], (x[0].float() for x in (q, k, v))
         for head in range(problem.heads):
-            of = head // problem.group
-            logits = wide_q[:, head] @ wide_k[:, of].T * q.shape[-1] ** -0.5
+            kv_head = head // problem.group
+            logits = wide_q[:, head] @ wide_k[:, kv_head].T * q.shape[-1] ** -0.5
             if problem.task == "expiring":
-                logits = logits + problem.rank[0, of]
-            seen = problem.sees(0, problem.tokens, head)
-            weights = logits.masked_fill(~seen, -1e30).softmax(-1) * seen.any(-1, keepdim=True)
-            rows.append(weights @ wide_v[:, of])
+                logits = logits + problem.rank[0, kv_head]
+            visible = problem.sees(0, problem.tokens, head)
+            weights = logits.masked_fill(~visible, -1e30).softmax(-1) * visible.any(-1, keepdim=True)
+            rows.append(weights @ wide_v[:, kv_head])
         return torch.stack(rows, 1)[None].to(q.dtype)
 
     return call
@@ -354,8 +354,8 @@ class Worker:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "without a word"
 
-    def late(self, of, why):
-        self.race.write({"kind": "late", "rival": self.rival, "task": self.task, "of": of, "why": why})
+    def late(self, number, why):
+        self.race.write({"kind": "late", "rival": self.rival, "task": self.task, "of": number, "why": why})
 
     def lost(self, why):
         if self.alive:
@@ -392,8 +392,8 @@ class Race:
             ready = [worker for worker in self.workers if worker.checked]
             texts = [text for text in self.arguments.first.split(",") if text]
             early = [worker for worker in ready if any(text in worker.name for text in texts)]
-            for some in (early, [worker for worker in ready if worker not in early]):
-                self.time(some, self.arguments.odd)
+            for workers in (early, [worker for worker in ready if worker not in early]):
+                self.time(workers, self.arguments.odd)
             if not self.arguments.times_only:
                 self.odd()
             late = [worker for worker in self.workers if not worker.checked and worker.alive]

@@ -166,8 +166,8 @@ def flex(problem):
 
     torch._dynamo.config.recompile_limit = 64
     start, group, task = problem.start, problem.group, problem.task
-    some, whole = problem.mixed(TILE)
-    lists = *lists_of(some & ~whole), *lists_of(whole)
+    mixed_tiles, whole = problem.mixed(TILE)
+    lists = *lists_of(mixed_tiles & ~whole), *lists_of(whole)
     expires = problem.expires if task == "expiring" else None
     rank = problem.rank[0] if task == "expiring" else None
     if task == "selected":
@@ -178,14 +178,14 @@ def flex(problem):
     tiles, tile_of = (problem.tiles, problem.tile_of) if task == "tiles" else (None, None)
 
     def sees(b, h, i, j):
-        seen = (j <= i) & (j >= start[i])
+        visible = (j <= i) & (j >= start[i])
         if task == "window":
-            return seen & (i - j < WINDOW)
+            return visible & (i - j < WINDOW)
         if task == "selected":
-            return seen & table[h // group, i, (j - start[i]).clamp(min=0) // BLOCK]
+            return visible & table[h // group, i, (j - start[i]).clamp(min=0) // BLOCK]
         if task == "expiring":
-            return seen & (i < expires[h // group, j])
-        return tiles[h, tile_of[i], tile_of[j]] if task == "tiles" else seen
+            return visible & (i < expires[h // group, j])
+        return tiles[h, tile_of[i], tile_of[j]] if task == "tiles" else visible
 
     biased = (lambda logit, b, h, i, j: logit + rank[h // group, j]) if rank is not None else None
     length = problem.tokens, problem.tokens
@@ -308,9 +308,9 @@ class _FrontendTiles(torch.autograd.Function):
         from cudnn.block_sparse_attention import block_sparse_attention_forward
 
         settings = {"q2k_block_nums": count, "sparse_block_size": TILE, "softmax_scale": SCALE, "layout": "bshd"}
-        found = block_sparse_attention_forward(q, k, v, order, allow_empty_block_nums=True, **settings)
-        ctx.save_for_backward(q, k, v, found["o_tensor"], found["lse_tensor"], count, order)
-        return found["o_tensor"]
+        results = block_sparse_attention_forward(q, k, v, order, allow_empty_block_nums=True, **settings)
+        ctx.save_for_backward(q, k, v, results["o_tensor"], results["lse_tensor"], count, order)
+        return results["o_tensor"]
 
     @staticmethod
     def backward(ctx, do):
@@ -318,8 +318,8 @@ class _FrontendTiles(torch.autograd.Function):
 
         q, k, v, o, lse, count, order = ctx.saved_tensors
         settings = {"q2k_block_nums": count, "sparse_block_size": TILE, "softmax_scale": SCALE, "layout": "bshd"}
-        found = block_sparse_attention_backward(do.contiguous(), q, k, v, o, lse, order, **settings)
-        return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"], None, None
+        results = block_sparse_attention_backward(do.contiguous(), q, k, v, o, lse, order, **settings)
+        return results["dq_tensor"], results["dk_tensor"], results["dv_tensor"], None, None
 
 
 def cudnn_frontend(problem):

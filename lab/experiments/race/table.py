@@ -133,13 +133,13 @@ def times(rows, task):
     timed = of(rows, "time", task)
     if not timed:
         return []
-    found = {(row["heads"], row["rival"], row["tokens"]): row for row in timed}
+    rows_by_place = {(row["heads"], row["rival"], row["tokens"]): row for row in timed}
     every, lines, before = by_place(rows), [], None
     lengths = [length for length in LENGTHS if any(row["tokens"] == length for row in timed)]
     for heads, rival in order(timed):
-        cells = [found.get((heads, rival, length)) for length in lengths]
-        middle = found.get((heads, rival, LENGTHS[1])) or {}
-        ours = found.get((heads, "Sieve", LENGTHS[1]))
+        cells = [rows_by_place.get((heads, rival, length)) for length in lengths]
+        middle = rows_by_place.get((heads, rival, LENGTHS[1])) or {}
+        ours = rows_by_place.get((heads, "Sieve", LENGTHS[1]))
         beside_ours = ours and middle and not rival.startswith("Sieve")
         ratio = f"{middle['both_ms'] / ours['both_ms']:.2f}" if beside_ours else ""
         lines.append([
@@ -188,8 +188,8 @@ def behind(rows):
 
 
 def checks(rows):
-    found = in_turn(of(rows, "error"))
-    if not found:
+    errors = in_turn(of(rows, "error"))
+    if not errors:
         return []
     columns = ["o", "dq", "dk", "dv"]
     text = ["## Errors against f64", "",
@@ -197,26 +197,26 @@ def checks(rows):
             ""]
     lines = [[row["task"], row["rival"], row["heads"], f"{row['tokens']:,}",
               *(small(value) if (value := row.get(name, row.get("dkv") if name == "dk" else None)) is not None else ""
-                for name in columns)] for row in found]
+                for name in columns)] for row in errors]
     return text + table(["task", "rival", "heads", "tokens", *columns], lines)
 
 
 def repeats(rows):
-    found = in_turn(of(rows, "repeats"))
+    repeated = in_turn(of(rows, "repeats"))
     text = ["## Repeated passes", "",
             "How many of the passes gave o and gradients equal to those of the first, to the bit.", ""]
-    lines = [[row["task"], row["rival"], row["heads"], f"{row['equal']} of {row['passes']}"] for row in found]
-    return text + table(["task", "rival", "heads", "equal"], lines) if found else []
+    lines = [[row["task"], row["rival"], row["heads"], f"{row['equal']} of {row['passes']}"] for row in repeated]
+    return text + table(["task", "rival", "heads", "equal"], lines) if repeated else []
 
 
 def host(rows):
-    found = of(rows, "host")
+    timed = of(rows, "host")
     text = ["## Time on the host", "",
             "Of a call at 256 tokens in PyTorch, in microseconds: the median of 1,000, the GPU kept busy so that "
             "nothing waits for it.", ""]
     lines = [[row["task"], row["rival"], row["heads"], f"{row['forward_us']:.0f}", f"{row['both_us']:.0f}"]
-             for row in in_turn(found)]
-    return text + table(["task", "rival", "heads", "forward, us", "both, us"], lines) if found else []
+             for row in in_turn(timed)]
+    return text + table(["task", "rival", "heads", "forward, us", "both, us"], lines) if timed else []
 
 
 def odd(rows):
@@ -239,15 +239,15 @@ def odd(rows):
 
 def refusals(rows):
     """What gave no number, once for each rival, task and reason."""
-    found = {}
+    by_reason = {}
     for row in rows:
         if row["kind"] in ("absent", "refused", "not offered", "late") and row.get("of") != "odd":
             place = f"{row['heads']} heads" if "heads" in row else ""
-            found.setdefault((row["task"], row["rival"], row["why"]), dict.fromkeys([place]))[place] = None
-    if not found:
+            by_reason.setdefault((row["task"], row["rival"], row["why"]), dict.fromkeys([place]))[place] = None
+    if not by_reason:
         return []
     lines = [[task, rival, ", ".join(filter(None, places)), why.replace("|", "\\|").replace("<", "&lt;")]
-             for (task, rival, why), places in found.items()]
+             for (task, rival, why), places in by_reason.items()]
     return ["## Without a number", ""] + table(["task", "rival", "where", "why"], lines)
 
 

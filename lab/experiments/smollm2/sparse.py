@@ -42,17 +42,17 @@ TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1", "vt"]
 
 def kinds(w, layers=30):
     """Words of `sieve import` by kind; each query of a sparse layer reads `w` keys. First the three that run by default."""
-    found = dense_to_sparse.kinds(w, layers)
+    of_dense = dense_to_sparse.kinds(w, layers)
     one_dense, one_msa = (layers_of(four, layers) for four in (["sparse"] * 3 + ["mha"], ["swa"] * 3 + ["sparse"]))
     names = ("dense", "DMA, one layer in four dense")
-    return {name: found.pop(name) for name in names} | {
+    return {name: of_dense.pop(name) for name in names} | {
         "MSA, three layers in four windows": [
-            *found["MSA"], "--set", one_msa, "--set", f"attention.swa.sliding_window={w}"],
-        "window, one layer in four dense": [*found["window"], "--set", one_dense],
+            *of_dense["MSA"], "--set", one_msa, "--set", f"attention.swa.sliding_window={w}"],
+        "window, one layer in four dense": [*of_dense["window"], "--set", one_dense],
         # What the first tokens take up goes to sinks: learned logits, which start as small random numbers.
         "window with sinks, one layer in four dense": [
-            *found["window"], "--set", one_dense, "--set", "model.attention_sinks=true"],
-    } | found
+            *of_dense["window"], "--set", one_dense, "--set", "model.attention_sinks=true"],
+    } | of_dense
 
 
 # Training-free methods on the dense model, beside the kinds that were trained.
@@ -75,13 +75,13 @@ def ask(args, runs, log, *words):
 def measured(args, runs, log, model, brief=False, more=()):
     """Held-out loss of a model, and, if not `brief`, all other scores; one that fails or takes too long is None."""
     ppl = ["eval", "ppl", "--checkpoint", model, "--context", args.row, "--stride", args.row, *more]
-    found = ask(args, runs, log, *ppl, "--data", args.heldout, "--max-tokens", args.validation,
-                *([] if brief else ["--far", *FAR]))
-    row = {"loss": round(found["loss"], 4)}
+    report = ask(args, runs, log, *ppl, "--data", args.heldout, "--max-tokens", args.validation,
+                 *([] if brief else ["--far", *FAR]))
+    row = {"loss": round(report["loss"], 4)}
     if brief:
         return row
-    row["far"] = {str(one["more_than"]): round(one["far"]["loss"], 4) for one in found["by_word"]["again"]
-                  if one["far"]["num_tokens"]}
+    row["far"] = {str(part["more_than"]): round(part["far"]["loss"], 4) for part in report["by_word"]["again"]
+                  if part["far"]["num_tokens"]}
     long = args.row - args.row // 32
 
     def english():
@@ -89,13 +89,13 @@ def measured(args, runs, log, model, brief=False, more=()):
 
     def needles():
         words = ["--lengths", long, "--depths", "0,20,40,60,80,100", "--needles", args.needles, *more]
-        one = ask(args, runs, log, "eval", "needle", "--checkpoint", model, *words)["methods"][-1]
-        return [round(one["found"] * one["num_needles"]), one["num_needles"], round(one["mean_rank"], 2)]
+        answer = ask(args, runs, log, "eval", "needle", "--checkpoint", model, *words)["methods"][-1]
+        return [round(answer["found"] * answer["num_needles"]), answer["num_needles"], round(answer["mean_rank"], 2)]
 
     def ruler():
         words = ["--tasks", ",".join(TASKS), "--lengths", long, "--samples", args.samples, *more]
-        one = ask(args, runs, log, "eval", "ruler", "--checkpoint", model, *words)["methods"][-1]
-        return {task["task"]: round(task["score"], 3) for task in one["tasks"]}
+        answer = ask(args, runs, log, "eval", "ruler", "--checkpoint", model, *words)["methods"][-1]
+        return {task["task"]: round(task["score"], 3) for task in answer["tasks"]}
 
     for name, score in (("english", english), ("needles", needles), ("ruler", ruler)):
         row[name] = None
@@ -207,14 +207,14 @@ def table(lines):
     rows = []
     for phase in ("imported", "trained"):
         for kind in dict.fromkeys(line["kind"] for line in lines if line["phase"] == phase):
-            found = sorted((line for line in lines if (line["phase"], line["kind"]) == (phase, kind)),
-                           key=lambda line: line["seed"] or 0)
+            phase_lines = sorted((line for line in lines if (line["phase"], line["kind"]) == (phase, kind)),
+                                 key=lambda line: line["seed"] or 0)
             cells = [[line["loss"], *(line["far"].get(far) for far in FAR), line["english"],
                       line["needles"] and "{} of {} ({})".format(*line["needles"]),
                       *(line["ruler"] and line["ruler"][task] for task in TASKS), line.get("tokens_per_second")]
-                     for line in found]
+                     for line in phase_lines]
             each = (", ".join("-" if cell is None else str(cell) for cell in column) for column in zip(*cells))
-            rows.append([kind, str(found[0].get("steps", phase)), *each])
+            rows.append([kind, str(phase_lines[0].get("steps", phase)), *each])
     return table_text(head, rows)
 
 

@@ -41,9 +41,9 @@ def runs():
             line for line in lines if line["kind"] == "step"]
 
 
-def table(found):
+def table(logs):
     rows = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for head, validations, steps in found:
+    for head, validations, steps in logs:
         last = validations[-1]
         if last["step"] != head["steps"]:
             raise SystemExit(f"{head['recipe']}: the last validation is of step {last['step']}, not {head['steps']}")
@@ -66,11 +66,11 @@ def stored(path=ROWS):
 
 def races(rows):
     """The lines of each race, of runs of one size and as many steps: by kind, the lowest mean loss first."""
-    found = {}
+    by_race = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault((row["size"], row["steps"]), {}).setdefault(row["kind"], []).append(row)
+        by_race.setdefault((row["size"], row["steps"]), {}).setdefault(row["kind"], []).append(row)
     mean = lambda pair: statistics.mean(row["loss"] for row in pair[1])  # noqa: E731
-    return {key: dict(sorted(kinds.items(), key=mean)) for key, kinds in sorted(found.items())}
+    return {key: dict(sorted(kinds.items(), key=mean)) for key, kinds in sorted(by_race.items())}
 
 
 def is_try(kinds):
@@ -92,13 +92,13 @@ def losses(kinds):
             "bits per byte", "tokens/s", "parameters", *(f"run to its end, step {step:,}" for step in beside)]
     lines, long, above = [], long_losses(), None
     for kind, rows in kinds.items():
-        found = [row["loss"] for row in rows]
-        least, most = min(found), max(found)
+        last_losses = [row["loss"] for row in rows]
+        least, most = min(last_losses), max(last_losses)
         mean = lambda name: statistics.mean(row[name] for row in rows)  # noqa: E731
         apart = "" if above is None else "one seed" if len(rows) == 1 else "apart" if least > above else "overlaps"
         speed = statistics.mean(list(row["tokens_per_second"].values())[0] for row in rows)
         ends = [long.get(rows[0]["recipe"], {}).get(step) if "/" not in kind else None for step in beside]
-        lines.append([name_of(kind), f"{statistics.mean(found):.4f}", f"{least:.4f}", f"{most:.4f}",
+        lines.append([name_of(kind), f"{statistics.mean(last_losses):.4f}", f"{least:.4f}", f"{most:.4f}",
                       ", ".join(str(row["seed"]) for row in rows), apart, f"{mean('perplexity'):.3f}",
                       f"{mean('bits_per_byte'):.4f}", f"{round(speed, -3):,.0f}", f"{rows[0]['parameters'] / 1e6:.1f}M",
                       *("-" if loss is None else f"{loss:.4f}" for loss in ends)])
@@ -113,7 +113,7 @@ def score_table(kinds):
 
     def share(rows, name):
         counts = [count for row in rows for count in row[name].values()]
-        return f"{100 * sum(found for found, _, _ in counts) / sum(whole for _, whole, _ in counts):.0f} %"
+        return f"{100 * sum(right for right, _, _ in counts) / sum(whole for _, whole, _ in counts):.0f} %"
 
     def ruler(rows, task):
         return f"{statistics.mean(score for row in rows for score, _ in row['ruler'][task].values()):.2f}"
@@ -135,8 +135,8 @@ def tries(kinds):
 
 def main_race():
     """The race that lab/docs/results.md shows: the stored one of the smallest size over the most steps."""
-    found = {key: kinds for key, kinds in races(stored()).items() if not is_try(kinds)}
-    return found[max(found, key=lambda key: (key[0] == "80m", key[1]))] if found else None
+    by_race = {key: kinds for key, kinds in races(stored()).items() if not is_try(kinds)}
+    return by_race[max(by_race, key=lambda key: (key[0] == "80m", key[1]))] if by_race else None
 
 
 def main_try():
@@ -150,15 +150,15 @@ TABLES = {"table4_race": (main_race, losses), "table4_scores": (main_race, score
 
 def tables():
     """What makes each table that has stored lines, by the name on the page."""
-    return {name: lambda of=of, made=made: made(of()) for name, (of, made) in TABLES.items() if of()}
+    return {name: lambda rows=rows, made=made: made(rows()) for name, (rows, made) in TABLES.items() if rows()}
 
 
-def texts(found):
+def texts(by_race):
     """All tables of these races in Markdown, each behind the size and the steps."""
     parts = []
-    for (size, steps), kinds in found.items():
+    for (size, steps), kinds in by_race.items():
         made = [tries] if is_try(kinds) else [losses, score_table]
-        parts += [f"{size}, {steps:,} steps", *(table_text(*one(kinds)) for one in made)]
+        parts += [f"{size}, {steps:,} steps", *(table_text(*make(kinds)) for make in made)]
     return parts
 
 
@@ -167,12 +167,12 @@ def tokens_per_step(steps):
     return steps[-1]["tokens_seen"] / steps[-1]["step"]
 
 
-def picture_of_long(found):
+def picture_of_long(logs):
     """Held-out loss over billions of tokens, without step 0."""
     series = [Series(head["recipe"].removesuffix(".toml"), [
         [(line["step"] * tokens_per_step(steps) / 1e9, line["loss"]) for line in validations if line["step"]]], [])
-        for head, validations, steps in found]
-    most = max(x for one in series for x, _ in one.curves[0])
+        for head, validations, steps in logs]
+    most = max(x for entry in series for x, _ in entry.curves[0])
     ticks = [tick / 4 for tick in range(int(most * 4) + 1)]
     return picture(series, ticks, "held-out loss (nats a token) over billions of training tokens")
 
@@ -187,7 +187,7 @@ def picture_of_race(kinds):
         dots = [] if "/" in kind else [(step, loss) for step, loss in long.get(rows[0]["recipe"], {}).items()
                                        if step <= 1.2 * steps]
         series.append(Series(name_of(kind), [place(row["validations"]) for row in rows], place(dots)))
-    most = max(x for one in series for curve in [*one.curves, one.dots] for x, _ in curve)
+    most = max(x for entry in series for curve in [*entry.curves, entry.dots] for x, _ in curve)
     words = "held-out loss over millions of tokens; line: mean, band: all seeds; circles: runs to their end"
     return picture(series, round_numbers(0, most), words, right=250)
 
@@ -195,7 +195,7 @@ def picture_of_race(kinds):
 def picture(series, ticks, words, right=150):
     """Series by their means, each with a band over its seeds, and dots; `right` of the picture is for their names."""
     width, height, left, top = 490 + right, 360, 60, 20
-    points = [point for one in series for curve in [*one.curves, one.dots] for point in curve]
+    points = [point for entry in series for curve in [*entry.curves, entry.dots] for point in curve]
     most_x = max(x for x, _ in points)
     low, high = math.floor(min(y for _, y in points) * 10) / 10, math.ceil(max(y for _, y in points) * 10) / 10
     place = lambda x, y: (left + x / most_x * (width - left - right), top + (high - y) / (high - low) * (height - top - 50))
@@ -209,19 +209,19 @@ def picture(series, ticks, words, right=150):
     for tick in ticks:
         x, _ = place(tick, low)
         parts.append(f'<text x="{x:.1f}" y="{height - 32}" text-anchor="middle">{tick:g}</text>')
-    means = [[(xs[0], statistics.mean(ys)) for xs, ys in (zip(*at) for at in zip(*one.curves))] for one in series]
+    means = [[(xs[0], statistics.mean(ys)) for xs, ys in (zip(*at) for at in zip(*entry.curves))] for entry in series]
     # A name stands where its curve ends, the lowest loss first, and at least a line above the name before it.
     above = height
-    for at, (one, mean) in enumerate(sorted(zip(series, means), key=lambda pair: pair[1][-1][1])):
+    for at, (entry, mean) in enumerate(sorted(zip(series, means), key=lambda pair: pair[1][-1][1])):
         colour = COLOURS[at % len(COLOURS)]
-        if len(one.curves) > 1:
-            low_edge, high_edge = ([of(together) for together in zip(*one.curves)] for of in (min, max))
+        if len(entry.curves) > 1:
+            low_edge, high_edge = ([edge(together) for together in zip(*entry.curves)] for edge in (min, max))
             parts.append(f'<polygon points="{line(low_edge + high_edge[::-1])}" fill="{colour}" fill-opacity="0.2"/>')
         x, y = place(most_x, mean[-1][1])
         above = y = min(y, above - 15)
         parts.append(f'<polyline points="{line(mean)}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}">{one.name} {mean[-1][1]:.3f}</text>')
-        for x, y in (place(*dot) for dot in one.dots):
+                     f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}">{entry.name} {mean[-1][1]:.3f}</text>')
+        for x, y in (place(*dot) for dot in entry.dots):
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="{colour}" stroke-width="1.5"/>')
     parts.append(f'<text x="{left}" y="{height - 10}">{words}</text></svg>')
     return "\n".join(parts) + "\n"
@@ -256,7 +256,7 @@ def main():
     parser.add_argument("--draw", type=pathlib.Path, help="a picture of the race")
     parser.add_argument("--section", action="store_true", help="print the race's section of lab/docs/results.md")
     args = parser.parse_args()
-    made = {name: table_text(*one()) for name, one in tables().items()}
+    made = {name: table_text(*make()) for name, make in tables().items()}
     race = main_race()
     if (args.draw or args.section) and not race:
         parser.error(f"{ROWS} has no line of a race: lab/experiments/table4/race.py makes it")

@@ -33,16 +33,16 @@ class Tables(unittest.TestCase):
                 line("nsa", 0, 1.61), line("nsa", 1, 1.62), line("dma_paper", 0, 1.70)]
         (kinds,) = table.races(rows).values()
         head, lines = table.losses(kinds)
-        cells = [dict(zip(head, one)) for one in lines]
-        self.assertEqual([one["beside the row above"] for one in cells], ["", "overlaps", "apart", "one seed"])
-        self.assertEqual([one["seeds"] for one in cells], ["0, 1", "0, 1", "0, 1", "0"])
+        cells = [dict(zip(head, line)) for line in lines]
+        self.assertEqual([line["beside the row above"] for line in cells], ["", "overlaps", "apart", "one seed"])
+        self.assertEqual([line["seeds"] for line in cells], ["0, 1", "0, 1", "0, 1", "0"])
         self.assertEqual([cells[0][name] for name in head[1:4]], ["1.5200", "1.5000", "1.5400"])
-        self.assertEqual([one["run to its end, step 2,000"] for one in cells], ["1.6534", "-", "-", "1.7103"])
-        self.assertEqual([one["run to its end, step 3,000"] for one in cells], ["1.5592", "-", "-", "1.6080"])
+        self.assertEqual([line["run to its end, step 2,000"] for line in cells], ["1.6534", "-", "-", "1.7103"])
+        self.assertEqual([line["run to its end, step 3,000"] for line in cells], ["1.5592", "-", "-", "1.6080"])
 
     def test_other_heads_are_another_kind_and_have_no_run_to_its_end(self):
         (kinds,) = table.races([line("mha", 0, 1.5), line("mha/kv6", 0, 1.4)]).values()
-        self.assertEqual([one[0] for one in table.losses(kinds)[1]], ["dense (MHA), 6 KV heads", "dense (MHA)"])
+        self.assertEqual([line[0] for line in table.losses(kinds)[1]], ["dense (MHA), 6 KV heads", "dense (MHA)"])
         self.assertEqual(table.losses(kinds)[1][0][-1], "-")
 
     def test_the_picture_has_a_band_for_each_kind_of_several_seeds(self):
@@ -61,11 +61,11 @@ class Tables(unittest.TestCase):
             for rows, names in (([], []), ([line("mha", 0, 1.5)], ["table4_race", "table4_scores"]),
                                 (tried, ["table4_try"])):
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-                with unittest.mock.patch.object(table, "stored", lambda of=table.stored: of(path)):
+                with unittest.mock.patch.object(table, "stored", lambda stored=table.stored: stored(path)):
                     made = table.tables()
                     self.assertEqual(list(made), names)
-                    for head, lines in (one() for one in made.values()):
-                        self.assertTrue(lines and all(len(one) == len(head) for one in lines))
+                    for head, lines in (make() for make in made.values()):
+                        self.assertTrue(lines and all(len(line) == len(head) for line in lines))
 
 
 class Race(unittest.TestCase):
@@ -84,9 +84,9 @@ class Race(unittest.TestCase):
         self.assertIn("training.seed=1", keys)
 
     def test_a_recipe_keeps_its_warm_up_unless_that_is_most_of_the_run(self):
-        of = lambda steps: [key for key in race.keys_of(self.given(), race.Job("80m", "mha", 0, steps))  # noqa: E731
-                            if key.startswith("lr_scheduler")]
-        self.assertEqual((of(2700), of(50)), ([], ["lr_scheduler.warmup_steps=10"]))
+        keys = lambda steps: [key for key in race.keys_of(self.given(), race.Job("80m", "mha", 0, steps))  # noqa: E731
+                              if key.startswith("lr_scheduler")]
+        self.assertEqual((keys(2700), keys(50)), ([], ["lr_scheduler.warmup_steps=10"]))
 
     def test_steps_are_shared_over_stages(self):
         job = race.Job("1p7b", "mha", 0, 8001)
@@ -124,8 +124,8 @@ class Race(unittest.TestCase):
                 race.back(given, out / "table4.jsonl")
                 files = list(given.back.iterdir())
                 self.assertLessEqual(len(files), 8)
-                self.assertLessEqual(sum(one.stat().st_size for one in files), 64 << 20)
-                taken += [one.name for one in files if one.name not in ("table4.jsonl", "logs.tar.xz")]
+                self.assertLessEqual(sum(file.stat().st_size for file in files), 64 << 20)
+                taken += [file.name for file in files if file.name not in ("table4.jsonl", "logs.tar.xz")]
             self.assertEqual(sorted(taken), sorted(wanted))
 
 

@@ -195,7 +195,7 @@ def unit(name, path):
 
 def gather(sources, spool):
     """Writes every wanted text once to `spool`; returns where each lies, with what orders it."""
-    seen, rows = set(), []
+    digests, rows = set(), []
     offset = 0
     for name, files in sources:
         count = collections.Counter()
@@ -206,10 +206,10 @@ def gather(sources, spool):
                     continue
                 raw = text.encode()
                 digest = hashlib.sha256(raw).digest()
-                if digest in seen:
+                if digest in digests:
                     count["repeated"] += 1
                     continue
-                seen.add(digest)
+                digests.add(digest)
                 spool.write(raw)
                 rows.append(Row(unit(name, path), path, number, name, offset, len(raw), digest[0] == 0))
                 offset += len(raw)
@@ -266,7 +266,7 @@ def read_lock(path):
 def checked(folder):
     """The SHA-256 of the training text in `folder`; ends the program where the text, the held-out text or the tokenizer
     is another than the one that the stored runs read, and says how to make it."""
-    wanted = {one["file"]: one["sha256"] for one in json.loads(MANIFEST.read_text())["files"]}
+    wanted = {entry["file"]: entry["sha256"] for entry in json.loads(MANIFEST.read_text())["files"]}
     for name, digest in {**wanted, "tokenizer.json": TOKENIZER}.items():
         path = folder / name
         if not path.is_file():
@@ -275,10 +275,10 @@ def checked(folder):
         with open(path, "rb") as file:
             for part in iter(lambda: file.read(1 << 20), b""):
                 sha.update(part)
-        found = sha.hexdigest()
-        if not found.startswith(digest):
+        digest_of_file = sha.hexdigest()
+        if not digest_of_file.startswith(digest):
             hint = HINT.format(folder=folder)
-            sys.exit(f"{path}: its SHA-256 is {found}, that of the stored runs is {digest}\n{hint}")
+            sys.exit(f"{path}: its SHA-256 is {digest_of_file}, that of the stored runs is {digest}\n{hint}")
     return wanted["train.jsonl"]
 
 

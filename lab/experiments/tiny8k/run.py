@@ -40,22 +40,22 @@ ROWS = ROOT / "lab/rows/tiny8k.jsonl"
 
 
 def parser():
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--sieve", help="the program")
-    found.add_argument("--text", type=pathlib.Path)
-    found.add_argument("--out", type=pathlib.Path)
-    found.add_argument("--device", default="cuda:0")
-    found.add_argument("--train-seconds", type=float, default=95)
-    found.add_argument("--bytes", type=int, default=130_000_000, help="of TEXT")
-    found.add_argument("--probe-steps", type=int, default=20, help="of each stage, to measure the speed")
-    found.add_argument("--lengths", default="2048,4096,8192", help="of needles")
-    found.add_argument("--needles", type=int, default=4, help="at each length and depth")
-    found.add_argument("--limit", type=float, default=60, help="seconds of one score")
-    found.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="keys of the recipe")
-    found.add_argument("--take", type=pathlib.Path, metavar="BACK", help="make checkpoints/tiny8k of OUT/back")
-    found.add_argument("--to", type=pathlib.Path, default=ROOT / "checkpoints/tiny8k")
-    found.add_argument("--rows", type=pathlib.Path, default=ROWS, help="where --take puts what was measured")
-    return found
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--sieve", help="the program")
+    arguments.add_argument("--text", type=pathlib.Path)
+    arguments.add_argument("--out", type=pathlib.Path)
+    arguments.add_argument("--device", default="cuda:0")
+    arguments.add_argument("--train-seconds", type=float, default=95)
+    arguments.add_argument("--bytes", type=int, default=130_000_000, help="of TEXT")
+    arguments.add_argument("--probe-steps", type=int, default=20, help="of each stage, to measure the speed")
+    arguments.add_argument("--lengths", default="2048,4096,8192", help="of needles")
+    arguments.add_argument("--needles", type=int, default=4, help="at each length and depth")
+    arguments.add_argument("--limit", type=float, default=60, help="seconds of one score")
+    arguments.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="keys of the recipe")
+    arguments.add_argument("--take", type=pathlib.Path, metavar="BACK", help="make checkpoints/tiny8k of OUT/back")
+    arguments.add_argument("--to", type=pathlib.Path, default=ROOT / "checkpoints/tiny8k")
+    arguments.add_argument("--rows", type=pathlib.Path, default=ROWS, help="where --take puts what was measured")
+    return arguments
 
 
 def texts(given):
@@ -96,16 +96,16 @@ def speeds(given, keys):
     lines = train(given, given.out / "probe", [
         *keys, f"stage.1.steps={steps}", f"stage.2.steps={steps}", "metrics.log_freq=1", "validation.interval=1000",
         "generation.prompts=[]", "lr_scheduler.warmup_steps=1"])
-    of = [[line["tokens_per_second"] for line in steps_of(lines) if begin < line["step"] <= begin + steps // 2]
-          for begin in (steps // 2, steps + steps // 2)]
-    return [statistics.median(found) for found in of], steps_of(lines)
+    by_stage = [[line["tokens_per_second"] for line in steps_of(lines) if begin < line["step"] <= begin + steps // 2]
+                for begin in (steps // 2, steps + steps // 2)]
+    return [statistics.median(rates) for rates in by_stage], steps_of(lines)
 
 
 def steps_in(given, keys):
     """Steps of the two stages, as many as fit into their shares of the time; one line of the probe in rows.jsonl."""
     rows = given.out / "back/rows.jsonl"
-    if known := [row for row in json_lines(rows) if row["row"] == "speed"]:
-        return known[-1]["steps"]
+    if speed_rows := [row for row in json_lines(rows) if row["row"] == "speed"]:
+        return speed_rows[-1]["steps"]
     rates, lines = speeds(given, keys)
     tokens = [lines[0]["tokens_seen"], lines[-1]["tokens_seen"] - lines[-2]["tokens_seen"]]
     steps = [max(int(given.train_seconds * share * rate / size) // ROUND, 1) * ROUND
@@ -125,12 +125,12 @@ def score(given, name, words):
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=given.limit, check=False)
         # An error and its hint.
-        found, failed = done.stdout, done.stderr.strip().splitlines()[-3:] if done.returncode else None
+        printed, failed = done.stdout, done.stderr.strip().splitlines()[-3:] if done.returncode else None
     except subprocess.TimeoutExpired:
-        found, failed = "", [f"not finished after {given.limit:g} s"]
+        printed, failed = "", [f"not finished after {given.limit:g} s"]
     row = {"row": "score", "score": name, "command": " ".join(words[2:]),
            "seconds": round(time.monotonic() - began, 1)}
-    append(rows, row | ({"failed": failed} if failed is not None else {"found": json.loads(found)}))
+    append(rows, row | ({"failed": failed} if failed is not None else {"found": json.loads(printed)}))
 
 
 def packed(given, export):
@@ -193,7 +193,7 @@ def found_of(rows, name):
 def named(selector):
     """A selector as METHODS has it, of its name with every setting."""
     name = selector.partition(":")[0]
-    return next((one for one in METHODS if one.partition(":")[0] == name), name)
+    return next((method for method in METHODS if method.partition(":")[0] == name), name)
 
 
 def needle_table(rows):
@@ -203,8 +203,8 @@ def needle_table(rows):
         for method in (found_of(rows, name) or {"methods": []})["methods"]:
             sums = {}
             for cell in method["cells"]:
-                of = sums.setdefault(cell["length"], [0, 0])
-                of[0], of[1] = of[0] + cell["num_found"], of[1] + cell["num_needles"]
+                counts = sums.setdefault(cell["length"], [0, 0])
+                counts[0], counts[1] = counts[0] + cell["num_found"], counts[1] + cell["num_needles"]
             selector = method.get("selector")
             label = f"`{named(selector)}`" if selector else "dense"
             where = ", in code and documentation" if name == "needles_in_text" else ""
@@ -217,9 +217,10 @@ def needle_table(rows):
 
 def loss_table(rows):
     """Head and lines of density and loss by method."""
-    found = found_of(rows, "selectors") or {"selectors": []}
-    lines = [[f"`{named(one['selector'])}`", f"{one['density']:.2f}", f"{one['loss'] - one['dense_loss']:+.3f}"]
-             for one in found["selectors"]]
+    report = found_of(rows, "selectors") or {"selectors": []}
+    lines = [[f"`{named(method['selector'])}`", f"{method['density']:.2f}",
+              f"{method['loss'] - method['dense_loss']:+.3f}"]
+             for method in report["selectors"]]
     return ["method", "pairs read", "loss added, nats"], lines
 
 
@@ -259,15 +260,15 @@ def take(given):
 
 
 def main():
-    found = parser()
-    given = found.parse_args()
+    arguments = parser()
+    given = arguments.parse_args()
     if given.take:
         take(given)
     elif given.sieve and given.text and given.out:
         given.sieve = str(pathlib.Path(given.sieve).resolve())
         make(given)
     else:
-        found.error("--sieve, --text and --out make the model; --take BACK makes the checkpoint of it")
+        arguments.error("--sieve, --text and --out make the model; --take BACK makes the checkpoint of it")
 
 
 if __name__ == "__main__":

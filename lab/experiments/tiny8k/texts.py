@@ -55,7 +55,7 @@ def needles(draw, texts, most, every, count):
     for _ in range(count):
         length = draw.randrange(SHORT // 4, most)
         if draw.random() < 0.5:
-            lines = [f"{one} " for one in draw.choices(pool, k=length // 55 + 1)]
+            lines = [f"{filler} " for filler in draw.choices(pool, k=length // 55 + 1)]
             lines = [line if at % 8 else line + "\n" for at, line in enumerate(lines)]
         else:
             text = draw.choice(texts)

@@ -122,9 +122,9 @@ fn slug(heading: &str) -> String {
     kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 
-/// The pages of docs/, lab/docs/ and lab/notes/ that a text names by their paths.
+/// The pages of docs/, kernels/notes/, lab/docs/ and lab/notes/ that a text names by their paths.
 fn named_pages(text: &str) -> Vec<String> {
-    let names = ["lab/docs/", "lab/notes/", "docs/"].into_iter().flat_map(|folder| {
+    let names = ["kernels/notes/", "lab/docs/", "lab/notes/", "docs/"].into_iter().flat_map(|folder| {
         text.match_indices(folder).filter_map(move |(at, _)| {
             // The folder docs/ of the lab is a name of its own.
             if folder == "docs/" && text[..at].ends_with("lab/") {
