@@ -2,6 +2,7 @@
 
 mod numbers;
 mod stream;
+mod token_bytes;
 mod train;
 mod word_encoder;
 mod words;
@@ -22,7 +23,7 @@ use crate::error::DataError;
 use crate::guard::guarded;
 use sieve_files::{in_place_of, write_atomically};
 pub use stream::DecodeStream;
-use stream::TokenBytes;
+use token_bytes::TokenBytes;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
 use words::byte_chars;
@@ -391,7 +392,8 @@ impl Tokenizer {
 
     /// The bytes of each token, for tokenizers whose tokens are bytes.
     fn token_bytes_table(&self) -> Option<&TokenBytes> {
-        self.token_bytes.get_or_init(|| TokenBytes::of(self)).as_ref()
+        let table = || TokenBytes::new((0..self.vocab_size as u32).map(|id| self.text_token(id).unwrap_or_default()));
+        self.token_bytes.get_or_init(|| self.is_byte_level().then(table)).as_ref()
     }
 
     /// The token of an id; `None` for unknown ids and special tokens, which have no text.

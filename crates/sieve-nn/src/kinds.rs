@@ -24,7 +24,6 @@ pub use latent::{LatentAttention, LatentCache};
 pub use msa::Indexer;
 pub use native_sparse::{BlockCache, BlockMlp, NativeSparseAttention};
 
-use crate::layer::Forward;
 use crate::pass::{LayerContext, PassState};
 use crate::{RmsNorm, WeightInit};
 use burn::module::Module;
@@ -35,9 +34,9 @@ use sieve_core::kinds::Dense;
 use sieve_ops::{AttentionLayer, AttentionSpec, RowsOf, SelectorCache, SieveBackend, TokenAttention, TokenCache};
 
 /// The attention layer of a kind.
-pub trait KindLayer<B: SieveBackend>: Forward<B> {
+pub trait KindLayer<B: SieveBackend> {
     /// Operands of [`sieve_ops::attention_layer`], which computes `norm` and this layer as one op and keeps less for
-    /// the backward pass than [`forward`](Forward::forward). `None` where the layer needs several ops.
+    /// the backward pass than [`Forward`](crate::Forward). `None` where the layer needs several ops.
     fn layer_op(
         &self,
         _norm: &RmsNorm<B>,

@@ -4,7 +4,7 @@
 //! A kind says what its attention is, by [`KindAttention`]: it projects tokens, attends in whole rows, and keeps a cache
 //! that later tokens attend to. Where a layer is one op with its norm ([`KindLayer::layer_op`](crate::KindLayer)), that
 //! op takes whole rows and parts of rows, and none of this is called.
-use crate::kinds::LayerCache;
+use crate::kinds::{Attention, LayerCache};
 use crate::kv_cache::{CachedRows, LayerCaches};
 use crate::pass::{LayerContext, LayerOutput, PassState, from_device, on_device};
 use burn::tensor::Tensor;
@@ -148,6 +148,26 @@ impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
             self.report(found, &mut output);
         }
         output
+    }
+}
+
+impl<B: SieveBackend> Attention<B> {
+    /// [`Forward::forward`] of the layer's kind.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        match self {
+            Self::Grouped(layer) => layer.forward(x, residual, context, state, caches),
+            Self::Latent(layer) => layer.forward(x, residual, context, state, caches),
+            Self::Branches(layer) => layer.forward(x, residual, context, state, caches),
+            Self::Ranked(layer) => layer.forward(x, residual, context, state, caches),
+            Self::Chosen(layer) => layer.forward(x, residual, context, state, caches),
+        }
     }
 }
 

@@ -1,10 +1,8 @@
 //! Decodes token by token, for text that is shown while it is generated.
 
-use super::words::byte_chars;
+use super::token_bytes::TokenBytes;
 use super::{Tokenizer, is_byte_token};
 use crate::error::DataError;
-use std::collections::HashMap;
-use tokenizers::decoders::DecoderWrapper;
 
 /// Decodes the ids that continue a prompt one by one. Text that later ids can change is held back: a character until
 /// all of its bytes are there, and a run of byte tokens (`<0x0A>`, in Llama's and Gemma's tokenizers) until it ends,
@@ -26,41 +24,6 @@ enum Form<'a> {
     Bytes(Pending<'a>),
     /// Ids that later ones are decoded with, by any other decoder.
     Ids(Ids<'a>),
-}
-
-/// The bytes of each token of a byte-level tokenizer; none of special tokens and of ids without a token.
-#[derive(Debug)]
-pub(super) struct TokenBytes {
-    bytes: Vec<u8>,
-    /// Where each id's bytes end.
-    ends: Vec<u32>,
-}
-
-impl TokenBytes {
-    /// The table of a tokenizer whose decoder is ByteLevel and nothing else; `None` for others.
-    pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
-        let Some(DecoderWrapper::ByteLevel(_)) = tokenizer.marked.get_decoder() else {
-            return None;
-        };
-        let byte_of: HashMap<char, u8> = byte_chars().into_iter().zip(0..=u8::MAX).collect();
-        let (mut bytes, mut ends) = (Vec::new(), Vec::with_capacity(tokenizer.vocab_size));
-        for id in 0..tokenizer.vocab_size as u32 {
-            let token = tokenizer.text_token(id).unwrap_or_default();
-            // A token with another character stands for its own text, as an added one does.
-            match token.chars().map(|char| byte_of.get(&char).copied()).collect::<Option<Vec<u8>>>() {
-                Some(of_chars) => bytes.extend(of_chars),
-                None => bytes.extend(token.bytes()),
-            }
-            ends.push(u32::try_from(bytes.len()).ok()?);
-        }
-        Some(Self { bytes, ends })
-    }
-
-    fn of_id(&self, id: u32) -> &[u8] {
-        let id = id as usize;
-        let end = |id: usize| self.ends.get(id).map_or(self.bytes.len(), |&end| end as usize);
-        &self.bytes[id.checked_sub(1).map_or(0, end)..end(id)]
-    }
 }
 
 /// Bytes behind the last whole character.
@@ -283,7 +246,7 @@ mod tests {
     fn bytes_of_tokens_give_the_text_of_the_whole_decoder() {
         let texts = ["größe 語彙 😀 naïve ".repeat(40), "plain words and more".to_owned()];
         let tokenizer = Tokenizer::train_on(texts.iter().map(String::as_str), 280).expect("trains");
-        let table = TokenBytes::of(&tokenizer).expect("byte-level");
+        let table = tokenizer.token_bytes_table().expect("byte-level");
         let written: Vec<u32> = tokenizer.encode(&texts[0]).expect("it encodes");
         let mut random = Random::new(3);
         for round in 0..4000 {
@@ -297,7 +260,7 @@ mod tests {
             };
             let (prompt, rest) = ids.split_at(random.below(ids.len() + 1));
             let by_ids = streamed(Form::Ids(Ids::new(&tokenizer, prompt).expect("decodes")), &tokenizer, rest);
-            let by_bytes = streamed(Form::Bytes(Pending::new(&table, prompt)), &tokenizer, rest);
+            let by_bytes = streamed(Form::Bytes(Pending::new(table, prompt)), &tokenizer, rest);
             assert_eq!(by_bytes, by_ids, "{prompt:?} then {rest:?}");
         }
     }

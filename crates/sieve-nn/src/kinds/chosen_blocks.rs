@@ -1,4 +1,5 @@
-//! Attention over blocks of keys that each query chooses: the layer and the cache of InfLLM-V2, MoBA and MSA.
+//! Attention over blocks of keys that each query chooses: the layer and the cache of `infllm.rs`, `msa.rs` and the other
+//! kinds that choose blocks.
 //!
 //! Queries choose by pooled keys (means of several tokens' keys), without parameters of their own, or by an indexer, a
 //! projection to further queries and one further key per token. A layer may also read the blocks that an earlier layer
