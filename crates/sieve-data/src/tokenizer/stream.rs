@@ -248,7 +248,7 @@ mod tests {
         let tokenizer = Tokenizer::train_on(texts.iter().map(String::as_str), 280).expect("trains");
         let table = tokenizer.token_bytes_table().expect("byte-level");
         let written: Vec<u32> = tokenizer.encode(&texts[0]).expect("it encodes");
-        let mut random = Random::new(3);
+        let mut random = Random(3);
         for round in 0..4000 {
             let ids: Vec<u32> = match round % 2 {
                 0 => (0..1 + random.below(12)).map(|_| random.below(tokenizer.vocab_size() + 3) as u32).collect(),
