@@ -55,18 +55,20 @@ impl<'a> Pending<'a> {
 
     fn push(&mut self, id: u32) -> String {
         self.bytes.extend(self.of_tokens.of_id(id));
-        let mut text = String::new();
-        let mut num_kept = 0;
+        let (mut text, mut num_read, mut num_kept) = (String::new(), 0, 0);
         for chunk in self.bytes.utf8_chunks() {
             text += chunk.valid();
-            if is_unfinished(chunk.invalid()) {
-                num_kept = chunk.invalid().len();
-            } else if !chunk.invalid().is_empty() && !(self.begin_in_prompt && text.is_empty()) {
+            let invalid = chunk.invalid();
+            num_read += chunk.valid().len() + invalid.len();
+            // Only the last bytes can still become a character.
+            if num_read == self.bytes.len() && is_unfinished(invalid) {
+                num_kept = invalid.len();
+                break;
+            }
+            if !invalid.is_empty() && !(self.begin_in_prompt && text.is_empty()) {
                 text.push(char::REPLACEMENT_CHARACTER);
             }
-            if num_kept == 0 {
-                self.begin_in_prompt = false;
-            }
+            self.begin_in_prompt = false;
         }
         self.begin_in_prompt &= text.is_empty();
         self.bytes.drain(..self.bytes.len() - num_kept);
