@@ -307,6 +307,15 @@ class Tables(unittest.TestCase):
             self.assertIn(line, page.splitlines())
         self.assertIn("10 ms", race_table.picture(rows))
 
+    def test_scripts_of_stored_commands_are_in_the_tree(self):
+        """A command that a page shows is one that a reader can type."""
+        scripts = re.compile(r"(?<![\w/.-])((?:lab|tests|experiments|recipes|python)/[\w/.-]+\.(?:py|sh|toml))")
+        absent = {(path.name, script) for path in tables.ROWS.glob("*.jsonl")
+                  for script in scripts.findall(path.read_text(encoding="utf-8"))
+                  if not (ROOT / script).exists() and not script.startswith("recipes/")}
+        self.assertEqual(absent, set())
+        self.assertTrue(scripts.findall((tables.ROWS / "runs.jsonl").read_text(encoding="utf-8")))
+
     def test_files_of_rows_are_lines_of_json(self):
         for path in tables.ROWS.glob("*.jsonl"):
             for line in path.read_text(encoding="utf-8").splitlines():
