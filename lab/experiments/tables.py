@@ -133,7 +133,7 @@ def of_board(made_by):
 
 
 def board_times():
-    """Tokens of the kinds without dense layers over others', rows of 32,768."""
+    """How many times as many tokens the kinds without dense layers train on as each other entry, in rows of 32,768."""
     tokens_of = {entry: statistics.mean(row["tokens"] for row in rows) for (length, entry), rows in board.by_entry(
         board.finished(ROWS / "board.jsonl", board.KEY), 9.0) if length == 32768}
     sparse = statistics.mean([tokens_of["DMA"], tokens_of["window + slope"]])

@@ -81,7 +81,7 @@ def warn(tensors):
     """Warns once of whole rows that have fewer tokens than heads where nothing else says which axis is which, and of
     ranks and caches in which the axes of tokens and of KV heads look exchanged. tensors: by name, None for absent ones.
     """
-    if _depth:
+    if _depth:  # inside a layer, whose own axes are known
         return
     given = {name: x for name, x in tensors.items() if x is not None and not isinstance(x, (int, float, str))}
     caches = [name for name in ("k_cache", "v_cache", "z_cache") if name in given]
@@ -94,6 +94,7 @@ def warn(tensors):
     elif "latents" not in given:
         _warn_of_rows(given)
     elif "key_scale" not in given:
+        # MLA's latents have no axis of heads. Where key_scale is given, it names their number.
         warn_of_steps(given["q"])
 
 

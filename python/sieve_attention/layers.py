@@ -135,8 +135,12 @@ def _positions(x: Tensor, documents: Documents | None, cache: Cache | None) -> T
     return index + (0 if cache is None else cache.length) if start is None else index - start
 
 
+EMPTY_PLACE = 2**31 - 1
+"""The position of a place of DMA's cache that has no key."""
+
+
 def _is_step(x: Tensor, documents: Documents | None, cache: Cache | None) -> bool:
-    """Whether this is one token a row behind a cache; several are refused by the callers' loop."""
+    """Whether the call adds to a cache that already has tokens. `DenseAttention` takes several new tokens one by one."""
     if cache is not None and documents is not None:
         raise SieveError("a row of several documents has no cache\n  hint: give each document a row")
     return cache is not None and cache.length > 0
@@ -299,7 +303,7 @@ class DynamicMaskAttention(DenseAttention):
 
     @torch.no_grad()
     def fill(self, cache: Cache, k: Tensor, v: Tensor) -> None:
-        """Keeps of whole rows what later queries can see, in places of any order."""
+        """Keeps of whole rows what later queries can see, in places of any order; empty ones come last."""
         keep, tokens = self.keep_window_size, k.shape[1]
         rank = functional.dma_scores(v, self.dt_proj.weight, self.A, slopes=self.form.slopes)
         expire = functional.select(rank, keep=keep, local=self.form.local).expire
@@ -310,7 +314,7 @@ class DynamicMaskAttention(DenseAttention):
             index = stays if name == "rank" else stays[..., None].expand(-1, -1, -1, x.shape[3])
             cache.tensors[name] = x.new_zeros(*x.shape[:2], keep, *x.shape[3:])
             cache.tensors[name][:, :, :count] = x.gather(2, index)
-        cache.tensors["position"] = torch.full((*rank.shape[:2], keep), 2**31 - 1, dtype=torch.int32, device=k.device)
+        cache.tensors["position"] = torch.full((*rank.shape[:2], keep), EMPTY_PLACE, dtype=torch.int32, device=k.device)
         cache.tensors["position"][:, :, :count] = stays.to(torch.int32)
 
     def step(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:

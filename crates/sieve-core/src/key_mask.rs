@@ -471,7 +471,10 @@ fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) ->
 /// `heads`.
 fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize]) -> Result<(), MaskError> {
     let fits = order.is_empty() || heads.iter().any(|heads| order.len() == heads * len);
-    require(fits, array, || format!("{} entries for {heads:?} heads of {len}", order.len()))?;
+    require(fits, array, || {
+        let counts = heads.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
+        format!("{} entries, where {counts} heads have {len} each", order.len())
+    })?;
     for (head, order) in order.chunks(len.max(1)).enumerate() {
         let mut named = vec![false; len];
         for &x in order {

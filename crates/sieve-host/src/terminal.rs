@@ -40,11 +40,17 @@ static IS_MUTED: AtomicBool = AtomicBool::new(false);
 /// The first output that could not be written, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Records that output was lost. The work continues: a run must not lose its steps because its lines cannot be written.
+/// Records that output was lost, and says so the first time: a server may go on for weeks. The work continues: a run must
+/// not lose its steps because its lines cannot be written.
 fn lose(place: &str, error: &std::io::Error) {
     // A closed pipe is no loss: its reader, such as `head`, has read enough.
-    if error.kind() != std::io::ErrorKind::BrokenPipe {
-        LOST.get_or_init(|| format!("{place} could not be written: {error}"));
+    if error.kind() == std::io::ErrorKind::BrokenPipe {
+        return;
+    }
+    let lost = format!("{place} could not be written: {error}");
+    if LOST.set(lost.clone()).is_ok() {
+        // Not by `warning`, which would write to the log file that may have been lost, and is locked.
+        let _ = writeln!(std::io::stderr(), "warning: {lost}; later lines may be missing there");
     }
 }
 

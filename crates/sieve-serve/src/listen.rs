@@ -25,6 +25,8 @@ const HEAD_TIME: Duration = Duration::from_secs(30);
 const READ_TIME: Duration = Duration::from_secs(30);
 /// Time for the answers that are being written when the server is asked to stop.
 const STOP_TIME: Duration = Duration::from_secs(30);
+/// Time after that for the last event of an answer.
+const LAST_TIME: Duration = Duration::from_secs(2);
 /// Pause after a connection could not be taken, as when there are too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -36,17 +38,25 @@ pub fn listen(host: &str, port: u16) -> Result<TcpListener, ServeError> {
     TcpListener::bind((host, port)).map_err(|error| ServeError::Bind { host: host.to_owned(), port, error })
 }
 
-/// Takes connections until `stop` asks for the end, then waits for the open ones.
-pub(crate) async fn accept(listener: TcpListener, router: Router, stop: watch::Receiver<bool>) -> io::Result<()> {
-    accept_at([MOST_CONNECTIONS, SPARE_CONNECTIONS], listener, router, stop).await
-}
-
-/// [`accept`] with so many usual and spare connections.
-async fn accept_at(
-    places: [usize; 2],
+/// Takes connections until `stop` asks for the end, then waits for the open ones. If some are open after
+/// [`STOP_TIME`], calls `end_answers`, and gives them [`LAST_TIME`] to send what is left then.
+pub(crate) async fn accept(
     listener: TcpListener,
     router: Router,
+    stop: watch::Receiver<bool>,
+    end_answers: impl FnOnce(),
+) -> io::Result<()> {
+    let places = [MOST_CONNECTIONS, SPARE_CONNECTIONS];
+    accept_at(places, STOP_TIME, (listener, router), stop, end_answers).await
+}
+
+/// [`accept`] with so many usual and spare connections, and so much time.
+async fn accept_at(
+    places: [usize; 2],
+    stop_time: Duration,
+    (listener, router): (TcpListener, Router),
     mut stop: watch::Receiver<bool>,
+    end_answers: impl FnOnce(),
 ) -> io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let without_place = http::without_place();
@@ -91,7 +101,11 @@ async fn accept_at(
         });
     }
     drop(listener);
-    let _ = tokio::time::timeout(STOP_TIME, connections.shutdown()).await;
+    let mut ended = std::pin::pin!(connections.shutdown());
+    if tokio::time::timeout(stop_time, &mut ended).await.is_err() {
+        end_answers();
+        let _ = tokio::time::timeout(LAST_TIME, ended).await;
+    }
     Ok(())
 }
 
@@ -119,7 +133,8 @@ mod tests {
         let router = Router::new().fallback(async || "usual");
         let server = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-            runtime.block_on(accept_at([2, 1], listener, router, stopped)).expect("it accepts");
+            let accept = accept_at([2, 1], STOP_TIME, (listener, router), stopped, || ());
+            runtime.block_on(accept).expect("it accepts");
         });
         let connect = || TcpStream::connect(address).expect("the server listens");
         let mut held = [connect(), connect()];
@@ -140,6 +155,48 @@ mod tests {
         assert!(begun.elapsed() < SPARE_TIME * 5, "{:?}", begun.elapsed());
         drop(held);
         stop.send_replace(true);
+        server.join().expect("it ends");
+    }
+
+    #[test]
+    fn an_answer_that_is_open_when_the_time_is_over_gets_its_last_event() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("it listens");
+        listener.set_nonblocking(true).expect("a socket");
+        let (stop, stopped) = watch::channel(false);
+        // An answer that writes on until its texts are dropped, as those of the server do.
+        let (texts, dropped) = watch::channel(());
+        let answer = async move || {
+            let mut dropped = dropped.clone();
+            let events = futures_util::stream::unfold(0, move |at| {
+                let mut dropped = dropped.clone();
+                async move {
+                    let event = match at {
+                        0 => "first ",
+                        1 => {
+                            while dropped.changed().await.is_ok() {}
+                            "the server is stopping"
+                        }
+                        _ => return None,
+                    };
+                    Some((Ok::<_, std::convert::Infallible>(event), at + 1))
+                }
+            });
+            dropped.mark_unchanged();
+            axum::body::Body::from_stream(events)
+        };
+        let router = Router::new().fallback(answer);
+        let server = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            let accept = accept_at([2, 1], Duration::from_millis(200), (listener, router), stopped, || drop(texts));
+            runtime.block_on(accept).expect("it accepts");
+        });
+        let mut stream = TcpStream::connect(address).expect("the server listens");
+        assert_eq!(asked(&mut stream, "/v1/completions"), "HTTP/1.1 200 OK");
+        stop.send_replace(true);
+        let mut rest = String::new();
+        stream.read_to_string(&mut rest).expect("an end");
+        assert!(rest.contains("the server is stopping"), "{rest}");
         server.join().expect("it ends");
     }
 }

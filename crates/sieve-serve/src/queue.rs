@@ -80,6 +80,11 @@ impl Taken {
         None
     }
 
+    /// Whether the last text was taken: no further one comes.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
     /// The texts that have arrived.
     pub(crate) fn arrived(&mut self) -> Vec<Text> {
         let mut arrived = Vec::new();

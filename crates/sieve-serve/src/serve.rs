@@ -40,10 +40,12 @@ pub fn serve<B: DeviceBackend>(
     let runtime = runtime()?;
     let stop = stop.receiver();
     let requests = std::thread::Builder::new().name("requests".to_owned()).spawn(move || {
-        let done = runtime.block_on(listen::accept(listener, http::router(server.clone()), stop));
-        // Drops unanswered requests. A reader may run on, so it is not the last holder that ends the queue.
-        runtime.shutdown_background();
+        // A reader may run on, so it is not the last holder that ends the queue.
+        let end_answers = || server.queue.end();
+        let done = runtime.block_on(listen::accept(listener, http::router(server.clone()), stop, end_answers));
         server.queue.end();
+        // Drops unanswered requests.
+        runtime.shutdown_background();
         done
     })?;
     Worker::new(engine, size, &metrics, (texts, waiting)).run();
@@ -65,7 +67,7 @@ pub fn serve_metrics(
     let runtime = runtime()?;
     let serve = move || {
         let (_stop, never) = watch::channel(false);
-        runtime.block_on(listen::accept(listener, http::metrics_alone(text), never))
+        runtime.block_on(listen::accept(listener, http::metrics_alone(text), never, || ()))
     };
     std::thread::Builder::new().name("sieve-metrics".to_owned()).spawn(serve)?;
     Ok(())

@@ -34,7 +34,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         Self { engine, metrics, texts, num_waiting, waiting: VecDeque::new(), open }
     }
 
-    /// Decodes until the queue and every text have ended.
+    /// Decodes until the queue has ended. Texts that are open then are dropped, which tells their requests that the server
+    /// is stopping.
     pub(crate) fn run(mut self) {
         loop {
             if self.open.is_empty() && self.waiting.is_empty() {
@@ -44,6 +45,9 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 }
             }
             self.waiting.extend(self.texts.arrived());
+            if self.texts.has_ended() {
+                return;
+            }
             self.drop_abandoned();
             self.begin_waiting();
             self.step();

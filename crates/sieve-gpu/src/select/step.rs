@@ -20,7 +20,8 @@ const PAGES_AT_ONCE: usize = 8;
 pub struct SelectorStep<'a> {
     /// Tokens before the new one, i32 `[batch]`.
     pub length: &'a CudaTensor,
-    /// Minus the number of tokens before the new one, i32 `[batch, 1]`.
+    /// Where each row's document begins, counted from the new token: minus the number of tokens before it, i32
+    /// `[batch, 1]`.
     pub start: &'a CudaTensor,
     /// Which keys are read.
     pub keys: TokenKeys,

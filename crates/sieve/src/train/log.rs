@@ -78,7 +78,7 @@ impl Log {
             return;
         }
         match self.file.borrow_mut().as_mut() {
-            // A line that cannot be logged is dropped: it was printed too, and the run should continue.
+            // A line that cannot be logged is dropped: the run should continue.
             Some(file) => drop(writeln!(file, "{}", shown_text(text))),
             None => self.early.borrow_mut().push_str(&format!("{}\n", shown_text(text))),
         }

@@ -15,7 +15,7 @@ const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
 /// Tokens of a cache whose choice of blocks takes a thread block for each query.
 const LONG_CACHE: usize = 1 << 17;
 
-/// The rules that compare blocks in kernels, beside NSA's.
+/// The rules, apart from NSA's, by which kernels choose blocks.
 const RULES: [ChoiceRule; 3] = [ChoiceRule::LargestProbability, ChoiceRule::MeanKey, ChoiceRule::LargestScore];
 
 /// How queries choose blocks by a rule.

@@ -104,7 +104,8 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
     });
 }
 
-/// One new token: it evicts the key with the least attention, or reads the ends, some pages or the largest keys.
+/// Notes the kernels of a decoding step under selectors, without running one: a step that evicts the key with the least
+/// attention, and steps that read the first and last keys, some pages, or the keys with the largest logits.
 fn decoding(calls: &mut Calls, shape: &AttentionShape) {
     let capacity = 2 * ROW;
     let Some(token) = calls.token(shape, capacity) else {

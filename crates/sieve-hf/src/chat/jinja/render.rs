@@ -330,7 +330,7 @@ impl<'a> Renderer<'a> {
             scope,
         });
         let ran = self.iterate(&state);
-        // What changed last may hold this loop.
+        // The last arguments of `loop.changed` may refer to this loop: a cycle of references would never be freed.
         state.changed.replace(None);
         if ran? == 0 { self.scoped(self.current, |renderer| renderer.body(&code.otherwise)) } else { Ok(Flow::Next) }
     }
