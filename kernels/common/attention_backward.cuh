@@ -185,8 +185,8 @@ DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 
 // Computes dQ = dS K of one step from dS^T in shared memory. It is added to the f32 sums as 16 x 8 fragments of 512
 // contiguous bytes; with CHOSEN_ROWS it is rounded to bf16 and stored as the rows' partial dQ.
 #if TILE_LISTS
-DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, const ListedStep& step) {
-  const int head = step.head, query_tile = step.tile;
+DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, const ListedStep& listed) {
+  const int head = listed.head, query_tile = listed.tile;
 #else
 DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
 #endif
@@ -205,7 +205,7 @@ DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared
 #pragma unroll
   for (int step = 0; step < BLOCK_KV / 16; ++step) {
 #if TILE_LISTS
-    if (!of.sees(block, step * 16)) continue;  // dS is 0 there, and the keys need not be finite
+    if (!listed.sees(block, step * 16)) continue;  // dS is 0 there, and the keys need not be finite
 #endif
     u32 a[DQ_ROW_TILES][4];
 #pragma unroll
