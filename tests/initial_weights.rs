@@ -20,7 +20,7 @@ const BEGINNINGS: &str = r#"
     old recipe => in/old.toml => none => - \
         => in/old.toml does not name the weights that a run begins with | in/step-0 is a checkpoint of its model \
         | hint: write initial_weights = "step-0" below [model] | initial_weights = "random" \
-        => warning: sieve train refuses this recipe: in/old.toml does not say | initial weights  random, seed 0
+        => warning: sieve train refuses this recipe: in/old.toml does not name | initial weights  random, seed 0
     old recipe and flag => in/old.toml => --branch-from in/step-0 => in => begins with in/step-0 | !wins => warning
     changed => changed/recipe.toml => none => - => model.initial_weights: | model.safetensors is damaged \
         => changed/step-0, at step 0

@@ -40,16 +40,19 @@ static IS_MUTED: AtomicBool = AtomicBool::new(false);
 /// The first output that could not be written, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Records that output was lost, and says so the first time: a server may go on for weeks. The work continues: a run must
-/// not lose its steps because its lines cannot be written.
+/// How messages name the file of `--log-file`.
+const LOG: &str = "the file of --log-file";
+
+/// Records that output was lost. The work continues: a run must not lose its steps because its lines cannot be written.
+/// That a log was lost is said at once, because a server may go on for weeks.
 fn lose(place: &str, error: &std::io::Error) {
     // A closed pipe is no loss: its reader, such as `head`, has read enough.
     if error.kind() == std::io::ErrorKind::BrokenPipe {
         return;
     }
     let lost = format!("{place} could not be written: {error}");
-    if LOST.set(lost.clone()).is_ok() {
-        // Not by `warning`, which would write to the log file that may have been lost, and is locked.
+    if LOST.set(lost.clone()).is_ok() && place == LOG {
+        // Not by `warning`, which would write to the log file, which is locked.
         let _ = writeln!(std::io::stderr(), "warning: {lost}; later lines may be missing there");
     }
 }
@@ -127,7 +130,7 @@ fn keep(text: &str) {
     if let Some(log) = OUTPUT.get().and_then(|output| output.log.as_ref()) {
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = log.write_all(shown_text(text).as_bytes()) {
-            lose("the file of --log-file", &error);
+            lose(LOG, &error);
         }
     }
 }
