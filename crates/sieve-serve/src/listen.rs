@@ -166,24 +166,19 @@ mod tests {
         let (stop, stopped) = watch::channel(false);
         // An answer that writes on until its texts are dropped, as those of the server do.
         let (texts, dropped) = watch::channel(());
-        let answer = async move || {
-            let mut dropped = dropped.clone();
-            let events = futures_util::stream::unfold(0, move |at| {
-                let mut dropped = dropped.clone();
-                async move {
-                    let event = match at {
-                        0 => "first ",
-                        1 => {
-                            while dropped.changed().await.is_ok() {}
-                            "the server is stopping"
-                        }
-                        _ => return None,
-                    };
-                    Some((Ok::<_, std::convert::Infallible>(event), at + 1))
-                }
+        let answer = move || {
+            let events = futures_util::stream::unfold((0, dropped.clone()), async |(at, mut dropped)| {
+                let event = match at {
+                    0 => "first ",
+                    1 => {
+                        while dropped.changed().await.is_ok() {}
+                        "the server is stopping"
+                    }
+                    _ => return None,
+                };
+                Some((Ok::<_, std::convert::Infallible>(event), (at + 1, dropped)))
             });
-            dropped.mark_unchanged();
-            axum::body::Body::from_stream(events)
+            std::future::ready(axum::body::Body::from_stream(events))
         };
         let router = Router::new().fallback(answer);
         let server = std::thread::spawn(move || {

@@ -65,7 +65,8 @@ impl<'a> Pending<'a> {
                 num_kept = invalid.len();
                 break;
             }
-            if !invalid.is_empty() && !(self.begin_in_prompt && text.is_empty()) {
+            let is_of_prompt = self.begin_in_prompt && text.is_empty();
+            if !invalid.is_empty() && !is_of_prompt {
                 text.push(char::REPLACEMENT_CHARACTER);
             }
             self.begin_in_prompt = false;
