@@ -27,6 +27,7 @@ mod operator;
 mod printed_commands;
 mod resume_kill;
 mod serve;
+mod serve_pages;
 mod sessions;
 mod train_faults;
 mod train_gradients;

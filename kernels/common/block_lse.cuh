@@ -40,13 +40,13 @@ struct BlockLseRows {
   }
 
   // Stores the log-sum-exps of the blocks that the scores of a stage meet, for the thread's two rows; all lanes of a
-  // warp call it. The stage begins at key `first`; `scale` makes scores powers of two. A thread's N scores are two rows of
-  // two columns in each of N / 4 fragments of eight keys, so a stage has 2 N keys.
+  // warp call it. The stage begins at key `first`; `scale` makes scores powers of two. A thread's N scores are two rows
+  // of two columns in each of N / 4 fragments of eight keys, so a stage has 2 N keys.
   template <int N>
   DEVICE void store(const float (&score)[N], int first, float scale) const {
     // UNIT keys of the 2 N are reduced to one number: those of a block, or fewer where 2 N is not a multiple of
-    // BLOCK_LSE (2 * N & -2 * N is the largest power of two that divides 2 N). They lie in TILES fragments of eight columns, in PAIR
-    // of a lane's two columns of each, and in LANES of a quad's lanes.
+    // BLOCK_LSE (2 * N & -2 * N is the largest power of two that divides 2 N). They lie in TILES fragments of eight
+    // columns, in PAIR of a lane's two columns of each, and in LANES of a quad's lanes.
     constexpr int UNIT = min_int(BLOCK_LSE, 2 * N & -2 * N), TILES = max_int(UNIT / 8, 1), PAIR = min_int(UNIT, 2),
                   LANES = max_int(min_int(UNIT / 2, 4), 1);
     const int t = (int)threadIdx.x % 4;
@@ -70,8 +70,8 @@ struct BlockLseRows {
     }
   }
 
-  // Stores the log-sum-exps of the two blocks that begin at key `first`, from the sums of this thread's weights 2^(score *
-  // scale - maximum), [row][block]; all lanes of a warp call it.
+  // Stores the log-sum-exps of the two blocks that begin at key `first`, from the sums of this thread's weights
+  // 2^(score * scale - maximum), [row][block]; all lanes of a warp call it.
   DEVICE void store_sums(const float (&sum)[2][2], const float (&maximum)[2], int first) const {
     // The lanes of a quad end with a row and a block each.
     const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 >= 2;

@@ -46,7 +46,8 @@ pub struct Tokenizer {
     marked: HfTokenizer,
     /// Encodes as `plain` does, many times faster; `None` for tokenizers that it does not support.
     fast: Option<WordEncoder>,
-    /// The bytes of each token, made when a text is first decoded token by token; `None` inside where tokens are not bytes.
+    /// The bytes of each token, made when a text is first decoded token by token; `None` inside where tokens are not
+    /// bytes.
     token_bytes: OnceLock<Option<TokenBytes>>,
     vocab_size: usize,
     /// Number of ids below `vocab_size` that no token has.
@@ -316,8 +317,8 @@ impl Tokenizer {
         matches!(self.marked.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
     }
 
-    /// The most bytes of a text that one token stands for; `None` where a token may stand for any number of them: with a
-    /// normalizer, which may shorten a text, with unknown words, or with special tokens that take white space along.
+    /// The most bytes of a text that one token stands for; `None` where a token may stand for any number of them: with
+    /// a normalizer, which may shorten a text, with unknown words, or with special tokens that take white space along.
     pub fn longest_token_bytes(&self) -> Option<usize> {
         // Only such tokenizers are known to keep every byte.
         self.fast.as_ref()?;

@@ -1,9 +1,9 @@
 //! How the tokens of a pass lie: in whole rows, as a process's part of each row, in rows that share prompts, or behind
 //! caches. It is written here once for all kinds.
 //!
-//! A kind says what its attention is, by [`KindAttention`]: it projects tokens, attends in whole rows, and keeps a cache
-//! that later tokens attend to. Where a layer is one op with its norm ([`KindLayer::layer_op`](crate::KindLayer)), that
-//! op takes whole rows and parts of rows, and none of this is called.
+//! A kind says what its attention is, by [`KindAttention`]: it projects tokens, attends in whole rows, and keeps a
+//! cache that later tokens attend to. Where a layer is one op with its norm
+//! ([`KindLayer::layer_op`](crate::KindLayer)), that op takes whole rows and parts of rows, and none of this is called.
 use crate::kinds::{Attention, LayerCache};
 use crate::kv_cache::{CachedRows, LayerCaches};
 use crate::pass::{LayerContext, LayerOutput, PassState, from_device, on_device};

@@ -34,8 +34,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         Self { engine, metrics, texts, num_waiting, waiting: VecDeque::new(), open }
     }
 
-    /// Decodes until the queue has ended. Texts that are open then are dropped, which tells their requests that the server
-    /// is stopping.
+    /// Decodes until the queue has ended. Texts that are open then are dropped, which tells their requests that the
+    /// server is stopping.
     pub(crate) fn run(mut self) {
         loop {
             if self.open.is_empty() && self.waiting.is_empty() {

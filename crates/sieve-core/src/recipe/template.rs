@@ -203,8 +203,8 @@ const FEW_STEPS: usize = 20;
 /// The fewest steps of a recipe to start from.
 const LEAST_STEPS: usize = 100;
 
-/// Vocabulary size of a tokenizer trained on a text of `num_bytes`: `most`, or fewer if some text of that size could not
-/// give so many tokens.
+/// Vocabulary size of a tokenizer trained on a text of `num_bytes`: `most`, or fewer if some text of that size could
+/// not give so many tokens.
 pub fn vocab_size_for_text(num_bytes: u64, most: usize) -> usize {
     let merges = (num_bytes / BYTES_PER_MERGE).min(MERGES_PER_ROOT_BYTE.saturating_mul(num_bytes.isqrt()));
     usize::try_from(BYTE_TOKENS.saturating_add(merges)).map_or(most, |learnable| most.min(learnable))

@@ -1,5 +1,5 @@
-//! Attention over blocks of keys that each query chooses: the layer and the cache of `infllm.rs`, `msa.rs` and the other
-//! kinds that choose blocks.
+//! Attention over blocks of keys that each query chooses: the layer and the cache of `infllm.rs`, `msa.rs` and the
+//! other kinds that choose blocks.
 //!
 //! Queries choose by pooled keys (means of several tokens' keys), without parameters of their own, or by an indexer, a
 //! projection to further queries and one further key per token. A layer may also read the blocks that an earlier layer
@@ -157,8 +157,8 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
         }
     }
 
-    /// Blocks are chosen per KV head. An indexer has one query per KV head. Every process gets its key, and the key before
-    /// its norm, which has the place of a value.
+    /// Blocks are chosen per KV head. An indexer has one query per KV head. Every process gets its key, and the key
+    /// before its norm, which has the place of a value.
     fn project_own_heads(&self, x: Tensor<B, 3>, parts: &ContextParallel, rows: &Rows<'_, B>) -> Packed<B> {
         let Packed { qkv, index } = self.project(x, rows.context);
         let of_indexer = [Heads::Split(self.spec().num_kv_heads), Heads::Shared(2)];

@@ -1,0 +1,52 @@
+//! Which pages of the web may use `sieve serve`, and under which names it answers.
+use crate::serve::{Served, dense};
+
+#[test]
+fn a_page_that_was_not_asked_in_is_refused() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "--api-key secret");
+    let (path, key) = ("/v1/completions", "Authorization: Bearer secret\r\n");
+    let body = br#"{"prompt": "t1", "max_tokens": 1}"#;
+    // What a page of the web can send without asking, and under a name that it bound to this machine.
+    let local = "Host: 127.0.0.1:8000\r\n";
+    for (head, kind, status, words) in [
+        (format!("{local}{key}"), "text/plain", 415, "curl: -H 'Content-Type: application/json'"),
+        (format!("{local}{key}Origin: https://evil.example\r\n"), "application/json", 403, "--allow-origin"),
+        (format!("Host: evil.example:8000\r\n{key}"), "application/json", 403, "--allow-host evil.example:8000"),
+        (format!("{local}{key}Origin: http://127.0.0.1:8000\r\n"), "application/json", 200, "choices"),
+    ] {
+        let answer = served.send_bare(&format!("POST {path} HTTP/1.1\r\n{head}Content-Type: {kind}\r\n"), body);
+        assert!(answer.0 == status && answer.1.contains(words), "{head} {}: {}", answer.0, answer.1);
+        assert!(!answer.2.contains("access-control"), "{head} {}", answer.2);
+    }
+    served.stop();
+}
+
+#[test]
+fn pages_of_a_named_origin_ask_first_and_read() {
+    let tiny = dense();
+    let origin = "https://chat.example";
+    let served = Served::new(&tiny, "run", &format!("--api-key secret --allow-origin {origin} --allow-host sieve.lan"));
+    let (path, page) = ("/v1/completions", format!("Origin: {origin}\r\n"));
+    let asks = served.send_bare(&format!("OPTIONS {path} HTTP/1.1\r\nHost: sieve.lan\r\n{page}"), b"");
+    assert_eq!(asks.0, 204, "{}", asks.1);
+    for header in [
+        "access-control-allow-origin: https://chat.example",
+        "access-control-allow-headers: authorization, content-type",
+        "vary: origin",
+    ] {
+        assert!(asks.2.contains(header), "{header}: {}", asks.2);
+    }
+    let body = br#"{"prompt": "t1", "max_tokens": 1}"#;
+    // A refusal is read too: the page must know that its key is wrong.
+    for (key, status) in [("Authorization: Bearer secret\r\n", 200), ("", 401)] {
+        let answer = served.send("POST", path, &format!("{page}{key}"), body);
+        assert_eq!(answer.0, status, "{}", answer.1);
+        assert!(answer.2.contains("access-control-allow-origin: https://chat.example"), "{}", answer.2);
+    }
+    served.stop();
+    for wrong in ["chat.example", "*", "https://", "https://chat.example/page"] {
+        let serve = format!("serve --checkpoint run --device cpu --port 0 --allow-origin {wrong}");
+        tiny.refuses(&serve, "an origin is http:// or https://");
+    }
+}
