@@ -38,7 +38,7 @@ pub(crate) struct ServeArgs {
     /// repeated
     #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     allow_host: Vec<String>,
-    /// An origin, such as https://chat.example, whose web pages may use the server; may be repeated
+    /// An origin (scheme and host, as a browser sends it) whose web pages may use the server; may be repeated
     #[arg(long, value_name = "ORIGIN", value_parser = origin)]
     allow_origin: Vec<String>,
     /// The model's name in requests; the folder's name when absent

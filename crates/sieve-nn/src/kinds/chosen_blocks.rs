@@ -276,7 +276,7 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
     }
 
     /// The weight of each key. It is an output of attention itself, with one-hot values in place of the values, see
-    /// [`by_key`].
+    /// `attention_weights::by_key`.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, state: &PassState<B>) -> Tensor<B, 3> {
         let chosen = self.block_indices(&|| x.clone(), context, state);
         let (qkv, spec, documents) = (self.qkv.forward(x.clone(), context), self.spec(), context.documents);

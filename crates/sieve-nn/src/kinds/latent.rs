@@ -284,7 +284,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
     }
 
     /// The weight of each key. It is an output of attention itself, with one-hot values in place of the values, see
-    /// [`by_key`].
+    /// `attention_weights::by_key`.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.project(x, context).packed, self.spec());
         let [_, seq_len, width] = packed.dims();
