@@ -46,7 +46,8 @@ pub trait KindLayer<B: SieveBackend> {
         None
     }
 
-    /// Whether the scores of keys are a bias that is clamped, [`LayerOutput::clamped_scores`](crate::LayerOutput::clamped_scores).
+    /// Whether the scores of keys are a bias that is clamped,
+    /// [`LayerOutput::clamped_scores`](crate::LayerOutput::clamped_scores).
     fn clamps_scores(&self) -> bool {
         false
     }
