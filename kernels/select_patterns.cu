@@ -1,8 +1,8 @@
 // select_patterns: for each head, whether its attention follows the products of block means, and how many columns and
 // diagonals it needs (FlexPrefill, arXiv:2502.20766).
-// Math       column_blocks, diagonal_blocks: sums of the probe's over blocks; e = softmax of the estimate; distance =
-//            sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint. Below tau: least columns and
-//            diagonals beside the map. Else as many blocks as the kept tokens fill, and one
+// Math       column_blocks, diagonal_blocks: the probe's columns and diagonals, summed over each block; e = softmax of
+//            the estimate; distance = sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint.
+//            Below tau: least columns and diagonals beside the map. Else one block more than the kept tokens fill
 // Layout     column, diagonal f32 [heads, num_keys]; estimate f32 [heads, blocks]; column_tokens, diagonal_tokens u32
 //            [heads, ceil(num_keys / 32)];
 //            column_blocks, diagonal_blocks f32 [heads, blocks]; tops i32 [3, heads]: columns, diagonals, and 0 or (no

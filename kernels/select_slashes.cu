@@ -1,7 +1,7 @@
 // select_slashes: the blocks of a vertical-slash pattern, which kept columns and diagonals cross (MInference,
 // arXiv:2407.02490; FlexPrefill, arXiv:2502.20766).
 // Math       by_token 1: block j of row i is kept where a kept distance o leads from one of the row's queries to one of
-//            its keys; columns are no blocks.
+//            its keys; kept columns are not read.
 //            by_token 0: where column j is kept, or block distance o from a block that meets the row's queries, or
 //            entry (i, j) of a map
 // Layout     columns, diagonals u32 [num_heads, ceil(length / 32)], a bit a token or a block; map u32

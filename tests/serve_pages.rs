@@ -49,4 +49,10 @@ fn pages_of_a_named_origin_ask_first_and_read() {
         let serve = format!("serve --checkpoint run --device cpu --port 0 --allow-origin {wrong}");
         tiny.refuses(&serve, "an origin is http:// or https://");
     }
+    for wrong in ["http://sieve.lan", "sieve.lan/v1", "*"] {
+        let serve = format!("serve --checkpoint run --device cpu --port 0 --allow-host {wrong}");
+        tiny.refuses(&serve, "a host name has no scheme and no path");
+    }
+    let open = "serve --checkpoint run --device cpu --port 0 --host 0.0.0.0 --allow-host sieve.lan";
+    tiny.refuses(open, "answers to every name | leave --allow-host out");
 }

@@ -48,7 +48,7 @@ pub struct Tokenizer {
     fast: Option<WordEncoder>,
     /// The bytes of each token, made when a text is first decoded token by token; `None` inside where tokens are not
     /// bytes.
-    token_bytes: OnceLock<Option<TokenBytes>>,
+    byte_table: OnceLock<Option<TokenBytes>>,
     vocab_size: usize,
     /// Number of ids below `vocab_size` that no token has.
     num_missing: usize,
@@ -152,7 +152,7 @@ impl Tokenizer {
         plain.set_encode_special_tokens(true);
         let mut tokenizer = Self {
             fast: WordEncoder::for_tokenizer(&plain, &canonical),
-            token_bytes: OnceLock::new(),
+            byte_table: OnceLock::new(),
             plain,
             marked: inner,
             vocab_size,
@@ -326,9 +326,8 @@ impl Tokenizer {
         if added.values().any(|token| token.lstrip || token.rstrip || token.normalized) {
             return None;
         }
-        let with_added_tokens = false;
-        let letters = self.marked.get_vocab(with_added_tokens).into_keys().map(|token| token.chars().count());
-        letters.chain(added.values().map(|token| token.content.len())).max()
+        let of_special = added.values().map(|token| token.content.len());
+        of_special.chain([self.byte_table()?.longest()]).max()
     }
 
     /// Number of bytes that a token contributes to a text; 0 for special tokens. A token can contribute less as the
@@ -392,9 +391,9 @@ impl Tokenizer {
     }
 
     /// The bytes of each token, for tokenizers whose tokens are bytes.
-    fn token_bytes_table(&self) -> Option<&TokenBytes> {
+    fn byte_table(&self) -> Option<&TokenBytes> {
         let table = || TokenBytes::new((0..self.vocab_size as u32).map(|id| self.text_token(id).unwrap_or_default()));
-        self.token_bytes.get_or_init(|| self.is_byte_level().then(table)).as_ref()
+        self.byte_table.get_or_init(|| self.is_byte_level().then(table)).as_ref()
     }
 
     /// The token of an id; `None` for unknown ids and special tokens, which have no text.

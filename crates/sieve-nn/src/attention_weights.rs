@@ -105,7 +105,7 @@ mod tests {
             let o = weights.matmul(v.swap_dims(0, 1)).swap_dims(0, 1);
             let [seq_len, heads, head_dim] = o.dims();
             let y = o_proj.forward(o.reshape([1, seq_len, heads * head_dim]));
-            let expected = layer.forward(x.clone(), x.zeros_like(), &context, &mut PassState::default(), None).x;
+            let expected = layer_of.forward(x.clone(), x.zeros_like(), &context, &mut PassState::default(), None).x;
             assert_close(&format!("{attention:?}"), &values(y), &values(expected), 1e-5);
         }
     }

@@ -75,7 +75,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
             }
             (scale, caches) => {
                 let normed = self.input_layernorm.forward(x.clone());
-                self.self_attn.forward(normed, scaled(x, scale), context, state, caches)
+                self.self_attn.as_layer().forward(normed, scaled(x, scale), context, state, caches)
             }
         };
         LayerOutput { x: self.feed_forward(output.x, context, state), ..output }
@@ -97,7 +97,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
                 Residual::Stream => x.clone(),
                 Residual::None => x.zeros_like(),
             };
-            return self.self_attn.forward(norm.forward(x), added, context, state, None);
+            return attention.forward(norm.forward(x), added, context, state, None);
         };
         let spec = context.under_policy(spec);
         let AttentionLayerOutput { y, chosen, kept } =

@@ -24,8 +24,8 @@ pub use latent::{LatentAttention, LatentCache};
 pub use msa::Indexer;
 pub use native_sparse::{BlockCache, BlockMlp, NativeSparseAttention};
 
-use crate::pass::{LayerContext, PassState};
-use crate::{RmsNorm, WeightInit};
+use crate::pass::{LayerContext, LayerOutput, PassState};
+use crate::{LayerCaches, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -33,10 +33,27 @@ use sieve_core::ModelShape;
 use sieve_core::kinds::Dense;
 use sieve_ops::{AttentionLayer, AttentionSpec, RowsOf, SelectorCache, SieveBackend, TokenAttention, TokenCache};
 
+/// The forward pass of an attention layer, which `layer.rs` makes of every kind's attention.
+pub trait Forward<B: SieveBackend> {
+    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`, as x, which comes after the layer's
+    /// norm.
+    ///
+    /// With `caches` the tokens of x follow those in the caches, which are extended: one cache of all rows, or one
+    /// cache per row. An empty cache must be one of all rows. What is read from a cache gets no gradient.
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B>;
+}
+
 /// The attention layer of a kind.
-pub trait KindLayer<B: SieveBackend> {
+pub trait KindLayer<B: SieveBackend>: Forward<B> {
     /// Operands of [`sieve_ops::attention_layer`], which computes `norm` and this layer as one op and keeps less for
-    /// the backward pass than [`Forward`](crate::Forward). `None` where the layer needs several ops.
+    /// the backward pass than [`Forward`]. `None` where the layer needs several ops.
     fn layer_op(
         &self,
         _norm: &RmsNorm<B>,
@@ -46,8 +63,7 @@ pub trait KindLayer<B: SieveBackend> {
         None
     }
 
-    /// Whether the scores of keys are a bias that is clamped,
-    /// [`LayerOutput::clamped_scores`](crate::LayerOutput::clamped_scores).
+    /// Whether the scores of keys are a bias that is clamped, [`LayerOutput::clamped_scores`].
     fn clamps_scores(&self) -> bool {
         false
     }

@@ -1,10 +1,10 @@
-//! How the tokens of a pass lie: in whole rows, as a process's part of each row, in rows that share prompts, or behind
-//! caches. It is written here once for all kinds.
+//! How the tokens of a pass lie: in whole rows, as a process's part of each row, in rows that share prompts, or after
+//! cached tokens. It is written here once for all kinds.
 //!
 //! A kind says what its attention is, by [`KindAttention`]: it projects tokens, attends in whole rows, and keeps a
 //! cache that later tokens attend to. Where a layer is one op with its norm
 //! ([`KindLayer::layer_op`](crate::KindLayer)), that op takes whole rows and parts of rows, and none of this is called.
-use crate::kinds::{Attention, LayerCache};
+use crate::kinds::{Forward, LayerCache};
 use crate::kv_cache::{CachedRows, LayerCaches};
 use crate::pass::{LayerContext, LayerOutput, PassState, from_device, on_device};
 use burn::tensor::Tensor;
@@ -40,6 +40,13 @@ pub(crate) struct Rows<'a, B: Backend> {
     pub(crate) heads: Range<usize>,
     /// The context of the pass.
     pub(crate) context: &'a LayerContext<'a, B>,
+}
+
+impl<'a, B: Backend> Rows<'a, B> {
+    /// Rows from the batch's first on, with all query heads.
+    fn of_all_heads(documents: &'a Documents<B>, num_heads: usize, context: &'a LayerContext<'a, B>) -> Self {
+        Self { documents, first: 0, heads: 0..num_heads, context }
+    }
 }
 
 /// New tokens' cache, with the context and the state of the pass.
@@ -96,23 +103,6 @@ pub(crate) trait KindAttention<B: SieveBackend> {
     fn report(&self, _found: Self::Found, _output: &mut LayerOutput<B>) {}
 }
 
-/// The forward pass of an attention layer, which every kind has.
-pub trait Forward<B: SieveBackend> {
-    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`, as x, which comes after the layer's
-    /// norm.
-    ///
-    /// With `caches` the tokens of x follow those in the caches, which are extended: one cache of all rows, or one
-    /// cache per row. An empty cache must be one of all rows. What is read from a cache gets no gradient.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B>;
-}
-
 impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
     fn forward(
         &self,
@@ -123,7 +113,7 @@ impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
         caches: Option<&mut LayerCaches<'_, B::Inner>>,
     ) -> LayerOutput<B> {
         let num_heads = self.num_heads();
-        let all_heads = |documents| Rows { documents, first: 0, heads: 0..num_heads, context };
+        let all_heads = |documents| Rows::of_all_heads(documents, num_heads, context);
         let (o, found) = match (caches, context.parts, context.shared) {
             (Some(caches), _, _) => (with_caches(self, x, context, state, caches), None),
             (None, Some(parts), _) => {
@@ -151,27 +141,7 @@ impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
     }
 }
 
-impl<B: SieveBackend> Attention<B> {
-    /// [`Forward::forward`] of the layer's kind.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        state: &mut PassState<B>,
-        caches: Option<&mut LayerCaches<'_, B::Inner>>,
-    ) -> LayerOutput<B> {
-        match self {
-            Self::Grouped(layer) => layer.forward(x, residual, context, state, caches),
-            Self::Latent(layer) => layer.forward(x, residual, context, state, caches),
-            Self::Branches(layer) => layer.forward(x, residual, context, state, caches),
-            Self::Ranked(layer) => layer.forward(x, residual, context, state, caches),
-            Self::Chosen(layer) => layer.forward(x, residual, context, state, caches),
-        }
-    }
-}
-
-/// Attention of a prompt, which fills the empty cache, or of new tokens behind the cached ones.
+/// Attention of a prompt, which fills the empty cache, or of new tokens after the cached ones.
 fn with_caches<B: SieveBackend, K: KindAttention<B>>(
     kind: &K,
     x: Tensor<B, 3>,
@@ -181,7 +151,7 @@ fn with_caches<B: SieveBackend, K: KindAttention<B>>(
 ) -> Tensor<B, 4> {
     if let Some(cache) = caches.empty() {
         let packed = kind.project(x, context);
-        let rows = Rows { documents: context.documents, first: 0, heads: 0..kind.num_heads(), context };
+        let rows = Rows::of_all_heads(context.documents, kind.num_heads(), context);
         let (o, found) = kind.attend(packed.clone(), &rows, state);
         *cache = kind.fill(packed.change(&|x| on_device(x)), found);
         return o;

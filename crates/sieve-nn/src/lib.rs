@@ -49,11 +49,11 @@ mod whole_weights;
 pub use attention_config::{AttentionConfig, AttentionConfigError};
 pub use decoder_layer::DecoderLayer;
 pub use kinds::{
-    Attention, BlockCache, BlockMlp, ChosenBlocksAttention, ChosenCache, DynamicMaskAttention, Indexer, KindLayer,
-    LatentAttention, LatentCache, LayerCache, MultiHeadAttention, NativeSparseAttention, RecentCache, SlotCache,
+    Attention, BlockCache, BlockMlp, ChosenBlocksAttention, ChosenCache, DynamicMaskAttention, Forward, Indexer,
+    KindLayer, LatentAttention, LatentCache, LayerCache, MultiHeadAttention, NativeSparseAttention, RecentCache,
+    SlotCache,
 };
 pub use kv_cache::{KvCache, LayerCaches, TextRows};
-pub use layer::Forward;
 pub use linear::{Linear, may_be_bf16};
 pub use pass::{LastChoice, LayerContext, LayerOutput, PassSettings, PassState};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};

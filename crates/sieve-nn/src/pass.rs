@@ -16,7 +16,7 @@ use sieve_ops::{
 use std::collections::HashMap;
 
 /// How the layers of a pass compute. It is one value, so that a copy of a pass's context copies all of it: a setting
-/// that is added here reaches every pass, also that of a recomputed block.
+/// that is added here reaches every pass, also the second pass of a recomputed block.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PassSettings {
     /// Data type of the GEMMs with the projections, in layers that are one op: feed-forward layers and the attention

@@ -164,7 +164,7 @@ mod tests {
         let address = listener.local_addr().expect("it listens");
         listener.set_nonblocking(true).expect("a socket");
         let (stop, stopped) = watch::channel(false);
-        // An answer that writes on until its texts are dropped, as those of the server do.
+        // An answer that goes on until its texts are dropped, as the server's answers do.
         let (texts, dropped) = watch::channel(());
         let answer = move || {
             let events = futures_util::stream::unfold((0, dropped.clone()), async |(at, mut dropped)| {

@@ -53,7 +53,7 @@ impl Access {
         let name = without_port(host);
         let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
         let is_this_machine = name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|it| it.is_loopback());
-        is_this_machine || self.hosts.iter().any(|known| known.eq_ignore_ascii_case(name))
+        is_this_machine || self.hosts.iter().any(|known| without_port(known).eq_ignore_ascii_case(name))
     }
 
     fn has_origin(&self, origin: &HeaderValue) -> bool {
@@ -152,6 +152,9 @@ mod tests {
             assert_eq!(status(&local(), host), 403, "{host}");
             assert_eq!(status(&Access { is_local: false, ..local() }, host), 200, "{host}");
         }
+        // A refusal names the host as it was asked for, with its port: started with that name, the server answers.
+        let named = Access { hosts: vec!["evil.example:8000".to_owned()], ..local() };
+        assert_eq!(["evil.example:8000", "evil.example"].map(|host| status(&named, host)), [200; 2]);
         // A target that names the host counts before the header.
         let mut request = asked(&[("host", "localhost")], Method::GET);
         *request.uri_mut() = "http://evil.example/v1/models".parse().expect("a target");

@@ -49,7 +49,7 @@ fn of_lab() -> String {
     };
     let eval = line("eval", sieve_lab::EvalCommand::augment_subcommands);
     let kernels = line("kernels", sieve_lab::KernelsCommand::augment_subcommands);
-    format!("Of these the lab's, which compare and measure:\n  compare\n  data     generate{eval}{kernels}")
+    format!("Commands of the lab, which compare and measure:\n  compare\n  data     generate{eval}{kernels}")
 }
 
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("SIEVE_COMMIT"), ")");

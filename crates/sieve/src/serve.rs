@@ -36,7 +36,7 @@ pub(crate) struct ServeArgs {
     api_key: Option<String>,
     /// A further host name that a server on a loopback address accepts, such as the one that a proxy passes on; may be
     /// repeated
-    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long, value_name = "NAME", value_parser = host_name)]
     allow_host: Vec<String>,
     /// An origin (scheme and host, as a browser sends it) whose web pages may use the server; may be repeated
     #[arg(long, value_name = "ORIGIN", value_parser = origin)]
@@ -60,6 +60,15 @@ pub(crate) struct ServeArgs {
     sparse: selector::SelectorArgs,
     #[command(flatten)]
     place: PlaceArgs,
+}
+
+/// A host name as a request's `Host` has it.
+fn host_name(text: &str) -> Result<String> {
+    ensure!(
+        !text.is_empty() && !text.contains(['/', '*', ' ', '?', '#', '@']),
+        "a host name has no scheme and no path, such as chat.example"
+    );
+    Ok(text.to_owned())
 }
 
 /// An origin as browsers send it: a scheme, a name and perhaps a port.
@@ -145,6 +154,12 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
     let context = args.context(&shape)?;
     // A port in use is said before the device is opened, which a process does once.
     let listener = sieve_serve::listen(&args.host, args.port)?;
+    ensure!(
+        is_local(&listener) || args.allow_host.is_empty(),
+        "--allow-host is for a server on a loopback address, and one on {} answers to every name\n  hint: leave \
+         --allow-host out",
+        args.host
+    );
     let place = args.place.place(&args.checkpoint)?;
     let max_texts = args.texts(&shape, context, &place);
     let of_all = |_: &Recipe, shape: &ModelShape| work(shape, [context, max_texts]);
@@ -157,6 +172,11 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
         )
     })?;
     on_device!(place, run_on(&args, [context, max_texts], listener))
+}
+
+/// Whether only this machine reaches the server.
+fn is_local(listener: &TcpListener) -> bool {
+    listener.local_addr().is_ok_and(|address| address.ip().is_loopback())
 }
 
 /// Loads the model and serves it on the bound `listener` until a signal.
@@ -192,7 +212,7 @@ fn run_on<B: DeviceBackend>(
             .clone()
             .or_else(|| sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty())),
         access: Access {
-            is_local: listener.local_addr().is_ok_and(|address| address.ip().is_loopback()),
+            is_local: is_local(&listener),
             hosts: std::iter::once(args.host.clone()).chain(args.allow_host.clone()).collect(),
             origins: args.allow_origin.clone(),
         },
@@ -207,7 +227,7 @@ fn run_on<B: DeviceBackend>(
         selector: args.sparse.selector.as_ref().map(ToString::to_string),
     };
     let address = listener.local_addr().context("reading the address")?;
-    if !address.ip().is_loopback() && settings.api_key.is_none() {
+    if !settings.access.is_local && settings.api_key.is_none() {
         terminal::warning(&format!("anyone who reaches {address} can use this server; --api-key asks for a key"));
     }
     let stop = Stop::default();

@@ -16,7 +16,8 @@ include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 /// Folder that the embedded text is written to, since a run reads files.
 const FOLDER: &str = "out/sieve-text";
 
-/// The recipes inside the program by file name: those of files, and those that differ from a dense one in a few lines.
+/// The recipes inside the program by file name: the files of recipes/, and the recipes that differ from a dense one in
+/// a few lines.
 static ALL: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
     let files = RECIPES.iter().map(|&(name, text)| (name.to_owned(), text.to_owned()));
     let files = files.collect::<BTreeMap<_, _>>();

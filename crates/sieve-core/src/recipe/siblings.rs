@@ -9,7 +9,7 @@ struct Size {
     num_heads: usize,
     /// MLA's latent, with its mark.
     kv_lora_rank: &'static str,
-    /// Parameters besides the embedding, and those of MSA's indexer, for comments.
+    /// Parameters besides the embedding, and parameters of MSA's indexer, for comments.
     parameters: [&'static str; 2],
     /// Columns of the feed-forward layers beside MSA's indexer.
     msa_intermediate_size: usize,

@@ -114,7 +114,7 @@ const MAX_CONTEXT: usize = 256;
 impl<'a> DecodeStream<'a> {
     /// A stream whose first id follows `prompt`.
     pub(super) fn new(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Result<Self, DataError> {
-        let form = match tokenizer.token_bytes_table() {
+        let form = match tokenizer.byte_table() {
             Some(of_tokens) => Form::Bytes(Pending::new(of_tokens, prompt)),
             None => Form::Ids(Ids::new(tokenizer, prompt)?),
         };
@@ -249,7 +249,7 @@ mod tests {
     fn bytes_of_tokens_give_the_text_of_the_whole_decoder() {
         let texts = ["größe 語彙 😀 naïve ".repeat(40), "plain words and more".to_owned()];
         let tokenizer = Tokenizer::train_on(texts.iter().map(String::as_str), 280).expect("trains");
-        let table = tokenizer.token_bytes_table().expect("byte-level");
+        let table = tokenizer.byte_table().expect("byte-level");
         let written: Vec<u32> = tokenizer.encode(&texts[0]).expect("it encodes");
         let mut random = Random(3);
         for round in 0..4000 {

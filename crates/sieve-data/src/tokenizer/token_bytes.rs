@@ -26,6 +26,11 @@ impl TokenBytes {
         Self { bytes, ends }
     }
 
+    /// Bytes of the longest token.
+    pub(super) fn longest(&self) -> usize {
+        (0..self.ends.len() as u32).map(|id| self.of_id(id).len()).max().unwrap_or(0)
+    }
+
     /// The bytes of an id.
     pub(super) fn of_id(&self, id: u32) -> &[u8] {
         let id = id as usize;

@@ -1,5 +1,4 @@
-use super::{Attention, LayerContext, PassState};
-use crate::layer::Forward;
+use super::{Attention, Forward, LayerContext, PassState};
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
 use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, SlotCache, WeightInit};
 use burn::backend::Autodiff;
@@ -15,7 +14,7 @@ fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) ->
 
 /// The layer's output for whole rows, without a residual.
 fn one_pass<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
-    layer.forward(x.clone(), x.zeros_like(), context, &mut PassState::default(), None)
+    layer.as_layer().forward(x.clone(), x.zeros_like(), context, &mut PassState::default(), None)
 }
 
 /// Outputs of the layer for `x`, `[1 or 2, tokens, width]`, processed with a cache in parts of these lengths. After
@@ -37,7 +36,7 @@ fn outputs_of_parts(
         };
         let tokens = x.clone().narrow(1, done, new);
         let (residual, mut state) = (tokens.zeros_like(), PassState::default());
-        let output = layer.forward(tokens, residual, &context, &mut state, Some(&mut cache.layer(0)));
+        let output = layer.as_layer().forward(tokens, residual, &context, &mut state, Some(&mut cache.layer(0)));
         got.push(output.x);
         done += new;
         after(&cache.layers[0], done);
@@ -74,7 +73,7 @@ fn norm_and_attention_as_one_op_equal_norm_then_attention() {
             };
             let normed = layer.input_layernorm.forward(x.clone());
             let state = &mut PassState::default();
-            let apart = layer.self_attn.forward(normed, added, &rows.context(), state, None);
+            let apart = layer.self_attn.as_layer().forward(normed, added, &rows.context(), state, None);
             let whole = layer.attention(x.clone(), residual, &rows.context(), state);
             let what = format!("{attention:?} {residual:?}");
             assert_close(&what, &values(whole.x), &values(apart.x), 1e-6);

@@ -6,9 +6,8 @@ use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 /// Up to three settings, the cheapest first, each the smallest change of its sort that fits: of the micro-batch, which
 /// costs a few percent of the speed; of the gradients' sharding and type; of recomputation, which costs up to a third.
 /// If neither the first nor the last fits, both are changed together; if nothing fits then, gradients and micro-batch
-/// are. The tokens of a step stay the same. `ranks` is
-/// the number of ranks with different rows; `is_shared` says whether there are several ranks,
-/// which may share rows.
+/// are. The tokens of a step stay the same. `ranks` is the number of ranks with different rows; `is_shared` says
+/// whether there are several ranks, which may share rows.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
     ranks: usize,
@@ -28,26 +27,20 @@ pub(super) fn settings_that_fit(
         let setting = batch_setting(batch);
         consider(&with_batch(recipe, batch), setting)
     });
-    let _found = other_sharding(recipe, ranks, is_shared).any(|(changed, setting)| consider(&changed, setting));
+    let by_sharding = other_sharding(recipe, ranks, is_shared).any(|(changed, setting)| consider(&changed, setting));
     let by_mode = modes_after(recipe.activation_checkpoint.mode)
         .into_iter()
         .any(|(name, mode)| consider(&with_mode(recipe, mode), mode_setting(name)));
-    if !by_mode && !by_batch {
+    let both = |consider: &mut dyn FnMut(&Recipe, String) -> bool, changed: &Recipe, setting: &str| {
+        smaller_batches(recipe, ranks)
+            .any(|batch| consider(&with_batch(changed, batch), format!("{setting} {}", batch_setting(batch))))
+    };
+    let by_full_mode = !by_mode && !by_batch && {
         let full = with_mode(recipe, ActivationCheckpointMode::Full);
-        let _found = smaller_batches(recipe, ranks).any(|batch| {
-            let setting = format!("{} {}", mode_setting("full"), batch_setting(batch));
-            consider(&with_batch(&full, batch), setting)
-        });
-    }
-    if found.is_empty() {
-        let both = other_sharding(recipe, ranks, is_shared).flat_map(|(changed, setting)| {
-            let batches = smaller_batches(recipe, ranks).collect::<Vec<_>>();
-            batches
-                .into_iter()
-                .map(move |batch| (with_batch(&changed, batch), format!("{setting} {}", batch_setting(batch))))
-        });
-        let fitting = both.map(|(changed, setting)| (needed(&changed), setting)).find(|(plan, _)| plan.fits_surely());
-        found.extend(fitting.map(|(plan, setting)| FittingSetting { setting, total_bytes: plan.total_bytes }));
+        both(&mut consider, &full, &mode_setting("full"))
+    };
+    if !(by_batch || by_sharding || by_mode || by_full_mode) {
+        other_sharding(recipe, ranks, is_shared).any(|(changed, setting)| both(&mut consider, &changed, &setting));
     }
     found
 }

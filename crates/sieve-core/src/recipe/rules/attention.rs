@@ -214,7 +214,7 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
             }
             false => some(
                 &format!("contains no layer of the kind of [attention], \"{kind}\""),
-                "name \"sparse\" at least once, or make a different kind that of [attention]",
+                "name \"sparse\" at least once, or set attention.kind to a different kind",
             ),
         };
     }

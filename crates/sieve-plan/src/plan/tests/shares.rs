@@ -138,7 +138,8 @@ fn advice_names_the_lowest_zero_stage_that_fits() {
     assert!(setting.starts_with("sieve launch --nproc ") && setting.contains("parallelism.zero_stage=3"), "{setting}");
 }
 
-/// 78.59 GiB of an H200 were free, of which the run took 73.70 (two GPUs, measured): neither change suffices by itself.
+/// On two H200s with 78.59 GiB free on each, the run took 73.70 GiB with both changes (measured). Neither suffices by
+/// itself.
 #[test]
 fn advice_joins_two_changes_where_no_single_one_fits() {
     let settings = "training.local_batch_size=4 training.global_batch_size=16";
