@@ -550,7 +550,7 @@ mod tests {
                 m.places.col_ptr = m.put(&[0, 2, 2, 2, 2]);
                 m.places.col_idx = m.put(&[0, 5]);
             }),
-            ("key_order", "entries for", |m| m.set_key_order(&[0; 13])),
+            ("key_order", "13 entries, where 2 or 4 heads have 7 each", |m| m.set_key_order(&[0; 13])),
             ("key_order", "of head 1 is not a permutation: 3", |m| {
                 m.set_key_order(&[0, 1, 2, 3, 4, 5, 6, 0, 1, 3, 2, 3, 4, 5]);
             }),
