@@ -26,9 +26,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.rs$|benches/|examples/)")
 MOST_LINES = 110
 LIMITS = {
-    "Rust files that name a variant": 0,
-    # One has its lines of the recipes of all sizes, which were four files that this did not count.
-    "Rust files with moba": 14,
+    # The table of what was measured of each kind on cards, which is no property of a kind.
+    "Rust files that name a variant": 1,
+    # One is that table; one has the recipes of all sizes, which were four files that this did not count.
+    "Rust files with moba": 15,
     # Six are of the PyTorch layers: these, their test, the test of every function's axes, two examples, and the trainers of
     # others. The lab may name a kind wherever it compares it.
     "Python files with moba": 18,

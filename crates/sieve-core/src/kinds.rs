@@ -1,20 +1,26 @@
 //! What each kind of attention is, in one file a kind: parameters, pairs of queries and keys, FLOPs, caches,
 //! activations, ops, and what processes exchange.
 //!
-//! [`Kind`] is the trait, [`Attention::as_kind`] the one dispatch, which the list of the kinds generates. Plans,
-//! exports, checkpoints and reports ask the trait and never which kind it is. A kind's Burn layer is the second file
-//! that it has, in sieve-nn.
+//! A kind is asked by whom it concerns: [`Kind`] says what it is, [`Cost`] what a layer costs (plans), [`Exported`] how
+//! it is exported, [`Launched`] which kernels it takes, and [`KindFacts`] what holds whatever its sizes.
+//! [`Attention::as_kind`] is the one dispatch, which the list of the kinds generates. Plans, exports, checkpoints and
+//! reports ask these and never which kind it is; what was measured of a kind on a card is in sieve-plan. A kind's Burn
+//! layer is the second file that it has, in sieve-nn.
 //!
 //! A method's `layer` is the shape of a model whose layers all have the kind
 //! ([`ModelShape::of_layer`](crate::ModelShape::of_layer), [`ModelShape::by_kind`](crate::ModelShape::by_kind)); a
 //! number counts one layer unless said.
 
 mod chosen_blocks;
+mod cost;
 mod dense;
 mod dynamic_mask;
+mod exported;
+mod facts;
 mod infllm;
 mod kind;
 mod latent;
+mod launched;
 mod list;
 mod moba;
 mod msa;
@@ -25,22 +31,27 @@ pub(crate) mod settings;
 mod sizes;
 mod window;
 
+pub use cost::{Cost, LayerFlops};
 pub use dense::Dense;
 pub use dynamic_mask::{DmaForm, DmaRecency, DmaShape, DmaWindow};
+pub use exported::{ConfigKey, Exported, FULL_ATTENTION, SLIDING_ATTENTION, Stock, StockClass};
+use facts::HasFacts;
+pub use facts::{Chooses, KindFacts, Projections};
 pub use infllm::InfllmV2Shape;
-pub use kind::{BlockPairs, ConfigKey, FULL_ATTENTION, Kind, LayerFlops, SLIDING_ATTENTION, Stock, StockClass};
+pub use kind::{BlockPairs, Indexer, Kind};
 pub use latent::{DEEPSEEK_LATENT_EPS, MlaShape};
+pub use launched::Launched;
 pub(crate) use list::{ATTENTION_KEYS, kind_of_layer_type, table_name};
 pub use list::{Attention, AttentionKind, names_of_kinds, shapes};
 pub use moba::MobaShape;
-pub use msa::{IndexScores, MsaShape};
+pub use msa::MsaShape;
 pub use native_sparse::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 pub use op::AttentionOp;
 pub use param::{ParamSpec, Part, Rows};
 pub use settings::AttentionPreset;
 pub use sizes::{
-    Activations, BackwardCall, DmaBias, Exchanged, Halo, HeadWidths, KeptCall, KernelSizes, KeyReads, LatentSizes,
-    times,
+    Activations, BackwardCall, DmaBias, Exchanged, Halo, HeadWidths, IndexScores, KeptCall, KernelSizes, KeyReads,
+    LatentSizes, times,
 };
 pub use window::SwaShape;
 
@@ -70,7 +81,7 @@ impl Attention {
 
     /// Whether queries read all keys while an indexer learns to choose; `None` for kinds without one.
     pub fn index_warmup(&self) -> Option<bool> {
-        self.as_kind().index_warmup()
+        self.as_kind().indexer().map(|indexer| indexer.warms_up)
     }
 
     /// The same attention with another answer to whether queries read all keys while an indexer learns; unchanged for

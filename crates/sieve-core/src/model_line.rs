@@ -185,10 +185,10 @@ fn layer_counts(shape: &ModelShape) -> impl Iterator<Item = String> {
 
 /// A kind beside the model's own: its name and its sizes.
 fn other_words(other: Attention) -> String {
-    match (other.as_kind().is_dense(), other.as_kind().label()) {
-        (true, _) => "dense".to_owned(),
-        (false, None) => other.kind().name().to_owned(),
-        (false, Some(label)) => format!("{} ({label})", other.kind().name()),
+    match other.as_kind().label() {
+        // Only dense attention has no sizes.
+        None => "dense".to_owned(),
+        Some(label) => format!("{} ({label})", other.kind().name()),
     }
 }
 
@@ -238,7 +238,7 @@ fn density_of(attention: Attention, shape: &ModelShape, seq_len: usize) -> Strin
     if let [only] = branches.as_slice()
         && !others.is_empty()
     {
-        let others_are_dense = others.iter().all(|(other, _)| other.as_kind().is_dense());
+        let others_are_dense = others.iter().all(|(other, _)| *other == Attention::DENSE);
         let which = if others_are_dense { "with the dense layers" } else { "over all layers" };
         let density = |layer: Attention| match layer == shape.attention {
             true => only.density,

@@ -19,7 +19,7 @@ use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
-use sieve_core::kinds::{Part, names_of_kinds};
+use sieve_core::kinds::{Part, Projections, names_of_kinds};
 use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError, ShownPath};
@@ -61,7 +61,7 @@ pub fn importable_families() -> String {
 
 /// What [`import`] can make of grouped-query attention.
 fn other_kinds() -> String {
-    format!("grouped-query attention becomes {}", names_of_kinds(|kind| !kind.is_latent()))
+    format!("grouped-query attention becomes {}", names_of_kinds(AttentionKind::of_grouped_weights()))
 }
 
 /// What an import found and converted.
@@ -287,7 +287,8 @@ fn recipe_and_shape(
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let asked = asked_kind(settings);
     let text = config.recipe_toml(residual_scale, asked);
-    if let Some(kind) = asked.filter(|kind| kind.example().as_kind().is_latent() && !config.is_of(*kind)) {
+    let is_latent = |kind: &AttentionKind| kind.facts().projections == Projections::Latent;
+    if let Some(kind) = asked.filter(|kind| is_latent(kind) && !config.is_of(*kind)) {
         return Err(CheckpointError::not_importable(
             from,
             format!("latent attention ({}) has weights that no other kind has", kind.name()),

@@ -20,7 +20,7 @@ use std::collections::HashMap;
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PassSettings {
     /// Data type of the GEMMs with the projections, in layers that are one op: feed-forward layers and the attention
-    /// layers of the kinds whose [`Kind::is_one_op`](sieve_core::kinds::Kind::is_one_op) holds.
+    /// layers of the kinds of [one op](sieve_core::kinds::KindFacts::is_one_op).
     pub precision: GemmPrecision,
     /// What layers that are one op keep for the backward pass beyond the minimum.
     pub keeping: Keeping,
@@ -189,10 +189,7 @@ impl<B: Backend> LastChoice<B> {
 
 /// Width of the rotary tables that the layers of `shape` read: `head_dim`, or MLA's `qk_rope_head_dim`.
 pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
-    match shape.attention.as_kind().rope_width() {
-        0 => shape.head_dim,
-        width => width,
-    }
+    shape.latent().map_or(shape.head_dim, |latent| latent.rope_width)
 }
 
 /// The values of a tensor, without the autodiff graph that it may be part of.

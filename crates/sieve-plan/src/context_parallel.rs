@@ -146,15 +146,12 @@ impl RowShare {
         match self.exchange(layer) {
             None => [0.0; 2],
             Some(Exchange::Heads) => {
-                let Exchanged { split, shared, .. } = layer.attention.as_kind().exchanged(layer);
-                let [split, shared] = [split, shared].map(|values| values as f64);
+                let Exchanged { split, shared, again, .. } = layer.attention.as_kind().exchanged(layer);
+                let [split, shared, again] = [split, shared, again].map(|values| values as f64);
                 let others = self.tokens() as f64 * (1.0 - 1.0 / self.degree as f64);
                 // Shared tensors go to every rank, and every rank sends back their gradients.
                 let all = others * (split + q + self.degree as f64 * shared);
-                // A one-op layer recomputes q, k and v in its backward pass and exchanges them again.
-                let is_one_op = layer.attention.as_kind().is_one_op();
-                let again = if is_one_op { others * split } else { 0.0 };
-                [all, all + again]
+                [all, all + others * again]
             }
             Some(Exchange::Halo { slots, share }) => {
                 // The last rank receives the shares of all others for DMA, else those in the window's reach.
@@ -175,11 +172,10 @@ impl RowShare {
             None => [0.0; 2],
             // Forward: q, k, v and o. Backward: their gradients, and in a one-op layer q, k and v again.
             Some(Exchange::Heads) => {
-                let Exchanged { split, shared, .. } = layer.attention.as_kind().exchanged(layer);
-                let [split, shared] = [split, shared].map(|values| values as f64);
+                let Exchanged { split, shared, again, .. } = layer.attention.as_kind().exchanged(layer);
+                let [split, shared, again] = [split, shared, again].map(|values| values as f64);
                 let all = own * (split + q + self.degree as f64 * shared);
-                let is_one_op = layer.attention.as_kind().is_one_op();
-                [all, if is_one_op { all + own * split } else { all }]
+                [all, all + own * again]
             }
             // Forward: the rows with their halo. Backward: these rows again with the gradient of o, which is zero in
             // the halo, and the gradient of the rank's own tokens.

@@ -11,6 +11,7 @@ mod plan;
 mod cache;
 mod context_parallel;
 mod disk;
+mod measured;
 mod memory;
 mod needed_kernels;
 mod ops;

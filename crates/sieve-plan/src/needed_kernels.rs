@@ -13,15 +13,20 @@ pub fn needed_kernels(recipe: Option<&Recipe>, arch: &str) -> Result<NeededKerne
     };
     let model = &recipe.model;
     let kind = recipe.attention.own.as_kind();
+    let latent = kind.latent(model.head_dim);
     let mut list = NeededKernels::step(
         arch,
         StepSizes {
             d_model: model.hidden_size,
             d_ff: model.intermediate_size,
-            rotated_head_dim: (!kind.is_latent()).then_some(model.head_dim),
+            // Latent attention's queries and keys are rotated by the kernel that packs them.
+            rotated_head_dim: match latent {
+                None => Some(model.head_dim),
+                Some(_) => None,
+            },
         },
     );
-    if let Some(LatentSizes { rank, rope_width, has_norm }) = kind.latent(model.head_dim) {
+    if let Some(LatentSizes { rank, rope_width, has_norm }) = latent {
         let widths = [model.head_dim, rope_width];
         list.extend(NeededKernels::mla_pack(arch, widths, has_norm));
         list.extend(NeededKernels::mla_decode(arch, rank, widths, has_norm));
@@ -63,7 +68,7 @@ fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeed
         return Err(format!("attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"));
     }
     shape.num_kv_heads = kind.attended_kv_heads(heads);
-    shape.head_dim += kind.rope_width();
+    shape.head_dim += kind.latent(model.head_dim).map_or(0, |latent| latent.rope_width);
     let mut keys = Vec::new();
     for reads in kind.reads() {
         match reads {
@@ -73,7 +78,7 @@ fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeed
         }
     }
     // An indexer's queries read all keys in the first `training.dense_steps` steps.
-    if kind.has_indexer() {
+    if kind.indexer().is_some() {
         keys.push(NeededKeys::Neighbours);
     }
     let has_sinks = model.attention_sinks;

@@ -74,12 +74,11 @@ pub fn gpu_training_gap(shape: &ModelShape, arch: &str) -> Option<String> {
 /// Why tiles of one of the attention's kernels do not fit into the shared memory of `arch`; `None` if all fit.
 fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
     shape.by_kind().iter().find_map(|part| {
-        let kind = part.attention.as_kind();
-        let head_dim = part.head_dim + kind.rope_width();
+        let head_dim = part.key_width();
         let heads = [part.num_heads, part.num_kv_heads];
         let shape = AttentionShape::new(1, part.max_seq_len, heads, [head_dim, part.head_dim]);
         let order = SumOrder::Any;
-        kind.reads().iter().find_map(|&reads| {
+        part.attention.as_kind().reads().iter().find_map(|&reads| {
             let needs = AttentionNeeds { shape, keys: needed_keys(reads), order, has_sinks: part.attention_sinks };
             needs.gap(arch).map(|error| error.to_string())
         })
@@ -141,9 +140,9 @@ fn cuda_attention(op: AttentionOp, shape: &ModelShape, arch: &str) -> (&'static 
     if op.bounds_kv_heads() && kv_heads > most {
         return plain(format!("{kv_heads} KV heads, the kernel takes up to {most}"));
     }
-    let width = match shape.attention.as_kind().rope_width() {
-        0 => shape.head_dim.to_string(),
-        rope => format!("{} + {rope}", shape.head_dim),
+    let width = match shape.latent() {
+        None => shape.head_dim.to_string(),
+        Some(latent) => format!("{} + {}", shape.head_dim, latent.rope_width),
     };
     ("cuda kernel", format!("{}; heads of {width}", op.on_cuda()))
 }

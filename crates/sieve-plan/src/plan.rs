@@ -9,6 +9,7 @@ use crate::{
 };
 use serde::Serialize;
 
+use crate::measured::shared_rows_too_fast;
 use sieve_core::Keeping;
 use sieve_core::model::{ModelShape, ParameterCounts, gpu};
 use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
@@ -400,7 +401,7 @@ fn stage_plan(
             exchange_seconds,
             longest_rows: longest_rows(recipe, shape, target, ranks),
             speed_too_high_by: match target {
-                Target::Gpu(_) => recipe.attention.as_kind().shared_rows_too_fast(),
+                Target::Gpu(_) => shared_rows_too_fast(recipe.attention.kind()),
                 Target::Cpu { .. } => None,
             },
         }),

@@ -5,7 +5,9 @@
 //! test compares the estimate with 21 measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
+use crate::measured::{pairs_rate, pays_late};
 use crate::memory::fp8_gemms;
+use sieve_core::kinds::IndexScores;
 use sieve_core::model::ModelShape;
 use sieve_core::model::gpu::Gpu;
 use std::ops::Range;
@@ -73,17 +75,17 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     // Seconds of attention and bytes of memory traffic, per token.
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
-        let rate = part.attention.as_kind().pairs_rate(size.seq_len);
+        let rate = pairs_rate(part.attention, size.seq_len);
         let flops = part.executed_flops_per_token(size.seq_len);
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
-        if part.has_indexer() {
-            let loss = match part.attention.index_warmup() {
+        if let Some(indexer) = part.indexer() {
+            let loss = match indexer.warms_up {
                 // The loss runs attention forward and backward, with the indexer's keys as values.
-                Some(true) => 3.0 * flops.attention / rate,
-                _ => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
+                true => 3.0 * flops.attention / rate,
+                false => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
             };
             pairs += (flops.index_scores / INDEX_SCORES + loss) / gpu.bf16_flops;
-            if part.has_pooled_indexer() {
+            if indexer.scores == IndexScores::Qsa {
                 // The loss reads the scores of every head and earlier key, in f32.
                 let keys = (size.seq_len / 2 * part.num_heads * part.num_layers) as f64;
                 bytes += QSA_SCORE_BYTES * keys;
@@ -114,9 +116,9 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
 
 /// The shortest rows, among powers of two, for which training is estimated to be faster than with dense attention.
 /// `None` if there are none, and for kinds that are not slower in short rows
-/// ([`Kind::pays_late`](sieve_core::kinds::Kind::pays_late) is false).
+/// ([`pays_late`]).
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
-    if !shape.attentions().iter().any(|(attention, _)| attention.as_kind().pays_late()) {
+    if !shape.attentions().iter().any(|(attention, _)| pays_late(attention.kind())) {
         return None;
     }
     let dense = shape.dense();

@@ -5,7 +5,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::kinds::names_of_kinds;
 use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
-use sieve_core::{InitialWeights, NumberFormat, ShownPath, model_line};
+use sieve_core::{Attention, InitialWeights, NumberFormat, ShownPath, model_line};
 use sieve_data::Tokenizer;
 use sieve_hf::{Checkpoint, ImportReport, refuse_odd_file, refuse_odd_model};
 use sieve_host::ask::Ask;
@@ -50,7 +50,7 @@ fn from_help() -> String {
 
 /// The help of `--attention`.
 fn attention_help() -> String {
-    let kinds = names_of_kinds(|kind| !kind.is_latent() && !kind.is_dense());
+    let kinds = names_of_kinds(AttentionKind::of_grouped_weights().filter(|kind| *kind != Attention::DENSE.kind()));
     format!(
         "Give the model a different attention, with a recipe's defaults: {kinds}; --set changes its sizes, --set \
          attention.preset=paper takes the published form"
@@ -171,7 +171,7 @@ fn recipe_text(report: &ImportReport) -> Result<String> {
     let beside = report.path.file_name().map(|name| name.to_string_lossy().into_owned());
     recipe.model.initial_weights = recipe.model.initial_weights.or(beside);
     let (steps, warmup) = (recipe.training.steps, recipe.lr_scheduler.warmup_steps);
-    let has_new_indexer = recipe.attention.as_kind().has_indexer() && !report.added.is_empty();
+    let has_new_indexer = recipe.attention.as_kind().indexer().is_some() && !report.added.is_empty();
     if has_new_indexer && recipe.stage.is_empty() && (1..steps).contains(&warmup) {
         let stage = |steps, warms_up| StageSection { steps, index_warmup: Some(warms_up), ..recipe.whole_run() };
         recipe.stage = vec![stage(warmup, true), stage(steps - warmup, false)];
@@ -239,9 +239,7 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
 /// Parses the value of `--attention`.
 fn kind(name: &str) -> Result<AttentionKind> {
     AttentionKind::named(name).with_context(|| {
-        // A model of another kind cannot be turned into latent attention.
-        let kinds = AttentionKind::ALL.into_iter().filter(|kind| !kind.example().as_kind().is_latent());
-        let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
+        let names = AttentionKind::of_grouped_weights().map(AttentionKind::name).collect::<Vec<_>>().join(", ");
         format!("--attention {name} is not known\n  hint: one of {names}")
     })
 }

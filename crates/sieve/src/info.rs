@@ -212,9 +212,7 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     if gpu_attention_gap(shape).is_some() {
         return "reference";
     }
-    let kind = shape.attention.as_kind();
-    let width = shape.head_dim + kind.rope_width();
-    let source = match kind.reads() {
+    let source = match shape.attention.as_kind().reads() {
         [KeyReads::Neighbours, ..] => KeySource::Dense,
         _ => KeySource::Gathered,
     };
@@ -223,7 +221,7 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
         seq_len: shape.max_seq_len,
         num_heads: shape.num_heads,
         num_kv_heads: shape.num_kv_heads,
-        head_dim: width,
+        head_dim: shape.key_width(),
         head_dim_v: shape.head_dim,
     };
     match KernelFamily::best(&call, source, is_hopper) {

@@ -1,14 +1,19 @@
 //! The common part of the kinds of attention that read all keys of chosen blocks.
 
-use super::dense::{
-    Dense, dense_pairs_rate, grouped_flops, grouped_projections, head_norms, key_and_value, output_projection,
-};
+use super::dense::{Dense, grouped_flops, grouped_projections, head_norms, key_and_value, output_projection};
 use super::settings::{self, Sizes, derived, num_blocks};
 use super::sizes::F32;
-use super::{Activations, AttentionOp, BackwardCall, Exchanged, KeptCall, Kind, LayerFlops, ParamSpec, Part, times};
+use super::{
+    Activations, AttentionOp, BackwardCall, BlockPairs, Cost, Exchanged, Exported, HeadWidths, Indexer, KeptCall,
+    KeyReads, Kind, Launched, LayerFlops, ParamSpec, Part, times,
+};
+use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, SCORES_AT_ONCE};
-use crate::model::ModelShape;
+use crate::model::{BranchDensity, ModelShape};
 use crate::recipe::Rules;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::fmt::Debug;
 use toml::Table;
 
 pub(super) const MOST_BLOCKS: &str = "a query chooses 64 blocks at most; larger blocks hold more tokens";
@@ -53,23 +58,42 @@ pub(super) fn check_strides(
     }
 }
 
-/// Share of the GPU's peak FLOP/s that attention over chosen blocks reaches, with the time of choosing blocks, making
-/// key lists and joining partial results: with one choice for each group of heads.
-pub(super) const CHOSEN_BY_GROUP: f64 = 0.22;
-/// The share of [`CHOSEN_BY_GROUP`], but with one choice for each head.
-pub(super) const CHOSEN_BY_HEAD: f64 = 0.14;
-
-/// A kind whose queries choose blocks.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Chosen {
-    /// How they choose.
-    pub(super) choice: BlockChoice,
-    /// Whether queries read all keys while an indexer learns.
-    pub(super) reads_all: bool,
+/// A kind whose queries read all keys of the blocks that they choose: what differs between such kinds. All else,
+/// [`Kind`], [`Cost`], [`Launched`] and [`Exported`], follows from it below.
+pub(super) trait ChoosesBlocks: Copy + Debug + Serialize {
     /// Name of the kind in recipes.
-    pub(super) name: &'static str,
-    /// Share of the GPU's peak FLOP/s that attention over chosen blocks reaches.
-    pub(super) rate: f64,
+    const NAME: &'static str;
+
+    /// How queries choose blocks.
+    fn choice(&self) -> BlockChoice;
+
+    /// [`Kind::indexer`].
+    fn indexer(&self) -> Option<Indexer> {
+        None
+    }
+
+    /// [`Kind::set_index_warmup`].
+    fn set_index_warmup(&mut self, _warms_up: bool) {}
+
+    /// [`Kind::form_words`].
+    fn form_words(&self) -> Vec<String> {
+        Vec::new()
+    }
+}
+
+/// The choice of a kind whose queries choose blocks.
+#[derive(Clone, Copy, Debug)]
+struct Chosen {
+    /// How they choose.
+    choice: BlockChoice,
+    /// Whether queries read all keys while an indexer learns.
+    reads_all: bool,
+}
+
+impl<K: ChoosesBlocks> From<&K> for Chosen {
+    fn from(kind: &K) -> Self {
+        Self { choice: kind.choice(), reads_all: kind.indexer().is_some_and(|indexer| indexer.warms_up) }
+    }
 }
 
 impl Chosen {
@@ -79,7 +103,7 @@ impl Chosen {
     }
 
     /// The projections of queries, keys and values, the indexer's if the layer has one, and the output's.
-    pub(super) fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let mut all = grouped_projections(layer);
         if self.has_indexer(layer) {
             let parts = [
@@ -94,18 +118,18 @@ impl Chosen {
         all
     }
 
-    pub(super) fn pairs(&self, seq_len: usize) -> f64 {
+    fn pairs(&self, seq_len: usize) -> f64 {
         if self.reads_all { Dense.pairs(seq_len) } else { self.choice.pairs(seq_len) }
     }
 
     /// Pairs whose values are read: without the pooled keys, which have a score alone.
-    pub(super) fn read_pairs(&self, seq_len: usize) -> f64 {
+    fn read_pairs(&self, seq_len: usize) -> f64 {
         if self.reads_all { Dense.pairs(seq_len) } else { self.choice.blocks.selected_pairs(seq_len) }
     }
 
     /// A dense layer's and, if the layer has an indexer, the indexer's: its projections of an index query for each KV
     /// head and of one index key, and their products for each scored key.
-    pub(super) fn flops(&self, layer: &ModelShape) -> LayerFlops {
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let grouped = grouped_flops(layer);
         if !self.has_indexer(layer) {
             return grouped;
@@ -120,7 +144,7 @@ impl Chosen {
     }
 
     /// The ops of a layer; none for one that uses an earlier layer's choice, because that layer has named the same ops.
-    pub(super) fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp] {
+    fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp] {
         if layer.is_shared_layer(0) {
             return &[];
         }
@@ -128,16 +152,6 @@ impl Chosen {
             true => &[AttentionOp::PooledChoice, AttentionOp::ChosenAttention],
             false => &[AttentionOp::Choice, AttentionOp::ChosenAttention],
         }
-    }
-
-    pub(super) fn gpu_gap(&self, layer: &ModelShape) -> Option<String> {
-        let name = self.name;
-        let gap = self.choice.cuda_gap(layer.head_dim, layer.group_size());
-        gap.map(|(got, supported)| format!("{got}, the kernels of {name} take {supported}"))
-    }
-
-    pub(super) fn pairs_rate(&self, seq_len: usize) -> f64 {
-        if self.reads_all { dense_pairs_rate(seq_len) } else { self.rate }
     }
 
     /// Number of blocks chosen for a token, summed over its choices: one for each head, or for each group of heads.
@@ -148,7 +162,7 @@ impl Chosen {
 
     /// Packed q, k, v before and after norm and rotation, and the output; the chosen blocks, and on a GPU lists of
     /// them. For an indexer also its projection and two packed tensors.
-    pub(super) fn activations(&self, call: &KeptCall<'_>) -> Activations {
+    fn activations(&self, call: &KeptCall<'_>) -> Activations {
         let layer = call.layer;
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let choices = self.num_choices(layer);
@@ -161,7 +175,7 @@ impl Chosen {
     }
 
     /// Row statistics, f32 sums of dk and dv, K and V where they are repeated, the indexer's loss, and partial dq.
-    pub(super) fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
         let (layer, choice) = (call.layer, self.choice);
         let q = layer.q_width() as u64;
         let (tokens, value_bytes) = (call.tokens(), call.value_bytes);
@@ -191,7 +205,7 @@ impl Chosen {
     }
 
     /// K and V of every token, and the pooled keys; an indexer's key of each token.
-    pub(super) fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
         let (kv, tokens) = (key_and_value(layer, value_bytes), seq_len as u64);
         // This layer uses an earlier layer's choice, so it has no pooled keys.
         if layer.is_shared_layer(0) {
@@ -207,7 +221,7 @@ impl Chosen {
         [kv + pooled_key / stride as u64, kv * tokens + num_pooled as u64 * pooled_key]
     }
 
-    pub(super) fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
         let packed = Exchanged::packed(layer);
         match self.choice.has_indexer() {
             true => {
@@ -229,108 +243,112 @@ pub(super) fn pooled_words(size: usize, stride: usize, by: &str) -> String {
     format!("{size} tokens compressed by {by} every {stride}")
 }
 
-/// The methods of [`Kind`] that a kind of chosen blocks takes from its [`Chosen`].
-macro_rules! as_chosen_blocks {
-    () => {
-        fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
-            self.chosen().parameters(layer)
-        }
+impl<K: ChoosesBlocks> Kind for K {
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
+        Chosen::from(self).parameters(layer)
+    }
 
-        fn pairs(&self, seq_len: usize) -> f64 {
-            self.chosen().pairs(seq_len)
-        }
+    fn pairs(&self, seq_len: usize) -> f64 {
+        Chosen::from(self).pairs(seq_len)
+    }
 
-        fn flops(&self, layer: &ModelShape) -> LayerFlops {
-            self.chosen().flops(layer)
-        }
+    fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
+        vec![BranchDensity::of_keys(None, Chosen::from(self).read_pairs(seq_len), seq_len)]
+    }
 
-        fn block_choice(&self) -> Option<BlockChoice> {
-            Some(self.choice())
-        }
+    fn indexer(&self) -> Option<Indexer> {
+        ChoosesBlocks::indexer(self)
+    }
 
-        fn label(&self) -> Option<String> {
-            let blocks = self.choice().blocks;
-            Some(format!("{} x {} selected", blocks.num_selected_blocks, blocks.select_block_size))
-        }
+    fn set_index_warmup(&mut self, warms_up: bool) {
+        ChoosesBlocks::set_index_warmup(self, warms_up);
+    }
 
-        fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
-            vec![BranchDensity::of_keys(None, self.chosen().read_pairs(seq_len), seq_len)]
-        }
+    fn block_choice(&self) -> Option<BlockChoice> {
+        Some(self.choice())
+    }
 
-        fn hides_keys(&self) -> bool {
-            !self.chosen().reads_all
-        }
+    fn block_pairs(&self) -> Option<BlockPairs> {
+        let choice = self.choice();
+        Some(BlockPairs {
+            chosen: choice.attended(),
+            pooled: choice.blocks,
+            window_size: 0,
+            halves_of_pooled: if choice.has_indexer() { 0 } else { 1 },
+        })
+    }
 
-        fn reads_words(&self) -> Option<String> {
-            Some(chosen_words(self.num_selected_blocks.saturating_mul(self.select_block_size)))
-        }
+    fn label(&self) -> Option<String> {
+        let blocks = self.choice().blocks;
+        Some(format!("{} x {} selected", blocks.num_selected_blocks, blocks.select_block_size))
+    }
 
-        fn chooses_blocks(&self) -> bool {
-            true
-        }
+    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+        ChoosesBlocks::form_words(self)
+    }
 
-        fn block_pairs(&self) -> Option<BlockPairs> {
-            let choice = self.choice();
-            Some(BlockPairs {
-                chosen: choice.attended(),
-                pooled: choice.blocks,
-                window_size: 0,
-                halves_of_pooled: if choice.has_indexer() { 0 } else { 1 },
-            })
-        }
-
-        fn attended_blocks(&self) -> Option<NsaBlocks> {
-            Some(self.choice().attended())
-        }
-
-        fn reads(&self) -> &'static [KeyReads] {
-            &[KeyReads::Blocks]
-        }
-
-        fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp] {
-            self.chosen().ops(layer)
-        }
-
-        fn attended_kv_heads(&self, heads: [usize; 2]) -> usize {
-            self.choice().choices_per_token(heads)
-        }
-
-        fn block_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
-            self.choice().cuda_gap(head_dim, group_size)
-        }
-
-        fn gpu_gap(&self, layer: &ModelShape, _widths: HeadWidths) -> Option<String> {
-            self.chosen().gpu_gap(layer)
-        }
-
-        fn pairs_rate(&self, seq_len: usize) -> f64 {
-            self.chosen().pairs_rate(seq_len)
-        }
-
-        fn activations(&self, call: &KeptCall<'_>) -> Activations {
-            self.chosen().activations(call)
-        }
-
-        fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
-            self.chosen().backward_buffers(call)
-        }
-
-        fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
-            self.chosen().cache(layer, seq_len, value_bytes)
-        }
-
-        fn exchanged(&self, layer: &ModelShape) -> Exchanged {
-            self.chosen().exchanged(layer)
-        }
-
-        fn config_keys(&self, _layer: &ModelShape) -> Value {
-            let mut keys = json!(self);
-            if let Some(keys) = keys.as_object_mut() {
-                // Only training uses these two.
-                keys.retain(|key, _| !["index_loss_weight", "index_warmup"].contains(&key.as_str()));
-            }
-            keys
-        }
-    };
+    fn reads_words(&self) -> Option<String> {
+        let blocks = self.choice().blocks;
+        Some(chosen_words(blocks.num_selected_blocks.saturating_mul(blocks.select_block_size)))
+    }
 }
-pub(super) use as_chosen_blocks;
+
+impl<K: ChoosesBlocks> Cost for K {
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        Chosen::from(self).flops(layer)
+    }
+
+    fn activations(&self, call: &KeptCall<'_>) -> Activations {
+        Chosen::from(self).activations(call)
+    }
+
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
+        Chosen::from(self).backward_buffers(call)
+    }
+
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        Chosen::from(self).cache(layer, seq_len, value_bytes)
+    }
+
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        Chosen::from(self).exchanged(layer)
+    }
+}
+
+impl<K: ChoosesBlocks> Launched for K {
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Blocks]
+    }
+
+    fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp] {
+        Chosen::from(self).ops(layer)
+    }
+
+    fn attended_kv_heads(&self, heads: [usize; 2]) -> usize {
+        self.choice().choices_per_token(heads)
+    }
+
+    fn attended_blocks(&self) -> Option<NsaBlocks> {
+        Some(self.choice().attended())
+    }
+
+    fn block_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
+        self.choice().cuda_gap(head_dim, group_size)
+    }
+
+    fn gpu_gap(&self, layer: &ModelShape, _widths: HeadWidths) -> Option<String> {
+        let gap = self.block_gap(layer.head_dim, layer.group_size());
+        gap.map(|(got, supported)| format!("{got}, the kernels of {} take {supported}", K::NAME))
+    }
+}
+
+impl<K: ChoosesBlocks> Exported for K {
+    fn config_keys(&self, _layer: &ModelShape) -> Value {
+        let mut keys = json!(self);
+        if let Some(keys) = keys.as_object_mut() {
+            // Only training uses these two.
+            keys.retain(|key, _| !["index_loss_weight", "index_warmup"].contains(&key.as_str()));
+        }
+        keys
+    }
+}

@@ -2,13 +2,25 @@
 
 use super::param::{ParamSpec, Part};
 use super::sizes::F32;
-use super::{Activations, AttentionOp, BackwardCall, KeptCall, KeyReads, Kind, LayerFlops, Stock, StockClass};
+use super::{
+    Activations, AttentionOp, BackwardCall, Cost, Exchanged, Exported, HasFacts, KeptCall, KeyReads, Kind, KindFacts,
+    Launched, LayerFlops, Stock, StockClass,
+};
 use crate::model::{ModelShape, window_pairs};
 use serde_json::{Value, json};
 
 /// Dense attention, which has no sizes of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dense;
+
+impl HasFacts for Dense {
+    const FACTS: KindFacts = KindFacts {
+        is_one_op: true,
+        takes_sinks: true,
+        stock_layer_type: Some(super::FULL_ATTENTION),
+        ..KindFacts::GROUPED
+    };
+}
 
 impl Kind for Dense {
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
@@ -25,48 +37,18 @@ impl Kind for Dense {
         window_pairs(seq_len, seq_len)
     }
 
-    fn flops(&self, layer: &ModelShape) -> LayerFlops {
-        grouped_flops(layer)
-    }
-
-    fn is_dense(&self) -> bool {
-        true
-    }
-
-    fn is_one_op(&self) -> bool {
-        true
-    }
-
-    fn takes_sinks(&self) -> bool {
-        true
-    }
-
     fn label(&self) -> Option<String> {
         None
-    }
-
-    fn has_dense_parameters(&self) -> bool {
-        true
     }
 
     fn reads_words(&self) -> Option<String> {
         None
     }
+}
 
-    fn hides_keys(&self) -> bool {
-        false
-    }
-
-    fn reads(&self) -> &'static [KeyReads] {
-        &[KeyReads::Neighbours]
-    }
-
-    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
-        &[AttentionOp::Attention]
-    }
-
-    fn pairs_rate(&self, seq_len: usize) -> f64 {
-        dense_pairs_rate(seq_len)
+impl Cost for Dense {
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        grouped_flops(layer)
     }
 
     fn activations(&self, call: &KeptCall<'_>) -> Activations {
@@ -82,33 +64,28 @@ impl Kind for Dense {
         [kv, kv * seq_len as u64]
     }
 
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        Exchanged::of_one_op(layer)
+    }
+}
+
+impl Launched for Dense {
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::Attention]
+    }
+}
+
+impl Exported for Dense {
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         json!({})
     }
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         grouped_stock(model)
-    }
-
-    fn stock_layer_type(&self) -> Option<&'static str> {
-        Some(super::FULL_ATTENTION)
-    }
-}
-
-/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (lab/docs/benchmarks.md), as a share of its peak
-/// FLOP/s.
-const DENSE_PAIRS: f64 = 0.6;
-/// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
-/// the card's power limits them as it limits GEMMs.
-const LONG_ROW: usize = 32_768;
-/// Dense attention over 131,072 keys, in a step on four H200s (lab/docs/scale.md), as a share of the peak FLOP/s.
-const LONG_DENSE_PAIRS: f64 = 0.51;
-
-/// Share of the GPU's peak FLOP/s that attention over all earlier keys reaches.
-pub(super) fn dense_pairs_rate(seq_len: usize) -> f64 {
-    match seq_len {
-        ..=LONG_ROW => DENSE_PAIRS,
-        _ => LONG_DENSE_PAIRS,
     }
 }
 
@@ -171,7 +148,7 @@ pub(super) fn grouped_stock(model: &ModelShape) -> Result<Stock, Option<&'static
     let attentions = model.attentions().into_iter().map(|(attention, _)| attention);
     let mut windows = attentions.filter_map(|attention| attention.as_kind().cached_window());
     let window = windows.next();
-    let layers = (0..model.num_layers).map(|layer| model.attention_of(layer).as_kind().stock_layer_type());
+    let layers = (0..model.num_layers).map(|layer| model.attention_of(layer).kind().facts().stock_layer_type);
     // `None`: no class of grouped-query attention has a layer of this kind.
     let layer_types = layers.collect::<Option<Vec<_>>>();
     let Some(layer_types) = layer_types.filter(|_| !model.residual_scale && windows.next().is_none()) else {

@@ -1,13 +1,11 @@
 //! Dynamic mask attention (DMA, arXiv:2508.02124): a query sees the best-scored keys before it.
 
-use super::dense::{
-    dense_pairs_rate, grouped_activations, grouped_flops, grouped_projections, key_and_value, output_projection,
-};
+use super::dense::{grouped_activations, grouped_flops, grouped_projections, key_and_value, output_projection};
 use super::settings::{A_QUARTER_OF_THE_ROW, AttentionPreset, Settings, Sizes, choice, derived, named, number, whole};
 use super::sizes::{DmaBias, F32};
 use super::{
-    Activations, AttentionOp, BackwardCall, ConfigKey, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Part,
-    Stock, StockClass, times,
+    Activations, AttentionOp, BackwardCall, Chooses, ConfigKey, Cost, Exchanged, Exported, Halo, HasFacts, KeptCall,
+    KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec, Part, Stock, StockClass, times,
 };
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use crate::model::{ModelShape, window_pairs};
@@ -252,8 +250,14 @@ impl Settings for DmaShape {
     }
 }
 
-/// Share of the GPU's peak FLOP/s that attention over gathered keys reaches.
-const GATHERED_PAIRS: f64 = 0.52;
+impl HasFacts for DmaShape {
+    const FACTS: KindFacts = KindFacts {
+        chooses: Chooses::Keys,
+        no_shared_choice: "choose single keys by scores of their own values, not blocks",
+        is_one_op: true,
+        ..KindFacts::GROUPED
+    };
+}
 
 impl Kind for DmaShape {
     fn rank_slopes(&self, num_kv_heads: usize) -> Option<Vec<f64>> {
@@ -286,18 +290,8 @@ impl Kind for DmaShape {
         window_pairs(self.keep_window_size, seq_len)
     }
 
-    fn flops(&self, layer: &ModelShape) -> LayerFlops {
-        let grouped = grouped_flops(layer);
-        // W_dt is `[num_kv_heads, kv_width]`.
-        LayerFlops { weights: grouped.weights + (layer.kv_width() * layer.num_kv_heads) as f64, ..grouped }
-    }
-
     fn num_kept(&self) -> Option<usize> {
         Some(self.keep_window_size)
-    }
-
-    fn is_one_op(&self) -> bool {
-        true
     }
 
     fn label(&self) -> Option<String> {
@@ -306,14 +300,6 @@ impl Kind for DmaShape {
             0 => format!("keeps {kept}"),
             local => format!("keeps {kept}, the last {local} always"),
         })
-    }
-
-    fn chooses(&self) -> bool {
-        true
-    }
-
-    fn no_shared_choice(&self) -> &'static str {
-        "choose single keys by scores of their own values, not blocks"
     }
 
     fn reads_words(&self) -> Option<String> {
@@ -338,20 +324,13 @@ impl Kind for DmaShape {
         let a_init = (self.a_init != 0.0).then(|| format!("A from {}", self.a_init));
         [recency, bias.to_owned()].into_iter().chain(a_init).collect()
     }
+}
 
-    fn reads(&self) -> &'static [KeyReads] {
-        match self.bias {
-            DmaBias::Exp => &[KeyReads::Listed(DmaBias::Exp)],
-            DmaBias::Linear => &[KeyReads::Listed(DmaBias::Linear)],
-        }
-    }
-
-    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
-        &[AttentionOp::DmaScores, AttentionOp::DmaSelection, AttentionOp::DmaAttention]
-    }
-
-    fn pairs_rate(&self, seq_len: usize) -> f64 {
-        if self.keep_window_size < seq_len { GATHERED_PAIRS } else { dense_pairs_rate(seq_len) }
+impl Cost for DmaShape {
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        let grouped = grouped_flops(layer);
+        // W_dt is `[num_kv_heads, kv_width]`.
+        LayerFlops { weights: grouped.weights + (layer.kv_width() * layer.num_kv_heads) as f64, ..grouped }
     }
 
     fn extra_traffic(&self, layer: &ModelShape) -> f64 {
@@ -407,6 +386,25 @@ impl Kind for DmaShape {
         Some(Halo { reach: self.keep_window_size, from_all: true })
     }
 
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        Exchanged::of_one_op(layer)
+    }
+}
+
+impl Launched for DmaShape {
+    fn reads(&self) -> &'static [KeyReads] {
+        match self.bias {
+            DmaBias::Exp => &[KeyReads::Listed(DmaBias::Exp)],
+            DmaBias::Linear => &[KeyReads::Listed(DmaBias::Linear)],
+        }
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::DmaScores, AttentionOp::DmaSelection, AttentionOp::DmaAttention]
+    }
+}
+
+impl Exported for DmaShape {
     fn config_keys(&self, layer: &ModelShape) -> Value {
         let mut keys = json!(self);
         let slopes = self.slopes(layer.num_kv_heads);

@@ -1,20 +1,12 @@
 //! InfLLM-V2 (arXiv:2509.24663): queries read the blocks whose pooled keys are most probable; no parameter of its own.
 
-use super::chosen_blocks::{
-    CHOSEN_BY_GROUP, Chosen, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, as_chosen_blocks, check_pieces, check_strides,
-    chosen_words, pooled_words,
-};
+use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, check_pieces, check_strides, pooled_words};
 use super::settings::{AttentionPreset, Settings, Sizes, derived, number, pooled_sizes};
-use super::{
-    Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
-    ParamSpec,
-};
+use super::{HasFacts, KindFacts};
 use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
-use crate::model::{BranchDensity, ModelShape};
 use crate::recipe::{ModelSection, Rules};
-use serde_json::{Value, json};
 use toml::Table;
 
 keys! {
@@ -105,20 +97,18 @@ impl Settings for InfllmV2Shape {
     }
 }
 
-impl InfllmV2Shape {
-    fn chosen(&self) -> Chosen {
-        Chosen { choice: self.choice(), reads_all: false, name: "infllm_v2", rate: CHOSEN_BY_GROUP }
-    }
+impl HasFacts for InfllmV2Shape {
+    const FACTS: KindFacts = KindFacts::CHOSEN_BLOCKS;
 }
 
-impl Kind for InfllmV2Shape {
-    as_chosen_blocks!();
+impl ChoosesBlocks for InfllmV2Shape {
+    const NAME: &'static str = "infllm_v2";
 
-    fn has_dense_parameters(&self) -> bool {
-        true
+    fn choice(&self) -> BlockChoice {
+        InfllmV2Shape::choice(self)
     }
 
-    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+    fn form_words(&self) -> Vec<String> {
         let pooled = pooled_words(self.compress_block_size, self.compress_stride, "mean");
         vec![format!("{} of them local", self.num_local_blocks), pooled]
     }

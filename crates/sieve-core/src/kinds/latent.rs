@@ -4,8 +4,8 @@ use super::dense::output_projection;
 use super::settings::{AttentionPreset, Settings, Sizes, derived, whole};
 use super::sizes::{F32, LatentSizes};
 use super::{
-    Activations, AttentionOp, BackwardCall, ConfigKey, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
-    ParamSpec, Part, Stock, StockClass,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Cost, Exchanged, Exported, HasFacts, HeadWidths, KeptCall,
+    KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec, Part, Projections, Stock, StockClass,
 };
 use crate::keys::{MAX_WIDTH, keys};
 use crate::model::{ModelShape, window_pairs};
@@ -113,8 +113,9 @@ impl Settings for MlaShape {
 /// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
 pub const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 
-/// Share of the GPU's peak FLOP/s that latent attention reaches, where keys are wider than values.
-const LATENT_PAIRS: f64 = 0.6;
+impl HasFacts for MlaShape {
+    const FACTS: KindFacts = KindFacts { projections: Projections::Latent, ..KindFacts::GROUPED };
+}
 
 impl Kind for MlaShape {
     /// Each tensor by our name and by DeepSeek's.
@@ -147,26 +148,9 @@ impl Kind for MlaShape {
         window_pairs(seq_len, seq_len)
     }
 
-    fn flops(&self, layer: &ModelShape) -> LayerFlops {
-        let (d_model, q_width) = (layer.d_model as f64, layer.q_width() as f64);
-        let (rank, rope) = (self.kv_lora_rank as f64, self.qk_rope_head_dim as f64);
-        let q = q_width + layer.num_heads as f64 * rope;
-        // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
-        let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
-        LayerFlops { weights, per_pair: q + q_width, per_scored_key: 0.0 }
-    }
-
-    fn is_latent(&self) -> bool {
-        true
-    }
-
     fn latent(&self, head_dim: usize) -> Option<LatentSizes> {
         let has_norm = self.qk_norm_dim(head_dim) > 0;
         Some(LatentSizes { rank: self.kv_lora_rank, rope_width: self.qk_rope_head_dim, has_norm })
-    }
-
-    fn rope_width(&self) -> usize {
-        self.qk_rope_head_dim
     }
 
     fn label(&self) -> Option<String> {
@@ -177,32 +161,24 @@ impl Kind for MlaShape {
         None
     }
 
-    fn hides_keys(&self) -> bool {
-        false
-    }
-
     fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
         let norms = if self.qk_norm { "normed" } else { "not normed" };
         vec![format!("rotated part {}", self.qk_rope_head_dim), format!("queries and keys {norms}")]
     }
 
-    fn reads(&self) -> &'static [KeyReads] {
-        &[KeyReads::Neighbours]
+    fn set_head_width(&mut self, head_dim: usize) {
+        self.qk_rope_head_dim = Self::half_a_head(head_dim);
     }
+}
 
-    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
-        &[AttentionOp::LatentAttention]
-    }
-
-    fn gpu_gap(&self, layer: &ModelShape, widths: HeadWidths) -> Option<String> {
-        let (width, rope) = (layer.head_dim, self.qk_rope_head_dim);
-        let HeadWidths { step, most } = widths;
-        let fits = [width, rope, width + rope].into_iter().all(|width| widths.takes(width));
-        (!fits).then(|| format!("heads of {width} + {rope} are not multiples of {step} with a sum up to {most}"))
-    }
-
-    fn pairs_rate(&self, _seq_len: usize) -> f64 {
-        LATENT_PAIRS
+impl Cost for MlaShape {
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        let (d_model, q_width) = (layer.d_model as f64, layer.q_width() as f64);
+        let (rank, rope) = (self.kv_lora_rank as f64, self.qk_rope_head_dim as f64);
+        let q = q_width + layer.num_heads as f64 * rope;
+        // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
+        let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
+        LayerFlops { weights, per_pair: q + q_width, per_scored_key: 0.0 }
     }
 
     /// The latent with the rotated key, the normed latent, packed q, k and v, and the output. With q/k-norm also the
@@ -235,13 +211,28 @@ impl Kind for MlaShape {
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {
         let (q, heads) = (layer.q_width() as u64, layer.num_heads as u64);
         let (rank, rope) = (self.kv_lora_rank as u64, self.qk_rope_head_dim as u64);
-        Exchanged { split: q + heads * rope, shared: rank + rope, kept_outputs: q, kept_shared: rank }
+        Exchanged { split: q + heads * rope, shared: rank + rope, kept_outputs: q, kept_shared: rank, again: 0 }
+    }
+}
+
+impl Launched for MlaShape {
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Neighbours]
     }
 
-    fn shared_rows_too_fast(&self) -> Option<&'static str> {
-        Some("32 to 38 %")
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::LatentAttention]
     }
 
+    fn gpu_gap(&self, layer: &ModelShape, widths: HeadWidths) -> Option<String> {
+        let (width, rope) = (layer.head_dim, self.qk_rope_head_dim);
+        let HeadWidths { step, most } = widths;
+        let fits = [width, rope, width + rope].into_iter().all(|width| widths.takes(width));
+        (!fits).then(|| format!("heads of {width} + {rope} are not multiples of {step} with a sum up to {most}"))
+    }
+}
+
+impl Exported for MlaShape {
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         json!({
             "kv_lora_rank": self.kv_lora_rank,
@@ -256,10 +247,6 @@ impl Kind for MlaShape {
             "qk_norm" => ConfigKey { name: "mla_qk_norm", is_needed: true },
             key => ConfigKey::named(key),
         }
-    }
-
-    fn set_head_width(&mut self, head_dim: usize) {
-        self.qk_rope_head_dim = Self::half_a_head(head_dim);
     }
 
     /// `DeepseekV3ForCausalLM`, if all layers are MLA. The error says what the class lacks; `None` for mixed layers.

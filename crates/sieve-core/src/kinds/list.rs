@@ -4,7 +4,9 @@ use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use super::dense::Dense;
-use super::kind::{FULL_ATTENTION, Kind, SLIDING_ATTENTION};
+use super::exported::{FULL_ATTENTION, SLIDING_ATTENTION};
+use super::facts::{Chooses, HasFacts, KindFacts, Projections};
+use super::kind::Kind;
 use super::settings::{Settings, Sizes};
 use crate::keys::{Key, Section, choices, joined};
 use crate::recipe::{ModelSection, Rules};
@@ -90,7 +92,15 @@ macro_rules! attention_kinds {
                 }
             }
 
-            /// The kind with some sizes, to ask what holds with any.
+            /// What holds of the kind whatever its sizes.
+            pub fn facts(self) -> KindFacts {
+                match self {
+                    $($(Self::$kind => $shape::FACTS,)?)+
+                    _ => Dense::FACTS,
+                }
+            }
+
+            /// The kind with some sizes.
             pub fn example(self) -> Attention {
                 let head_dim = 2;
                 self.published(head_dim)
@@ -159,9 +169,20 @@ impl Attention {
     }
 }
 
-/// The names of the kinds of which `holds` is true of any sizes, as a list in words: `swa, dma or nsa`.
-pub fn names_of_kinds(holds: impl Fn(&dyn Kind) -> bool) -> String {
-    let kinds = AttentionKind::ALL.into_iter().filter(|kind| holds(kind.example().as_kind()));
+impl AttentionKind {
+    /// The kinds that the weights of grouped-query attention can become.
+    pub fn of_grouped_weights() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|kind| kind.facts().projections == Projections::Grouped)
+    }
+
+    /// The kinds whose queries choose blocks in a step of its own.
+    pub(crate) fn choosers_of_blocks() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|kind| kind.facts().chooses == Chooses::Blocks)
+    }
+}
+
+/// The names of kinds, as a list in words: `swa, dma or nsa`.
+pub fn names_of_kinds(kinds: impl Iterator<Item = AttentionKind>) -> String {
     let names: Vec<&str> = kinds.map(AttentionKind::name).collect();
     match names.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),

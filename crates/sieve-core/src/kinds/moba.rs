@@ -1,19 +1,12 @@
 //! MoBA (arXiv:2502.13189): each query head reads the blocks whose mean keys fit it best; no parameter of its own.
 
-use super::chosen_blocks::{
-    CHOSEN_BY_HEAD, Chosen, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, as_chosen_blocks, block_sizes, check_pieces, chosen_words,
-};
+use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, block_sizes, check_pieces};
 use super::settings::{AttentionPreset, Settings, Sizes};
-use super::{
-    Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
-    ParamSpec,
-};
+use super::{HasFacts, KindFacts};
 use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
-use crate::model::{BranchDensity, ModelShape};
 use crate::recipe::{ModelSection, Rules};
-use serde_json::{Value, json};
 use toml::Table;
 
 keys! {
@@ -70,21 +63,15 @@ impl Settings for MobaShape {
     }
 }
 
-impl MobaShape {
-    fn chosen(&self) -> Chosen {
-        Chosen { choice: self.choice(), reads_all: false, name: "moba", rate: CHOSEN_BY_HEAD }
-    }
+impl HasFacts for MobaShape {
+    const FACTS: KindFacts = KindFacts::CHOSEN_BLOCKS;
 }
 
-impl Kind for MobaShape {
-    as_chosen_blocks!();
+impl ChoosesBlocks for MobaShape {
+    const NAME: &'static str = "moba";
 
-    fn has_dense_parameters(&self) -> bool {
-        true
-    }
-
-    fn shared_rows_too_fast(&self) -> Option<&'static str> {
-        Some("10 %")
+    fn choice(&self) -> BlockChoice {
+        MobaShape::choice(self)
     }
 }
 

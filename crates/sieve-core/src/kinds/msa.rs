@@ -1,31 +1,14 @@
 //! MSA (arXiv:2606.13392): queries read the blocks that a small learned indexer scores highest.
 
-use super::chosen_blocks::{
-    CHOSEN_BY_GROUP, Chosen, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, as_chosen_blocks, block_sizes, check_pieces, chosen_words,
-};
+use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, block_sizes, check_pieces};
 use super::settings::{AttentionPreset, Settings, Sizes};
-use super::{
-    Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
-    ParamSpec,
-};
+use super::sizes::IndexScores;
+use super::{HasFacts, Indexer, KindFacts};
 use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
-use crate::keys::{MAX_SEQ_LEN, choices, keys};
-use crate::model::{BranchDensity, ModelShape};
+use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::recipe::{ModelSection, Rules};
-use serde_json::{Value, json};
 use toml::Table;
-
-choices! {
-    /// How MSA's indexer scores a block.
-    #[derive(Hash)]
-    pub enum IndexScores {
-        /// By the largest score of its tokens, for each KV head apart, as published.
-        Msa = "msa",
-        /// As QSA (Qwen3.8-Flash-Next): by the mean of its keys, for all KV heads together. Blocks of up to 64 tokens.
-        Qsa = "qsa",
-    }
-}
 
 keys! {
     /// Sizes of MiniMax sparse attention (arXiv:2606.13392): an indexer of one query head a KV head and one key head
@@ -137,36 +120,26 @@ impl Settings for MsaShape {
     }
 }
 
-impl MsaShape {
-    fn chosen(&self) -> Chosen {
-        Chosen { choice: self.choice(), reads_all: self.index_warmup, name: "msa", rate: CHOSEN_BY_GROUP }
-    }
+impl HasFacts for MsaShape {
+    const FACTS: KindFacts = KindFacts::CHOSEN_BLOCKS;
 }
 
-impl Kind for MsaShape {
-    as_chosen_blocks!();
+impl ChoosesBlocks for MsaShape {
+    const NAME: &'static str = "msa";
 
-    fn index_warmup(&self) -> Option<bool> {
-        Some(self.index_warmup)
+    fn choice(&self) -> BlockChoice {
+        MsaShape::choice(self)
+    }
+
+    fn indexer(&self) -> Option<Indexer> {
+        Some(Indexer { scores: self.indexer, warms_up: self.index_warmup })
     }
 
     fn set_index_warmup(&mut self, index_warmup: bool) {
         self.index_warmup = index_warmup;
     }
 
-    fn has_indexer(&self) -> bool {
-        true
-    }
-
-    fn has_pooled_indexer(&self) -> bool {
-        self.choice().pools_for_all_heads()
-    }
-
-    fn shared_rows_too_fast(&self) -> Option<&'static str> {
-        Some("72 to 102 %")
-    }
-
-    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+    fn form_words(&self) -> Vec<String> {
         let indexer = match self.indexer {
             IndexScores::Msa => "msa",
             IndexScores::Qsa => "qsa",

@@ -5,8 +5,8 @@ use super::dense::{grouped_flops, grouped_projections, key_and_value, output_pro
 use super::settings::{AttentionPreset, MOST_DEFAULT_BLOCKS, Settings, Sizes, choice, derived, pooled_sizes, whole};
 use super::sizes::F32;
 use super::{
-    Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
-    ParamSpec, Part, times,
+    Activations, AttentionOp, BackwardCall, BlockPairs, Cost, Exchanged, Exported, HasFacts, HeadWidths, KeptCall,
+    KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec, Part, times,
 };
 use crate::NsaBlocks;
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
@@ -160,9 +160,12 @@ impl Settings for NsaShape {
     }
 }
 
-/// Share of the GPU's peak FLOP/s that the three branches reach, with the time of choosing blocks, making key lists and
-/// joining partial o and dq.
-const BLOCK_PAIRS: f64 = 0.3;
+impl HasFacts for NsaShape {
+    const FACTS: KindFacts = KindFacts {
+        no_shared_choice: "choose blocks by the scores of their own compressed branch, which they need anyway",
+        ..KindFacts::GROUPED
+    };
+}
 
 impl Kind for NsaShape {
     /// A dense layer's projections, two further pairs of K and V unless shared, compressing MLPs, and gates.
@@ -207,32 +210,9 @@ impl Kind for NsaShape {
         NsaShape::pairs(self, seq_len).iter().sum()
     }
 
-    /// A dense layer's, with further projections of K and V, the gates, and the MLPs that compress blocks.
-    fn flops(&self, layer: &ModelShape) -> LayerFlops {
-        let (d_model, kv_width, head_dim) = (layer.d_model as f64, layer.kv_width() as f64, layer.head_dim as f64);
-        let grouped = grouped_flops(layer);
-        let more_copies = (self.num_kv_copies() - 1) as f64;
-        let gates = d_model * (NUM_NSA_BRANCHES * layer.num_heads) as f64;
-        // A block begins every `compress_stride` tokens; each KV head compresses its keys and its values.
-        let compress = self.compress_hidden_size.unwrap_or(0) as f64
-            * (self.compress_block_size as f64 * head_dim + head_dim)
-            * 2.0
-            * layer.num_kv_heads as f64
-            / self.compress_stride as f64;
-        LayerFlops { weights: grouped.weights + 2.0 * more_copies * d_model * kv_width + gates + compress, ..grouped }
-    }
-
-    fn attended_blocks(&self) -> Option<NsaBlocks> {
-        Some(self.blocks())
-    }
-
     fn label(&self) -> Option<String> {
         let (count, size) = (self.num_selected_blocks, self.select_block_size);
         Some(format!("{count} x {size} selected, window {}", self.window_size))
-    }
-
-    fn no_shared_choice(&self) -> &'static str {
-        "choose blocks by the scores of their own compressed branch, which they need anyway"
     }
 
     fn block_pairs(&self) -> Option<BlockPairs> {
@@ -265,26 +245,22 @@ impl Kind for NsaShape {
         let pooled = pooled_words(self.compress_block_size, self.compress_stride, by);
         std::iter::once(pooled).chain(own).collect()
     }
+}
 
-    fn reads(&self) -> &'static [KeyReads] {
-        &[KeyReads::Blocks, KeyReads::Neighbours]
-    }
-
-    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
-        &[AttentionOp::Compression, AttentionOp::Selection, AttentionOp::SelectedAndWindow]
-    }
-
-    fn block_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
-        self.blocks().cuda_gap(head_dim, group_size)
-    }
-
-    fn gpu_gap(&self, layer: &ModelShape, _widths: HeadWidths) -> Option<String> {
-        let gap = self.block_gap(layer.head_dim, layer.group_size());
-        gap.map(|(got, supported)| format!("{got}, the kernels of nsa take {supported}"))
-    }
-
-    fn pairs_rate(&self, _seq_len: usize) -> f64 {
-        BLOCK_PAIRS
+impl Cost for NsaShape {
+    /// A dense layer's, with further projections of K and V, the gates, and the MLPs that compress blocks.
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        let (d_model, kv_width, head_dim) = (layer.d_model as f64, layer.kv_width() as f64, layer.head_dim as f64);
+        let grouped = grouped_flops(layer);
+        let more_copies = (self.num_kv_copies() - 1) as f64;
+        let gates = d_model * (NUM_NSA_BRANCHES * layer.num_heads) as f64;
+        // A block begins every `compress_stride` tokens; each KV head compresses its keys and its values.
+        let compress = self.compress_hidden_size.unwrap_or(0) as f64
+            * (self.compress_block_size as f64 * head_dim + head_dim)
+            * 2.0
+            * layer.num_kv_heads as f64
+            / self.compress_stride as f64;
+        LayerFlops { weights: grouped.weights + 2.0 * more_copies * d_model * kv_width + gates + compress, ..grouped }
     }
 
     /// K and V before and after RoPE, the sum of their three gradients, compressed blocks, three branches and their
@@ -292,10 +268,6 @@ impl Kind for NsaShape {
     fn extra_traffic(&self, layer: &ModelShape) -> f64 {
         let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
         14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv
-    }
-
-    fn pays_late(&self) -> bool {
-        true
     }
 
     /// Per token. Packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The
@@ -373,14 +345,35 @@ impl Kind for NsaShape {
         Exchanged { split: tensors * packed.split + gates, kept_outputs: 0, ..packed }
     }
 
-    fn shared_rows_too_fast(&self) -> Option<&'static str> {
-        Some("7 to 14 %")
-    }
-
     fn cached_window(&self) -> Option<usize> {
         Some(self.window_size)
     }
+}
 
+impl Launched for NsaShape {
+    fn attended_blocks(&self) -> Option<NsaBlocks> {
+        Some(self.blocks())
+    }
+
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Blocks, KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::Compression, AttentionOp::Selection, AttentionOp::SelectedAndWindow]
+    }
+
+    fn block_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
+        self.blocks().cuda_gap(head_dim, group_size)
+    }
+
+    fn gpu_gap(&self, layer: &ModelShape, _widths: HeadWidths) -> Option<String> {
+        let gap = self.block_gap(layer.head_dim, layer.group_size());
+        gap.map(|(got, supported)| format!("{got}, the kernels of nsa take {supported}"))
+    }
+}
+
+impl Exported for NsaShape {
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         json!(self)
     }

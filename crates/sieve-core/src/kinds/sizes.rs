@@ -25,6 +25,17 @@ choices! {
     }
 }
 
+choices! {
+    /// How MSA's indexer scores a block.
+    #[derive(Hash)]
+    pub enum IndexScores {
+        /// By the largest score of its tokens, for each KV head apart, as published.
+        Msa = "msa",
+        /// As QSA (Qwen3.8-Flash-Next): by the mean of its keys, for all KV heads together. Blocks of up to 64 tokens.
+        Qsa = "qsa",
+    }
+}
+
 /// How attention's kernels find the keys of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KeyReads {
@@ -177,12 +188,21 @@ pub struct Exchanged {
     pub kept_outputs: u64,
     /// Values of `shared` that the activations of a process's own tokens count already.
     pub kept_shared: u64,
+    /// Values of `split` that are exchanged again in the backward pass: of a layer that is one op, which recomputes
+    /// them.
+    pub again: u64,
 }
 
 impl Exchanged {
     /// Packed q, k and v of grouped heads.
     pub(super) fn packed(layer: &ModelShape) -> Self {
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
-        Self { split: q + 2 * kv, shared: 0, kept_outputs: q, kept_shared: 0 }
+        Self { split: q + 2 * kv, shared: 0, kept_outputs: q, kept_shared: 0, again: 0 }
+    }
+
+    /// As [`packed`](Self::packed), for a layer that is one op.
+    pub(super) fn of_one_op(layer: &ModelShape) -> Self {
+        let packed = Self::packed(layer);
+        Self { again: packed.split, ..packed }
     }
 }

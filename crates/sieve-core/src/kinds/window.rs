@@ -1,10 +1,10 @@
 //! Sliding window: a query sees the latest keys.
 
-use super::dense::{dense_pairs_rate, grouped_activations, grouped_flops, grouped_stock, key_and_value};
+use super::dense::{grouped_activations, grouped_flops, grouped_stock, key_and_value};
 use super::settings::{A_QUARTER_OF_THE_ROW, Settings, Sizes, derived};
 use super::{
-    Activations, AttentionOp, BackwardCall, ConfigKey, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec,
-    Stock,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Cost, Dense, Exchanged, Exported, Halo, HasFacts, KeptCall,
+    KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec, Stock,
 };
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::model::{ModelShape, window_pairs};
@@ -31,8 +31,14 @@ impl Settings for SwaShape {
     }
 }
 
-/// Share of the GPU's peak FLOP/s that attention with a sliding window reaches.
-const WINDOW_PAIRS: f64 = 0.62;
+impl HasFacts for SwaShape {
+    const FACTS: KindFacts = KindFacts {
+        is_one_op: true,
+        takes_sinks: true,
+        stock_layer_type: Some(super::SLIDING_ATTENTION),
+        ..KindFacts::GROUPED
+    };
+}
 
 impl Kind for SwaShape {
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
@@ -51,20 +57,8 @@ impl Kind for SwaShape {
         window_pairs(self.sliding_window, seq_len)
     }
 
-    fn flops(&self, layer: &ModelShape) -> LayerFlops {
-        grouped_flops(layer)
-    }
-
     fn num_kept(&self) -> Option<usize> {
         Some(self.sliding_window)
-    }
-
-    fn is_one_op(&self) -> bool {
-        true
-    }
-
-    fn takes_sinks(&self) -> bool {
-        true
     }
 
     fn label(&self) -> Option<String> {
@@ -74,17 +68,11 @@ impl Kind for SwaShape {
     fn reads_words(&self) -> Option<String> {
         Some(format!("attention.sliding_window is {}", self.sliding_window))
     }
+}
 
-    fn reads(&self) -> &'static [KeyReads] {
-        &[KeyReads::Neighbours]
-    }
-
-    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
-        &[AttentionOp::Attention]
-    }
-
-    fn pairs_rate(&self, seq_len: usize) -> f64 {
-        if self.sliding_window < seq_len { WINDOW_PAIRS } else { dense_pairs_rate(seq_len) }
+impl Cost for SwaShape {
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        grouped_flops(layer)
     }
 
     fn activations(&self, call: &KeptCall<'_>) -> Activations {
@@ -109,6 +97,22 @@ impl Kind for SwaShape {
         Some(self.sliding_window)
     }
 
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        Exchanged::of_one_op(layer)
+    }
+}
+
+impl Launched for SwaShape {
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::Attention]
+    }
+}
+
+impl Exported for SwaShape {
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         json!({ "window_size": self.sliding_window })
     }
@@ -122,9 +126,5 @@ impl Kind for SwaShape {
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         grouped_stock(model)
-    }
-
-    fn stock_layer_type(&self) -> Option<&'static str> {
-        Some(super::SLIDING_ATTENTION)
     }
 }

@@ -41,7 +41,7 @@ impl Conversion {
     pub fn of(from: &ModelShape, to: &ModelShape) -> Result<Self, ConversionGap> {
         // No model mixes latent attention with other kinds, and its tensors have sizes of their own.
         let [there, here] = [from, to].map(|shape| shape.attention);
-        if there.as_kind().is_latent() != here.as_kind().is_latent() {
+        if there.kind().facts().projections != here.kind().facts().projections {
             return Err(ConversionGap::Kinds(format!(
                 "attention.kind is {} there, {} here; latent attention makes keys and values from a latent, whose \
                  weights no grouped-query attention has",

@@ -13,6 +13,7 @@ impl Attention {
     /// Whether this attention is meant to hide keys and hides none in rows of `seq_len` tokens: a window, the kept keys
     /// or the chosen blocks hold the whole row. `false` for dense kinds, and while MSA's indexer warms up.
     pub fn covers_rows(self, seq_len: usize) -> bool {
-        self.as_kind().hides_keys() && self.densities(seq_len).iter().any(|branch| branch.reads_every_key)
+        let hides_keys = self.as_kind().reads_words().is_some() && self.index_warmup() != Some(true);
+        hides_keys && self.densities(seq_len).iter().any(|branch| branch.reads_every_key)
     }
 }

@@ -2,6 +2,7 @@
 //! earlier layer.
 
 use super::{Attention, ModelShape, RopeLayers, mean_active_keys};
+use crate::kinds::{Indexer, LatentSizes};
 
 /// What attention a layer has.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -71,19 +72,25 @@ impl ModelShape {
         self.num_layers_with(|layer| self.is_shared_layer(layer))
     }
 
-    /// Whether the first layer has an indexer.
-    pub fn has_indexer(&self) -> bool {
-        self.attention_of(0).as_kind().has_indexer() && !self.is_shared_layer(0)
+    /// The indexer of the first layer; `None` without one, also where the layer reads an earlier layer's choice.
+    pub fn indexer(&self) -> Option<Indexer> {
+        self.attention_of(0).as_kind().indexer().filter(|_| !self.is_shared_layer(0))
     }
 
-    /// Whether the first layer has an indexer that scores blocks by one pooled key each, as QSA's does.
-    pub fn has_pooled_indexer(&self) -> bool {
-        self.attention_of(0).as_kind().has_pooled_indexer() && self.has_indexer()
+    /// The latent from which the first layer makes keys and values; `None` for grouped queries.
+    pub fn latent(&self) -> Option<LatentSizes> {
+        self.attention_of(0).as_kind().latent(self.head_dim)
+    }
+
+    /// Width of a query or key in the first layer: that of a value and, where keys are made from a latent, of the
+    /// rotated part besides.
+    pub fn key_width(&self) -> usize {
+        self.head_dim + self.latent().map_or(0, |latent| latent.rope_width)
     }
 
     /// Whether layer `layer` (from 0) has dense attention.
     pub fn has_dense_attention(&self, layer: usize) -> bool {
-        self.attention_of(layer).as_kind().is_dense()
+        self.attention_of(layer) == Attention::DENSE
     }
 
     /// Number of layers with [dense attention](Self::has_dense_attention).
@@ -197,9 +204,9 @@ mod tests {
         let types = [LayerType::OWN, LayerType::SHARED, LayerType::of(Attention::DENSE)];
         shape.layers = LayerPattern::new(shape.attention, types);
         let kinds = shape.by_kind();
-        let found = kinds.iter().map(|part| (part.num_layers, part.has_indexer()));
+        let found = kinds.iter().map(|part| (part.num_layers, part.indexer().is_some()));
         assert_eq!(found.collect::<Vec<_>>(), [(2, true), (2, false), (2, false)]);
-        let chooses = (0..6).map(|layer| shape.of_layer(layer).has_indexer());
+        let chooses = (0..6).map(|layer| shape.of_layer(layer).indexer().is_some());
         assert_eq!(chooses.collect::<Vec<_>>(), [true, false, false, true, false, false]);
         // An indexer in two layers of six.
         assert_eq!(shape.parameters().indexer, all.indexer / 3);
@@ -216,7 +223,7 @@ mod tests {
         shape.layers = LayerPattern::new(own, types);
         assert_eq!(shape.attentions(), [(own, 2), (window, 4), (msa, 4)]);
         let found = shape.by_kind();
-        let found = found.iter().map(|part| (part.attention, part.num_layers, part.has_indexer()));
+        let found = found.iter().map(|part| (part.attention, part.num_layers, part.indexer().is_some()));
         assert_eq!(found.collect::<Vec<_>>(), [(own, 2, false), (window, 4, false), (msa, 2, true), (msa, 2, false)]);
         // `tiny_dma` has three layers.
         let a_layer = |attention| ModelShape { attention, ..tiny_dma() }.executed_flops_per_token(40).attention / 3.0;

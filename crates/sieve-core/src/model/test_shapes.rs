@@ -94,7 +94,7 @@ pub fn with_keys(attention: Attention, keys: &[(&str, usize)]) -> Attention {
 /// The kinds whose queries choose blocks, with these values of their keys, in the order of the documentation.
 pub fn block_kinds(keys: &[(&str, usize)]) -> [Attention; 3] {
     let kinds = AttentionKind::ALL.into_iter().map(AttentionKind::example);
-    let kinds = kinds.filter(|kind| kind.as_kind().chooses_blocks()).map(|kind| with_keys(kind, keys));
+    let kinds = kinds.filter(|kind| kind.as_kind().block_choice().is_some()).map(|kind| with_keys(kind, keys));
     kinds.collect::<Vec<_>>().try_into().expect("three kinds")
 }
 

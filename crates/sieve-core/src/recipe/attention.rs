@@ -9,6 +9,7 @@ use toml::{Table, Value};
 
 use super::StageSection;
 use super::sections::{OWN_LAYER, SHARED_LAYER};
+use crate::BlockChoice;
 use crate::keys::{KeyValue, Kind};
 use crate::kinds::{ATTENTION_KEYS, Attention, kind_of_layer_type, table_name};
 use crate::model::{LayerPattern, LayerType};
@@ -39,6 +40,11 @@ impl AttentionSection {
     /// The model's own kind, then those of other layers.
     pub fn kinds(&self) -> impl Iterator<Item = Attention> {
         std::iter::once(self.own).chain(self.others.values().copied())
+    }
+
+    /// How queries choose blocks, in the first of the [kinds](Self::kinds) whose queries do.
+    pub(super) fn block_choice(&self) -> Option<BlockChoice> {
+        self.kinds().find_map(|kind| kind.as_kind().block_choice())
     }
 
     /// What `name` in `model.layer_types` stands for; `None` if no layer has this name.
@@ -91,7 +97,7 @@ impl AttentionSection {
                 Some(LayerName::Other(other)) => LayerType::of(other),
                 Some(LayerName::Own) | None => LayerType::OWN,
             };
-            if of.other.unwrap_or(self.own).as_kind().chooses_blocks() {
+            if of.other.unwrap_or(self.own).as_kind().block_choice().is_some() {
                 chooser = of;
             }
             of

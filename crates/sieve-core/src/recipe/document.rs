@@ -11,7 +11,7 @@ use super::mistake::{Location, Mistake};
 use super::sections::{OWN_LAYER, SHARED_LAYER};
 use super::{Attention, AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
-use crate::kinds::table_name;
+use crate::kinds::{Chooses, Projections, table_name};
 
 /// A parsed recipe text with its overrides.
 pub(super) struct Document {
@@ -219,7 +219,7 @@ impl Document {
             self.leave_out_of_stages(kind, set);
             self.leave_out_keys_of_choices(kind, set);
             self.leave_out_of_layer_types(kind, set);
-            if kind.example().as_kind().is_latent() {
+            if kind.facts().projections == Projections::Latent {
                 self.leave_out_beside_latent(set);
             }
         }
@@ -228,7 +228,7 @@ impl Document {
     /// Removes the keys and tables of `[attention]` that `kind` does not have.
     fn leave_out_attention_of_others(&mut self, kind: AttentionKind) {
         let left_out = &mut self.left_out;
-        let is_latent = kind.example().as_kind().is_latent();
+        let is_latent = kind.facts().projections == Projections::Latent;
         if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
             attention.retain(|name, value| {
                 let kinds = schema::attention_kinds_with(name);
@@ -247,7 +247,7 @@ impl Document {
     /// Removes the text's keys of stages that do not go with `kind`, or that were meant for the text's kind.
     fn leave_out_of_stages(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let left_out = &mut self.left_out;
-        let is_latent = kind.example().as_kind().is_latent();
+        let is_latent = kind.facts().projections == Projections::Latent;
         let of_text = |key: &str| !set.contains(key);
         let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
         let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
@@ -281,8 +281,8 @@ impl Document {
     /// Removes the text's keys outside of `[attention]` that go only with kinds whose queries choose blocks, or that
     /// have an indexer.
     fn leave_out_keys_of_choices(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
-        let kind = kind.example();
-        let (chooses, has_indexer) = (kind.as_kind().chooses_blocks(), kind.as_kind().has_indexer());
+        let chooses = kind.facts().chooses == Chooses::Blocks;
+        let has_indexer = kind.example().as_kind().indexer().is_some();
         for (section, name, is_of_kind) in
             [("training", "dense_steps", chooses), ("optimizer", "indexer_lr", has_indexer)]
         {
@@ -301,8 +301,8 @@ impl Document {
     /// no layer makes one, get the kind of `[attention]`. Latent attention goes with no other kind.
     fn leave_out_of_layer_types(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let types = "model.layer_types";
-        let is_latent = kind.example().as_kind().is_latent();
-        let chooses = kind.example().as_kind().chooses_blocks();
+        let is_latent = kind.facts().projections == Projections::Latent;
+        let chooses = kind.facts().chooses == Chooses::Blocks;
         let Some(Value::Table(model)) = self.table.get_mut("model").filter(|_| !set.contains(types)) else {
             return;
         };

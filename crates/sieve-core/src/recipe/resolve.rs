@@ -7,7 +7,7 @@ use super::sections::OWN_LAYER;
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source};
 use crate::kinds::settings::{Sizes, derived, number};
-use crate::kinds::table_name;
+use crate::kinds::{Projections, table_name};
 
 /// Replaces a stage's `tokens` by `steps`, and sets a missing `training.steps` to the sum over the stages.
 ///
@@ -125,10 +125,8 @@ fn of_kind(owner: &str, attention: &mut Table, kind: AttentionKind, sizes: Sizes
 fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Vec<Mistake>) {
     let (width, heads) = (number(model, "hidden_size"), number(model, "num_attention_heads"));
     derived(model, "intermediate_size", || width?.checked_mul(3));
-    derived(model, "num_key_value_heads", || match kind {
-        Some(kind) if kind.example().as_kind().is_latent() => heads,
-        _ => heads.map(|heads| if heads % 2 == 0 { heads / 2 } else { heads }),
-    });
+    let projections = kind.map_or(Projections::Grouped, |kind| kind.facts().projections);
+    derived(model, "num_key_value_heads", || Some(projections.default_kv_heads(heads?)));
     derived(model, "head_dim", || {
         let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
         if width % heads.saturating_mul(2) != 0 {

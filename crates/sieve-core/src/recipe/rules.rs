@@ -57,7 +57,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
         // `None` without an indexer's learning rate, so that the rule holds.
         let attention = parts.attention.as_ref().filter(|_| optimizer.indexer_lr.is_some());
         rules.require(
-            attention.is_none_or(|attention| attention.kinds().any(|kind| kind.as_kind().has_indexer())),
+            attention.is_none_or(|attention| attention.kinds().any(|kind| kind.as_kind().indexer().is_some())),
             "optimizer.indexer_lr",
             attention.map_or(String::new(), |attention| {
                 format!("does not go with kind = {:?}, which has no indexer", attention.kind().name())

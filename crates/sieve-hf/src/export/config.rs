@@ -2,8 +2,8 @@
 use super::json_text::to_text;
 use super::{Architecture, ExportOptions, tokenizer_files};
 use serde_json::{Map, Value, json};
-use sieve_core::ModelShape;
 use sieve_core::model::RopeScaling;
+use sieve_core::{Attention, ModelShape};
 
 /// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
@@ -150,7 +150,7 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     });
     if let (Value::Object(keys), Value::Object(sizes)) = (&mut keys, sizes) {
         keys.extend(sizes);
-        if shape.attentions().iter().skip(1).any(|(other, _)| !other.as_kind().is_dense()) {
+        if shape.attentions().iter().skip(1).any(|(other, _)| *other != Attention::DENSE) {
             keys.insert(LAYER_KEYS.to_owned(), layer_keys(shape));
         }
         if shape.rope_scaling.is_some() {

@@ -5,6 +5,7 @@ use crate::CheckpointError;
 use crate::export::Architecture;
 use serde_json::Value;
 use sieve_core::ModelShape;
+use sieve_core::kinds::Chooses;
 use std::path::Path;
 
 static MATRIX: &str = include_str!("../../../../tests/golden/config_matrix.json");
@@ -40,7 +41,7 @@ fn compare(name: &str, shape: &ModelShape, theirs: &Value) {
     assert_eq!(theirs["windows"], Value::from(windows(shape)), "{name}");
     let rotates = (0..shape.num_layers).map(|layer| Value::from(shape.has_rope(layer))).collect::<Vec<_>>();
     assert_eq!(theirs["rotates"], Value::from(rotates), "{name}");
-    if shape.attention.as_kind().chooses() {
+    if shape.attention.kind().facts().chooses != Chooses::Nothing {
         let kept = shape.attention.as_kind().num_kept();
         assert_eq!(theirs["keep_window_size"], Value::from(kept), "{name}");
     }

@@ -5,6 +5,7 @@ use crate::tensor_files::{INDEX, SINGLE};
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model};
 use burn_flex::Flex;
 use serde_json::{Value, json};
+use sieve_core::kinds::Projections;
 use sieve_core::{Attention, LayerType};
 use sieve_testing::{cases, refusal};
 use std::collections::HashSet;
@@ -528,7 +529,7 @@ fn changed_settings(hf: &Path, prefix: &str, first: &[String]) -> Vec<String> {
 #[test]
 fn layers_that_have_the_kind_of_the_attention_flag_keep_their_settings() {
     let (_folder, dense) = dense(TIED);
-    let is_latent = |kind: &AttentionKind| kind.example().as_kind().is_latent();
+    let is_latent = |kind: &AttentionKind| kind.facts().projections == Projections::Latent;
     for kind in AttentionKind::ALL {
         let name = kind.name();
         let own = format!("kind = {name:?}");
@@ -542,7 +543,7 @@ fn layers_that_have_the_kind_of_the_attention_flag_keep_their_settings() {
             models.push((TIED.to_owned(), format!("{own}\n{lines}")));
         } else {
             let types = format!("layer_types = [{name:?}, \"sparse\"]");
-            let is_dense = kind.example().as_kind().is_dense();
+            let is_dense = kind == AttentionKind::Mha;
             let lines = match is_dense {
                 true => String::new(),
                 false => {

@@ -13,7 +13,7 @@ impl BuildLayer for MsaShape {
     fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
         let layer = ChosenBlocksAttention::new(shape, self.choice(), init, device);
         // A layer that reads another layer's blocks has no indexer.
-        let indexer = shape.has_indexer().then(|| Indexer::new(shape, init, device));
+        let indexer = shape.indexer().map(|_| Indexer::new(shape, init, device));
         Attention::Chosen(layer.with_indexer(indexer, self.index_loss_weight, self.index_warmup))
     }
 }

@@ -75,7 +75,7 @@ fn losses_are_those_of_the_logits() {
 
 #[test]
 fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
-    for attention in kinds(0.0).into_iter().filter(|kind| kind.as_kind().chooses_blocks()) {
+    for attention in kinds(0.0).into_iter().filter(|kind| kind.as_kind().block_choice().is_some()) {
         let shape = ModelShape {
             num_layers: 4,
             layers: LayerPattern::new(attention, [LayerType::OWN, LayerType::SHARED]),
@@ -89,7 +89,7 @@ fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
         for (at, layer) in model.layers.iter().enumerate() {
             let Attention::Chosen(chosen_blocks) = &layer.self_attn else { panic!("a kind of chosen blocks") };
             let normed = || layer.input_layernorm.forward(x.clone());
-            assert_eq!(chosen_blocks.indexer.is_some(), shape.of_layer(at).has_indexer());
+            assert_eq!(chosen_blocks.indexer.is_some(), shape.of_layer(at).indexer().is_some());
             x = match at % 2 {
                 0 => {
                     chosen = chosen_blocks.block_indices(&normed, &context, &state);

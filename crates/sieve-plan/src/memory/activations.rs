@@ -3,7 +3,7 @@
 use crate::context_parallel::RowShare;
 use crate::{Target, gpu_attention_gap};
 pub(super) use sieve_core::kinds::times;
-use sieve_core::kinds::{BackwardCall, KeptCall, KernelSizes};
+use sieve_core::kinds::{BackwardCall, Chooses, KeptCall, KernelSizes};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::{Recipe, TrainingSection};
 use sieve_core::{KeepOLow, Keeping};
@@ -45,13 +45,13 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 
 /// Whether a block's attention is one op together with its norm and GEMMs.
 pub(super) fn joins_attention(shape: &ModelShape) -> bool {
-    shape.attention.as_kind().is_one_op() && shape.fits_one_op()
+    shape.attention.kind().facts().is_one_op && shape.fits_one_op()
 }
 
 /// Whether a recomputed block of this shape can keep its attention's output, [`Keeping::attention`]. A kind that
 /// chooses keys needs its choice beside the output, which is not kept.
 pub(super) fn can_keep_attention(layer: &ModelShape) -> bool {
-    joins_attention(layer) && !layer.attention.as_kind().chooses()
+    joins_attention(layer) && layer.attention.kind().facts().chooses == Chooses::Nothing
 }
 
 /// Values per token of GEMM inputs that a block's backward pass can recompute.
@@ -212,7 +212,8 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
 /// Bytes of n x n scores that a GPU holds if this attention has no kernel; 0 if it has one.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
     let kinds = shape.by_kind();
-    let runs_reference = |part: &ModelShape| !part.attention.as_kind().is_one_op() && gpu_attention_gap(part).is_some();
+    let runs_reference =
+        |part: &ModelShape| !part.attention.kind().facts().is_one_op && gpu_attention_gap(part).is_some();
     match kinds.iter().any(runs_reference) {
         false => 0,
         true => times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64),

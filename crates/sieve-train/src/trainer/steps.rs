@@ -205,7 +205,7 @@ impl<B: TrainBackend> Trainer<B> {
     fn take_batches(&self, pace: &mut Pace) -> Result<Vec<Batch>, TrainError> {
         let batches = pace.batches.as_mut().expect("the stage has begun");
         let mut kinds = self.stage.shape.attentions().into_iter();
-        let has_indexer = kinds.any(|(attention, _)| attention.as_kind().has_indexer());
+        let has_indexer = kinds.any(|(attention, _)| attention.as_kind().indexer().is_some());
         let taken = (0..self.stage.micro_batches).map(|_| {
             let mut batch = batches.next().expect("the plan has no end")?;
             // Tokens that no label depends on become documents of one token each. Such a query attends only to itself,

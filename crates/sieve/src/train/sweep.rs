@@ -128,10 +128,7 @@ fn check_hidden_keys(args: &TrainArgs, runs: &[Run]) -> Result<()> {
     let Some(key) = keys.find(|key| key.starts_with("attention.")) else {
         return Ok(());
     };
-    let is_dense_kind = |recipe: &Recipe| {
-        let kind = recipe.attention.as_kind();
-        kind.is_dense() || kind.is_latent()
-    };
+    let is_dense_kind = |recipe: &Recipe| recipe.attention.as_kind().reads_words().is_none();
     let covers = |run: &Run| run.recipe.covers_rows();
     let Some(first) = runs.iter().find(|run| covers(run)) else {
         return Ok(());

@@ -3,6 +3,7 @@ use crate::EvalError;
 use crate::weights::{attention_weights, check_length as check_weights};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
+use sieve_core::kinds::Chooses;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_infer::input::{check_length, check_vocabulary, ids};
 use sieve_nn::{LayerContext, Qwen3};
@@ -161,7 +162,7 @@ fn values_read<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<ValuesRead>, EvalError> {
     let (shape, MqarConfig { seq_len, num_pairs, .. }) = (model.shape(), *mqar.config());
-    let chooses = |&layer: &usize| shape.attention_of(layer).as_kind().chooses();
+    let chooses = |&layer: &usize| shape.attention_of(layer).kind().facts().chooses != Chooses::Nothing;
     let choosing: Vec<usize> = (0..shape.num_layers).filter(chooses).collect();
     if choosing.is_empty() || check_weights(shape, seq_len).is_err() {
         return Ok(Vec::new());

@@ -53,8 +53,7 @@ fn kind(run: &Run) -> Option<&String> {
 
 /// Whether every layer of a run is dense.
 pub(crate) fn is_dense(run: &Run) -> bool {
-    let kind = kind(run).and_then(|kind| AttentionKind::named(kind));
-    kind.is_some_and(|kind| kind.example().as_kind().is_dense())
+    kind(run).and_then(|kind| AttentionKind::named(kind)) == Some(Attention::DENSE.kind())
 }
 
 /// The name of a group: that of its run; of several runs, their name without the seed.

@@ -3,7 +3,7 @@
 use super::broken::Rules;
 use crate::did_you_mean;
 use crate::keys::MAX_SEQ_LEN;
-use crate::kinds::{AttentionKind, kind_of_layer_type, names_of_kinds, table_name};
+use crate::kinds::{AttentionKind, Projections, kind_of_layer_type, names_of_kinds, table_name};
 use crate::recipe::attention::LayerName;
 use crate::recipe::mistake::{Mistake, quoted};
 use crate::recipe::sections::{OWN_LAYER, SHARED_LAYER};
@@ -107,7 +107,7 @@ pub(super) fn check_stage_layers(
         }
     }
     let own = attention.of_stage(stage);
-    if own.as_kind().is_latent() != attention.as_kind().is_latent() {
+    if own.kind().facts().projections != attention.kind().facts().projections {
         let what = "changes between latent attention (mla) and a kind of grouped queries, which share no weights";
         return rules.require(false, &key("kind"), what, "leave it out");
     }
@@ -143,11 +143,10 @@ pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
 
 /// Checks that every layer of a model with sinks (`model.attention_sinks`) has a kind that takes them.
 pub(super) fn check_sinks(model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
-    let without = attention.kinds().find(|kind| !kind.as_kind().takes_sinks());
+    let without = attention.kinds().find(|attention| !attention.kind().facts().takes_sinks);
     if let Some(without) = without.filter(|_| model.attention_sinks) {
-        let with: Vec<_> =
-            AttentionKind::ALL.into_iter().filter(|kind| kind.example().as_kind().takes_sinks()).collect();
-        let with = with.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" and ");
+        let with = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().takes_sinks);
+        let with = with.map(AttentionKind::name).collect::<Vec<_>>().join(" and ");
         let kind = without.kind().name();
         rules.require(
             false,
@@ -174,7 +173,7 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
     if layers.is_empty() {
         return some("is an empty list", "leave it out: every layer then has the kind of [attention]");
     }
-    let is_latent = |of: Attention| of.as_kind().is_latent();
+    let is_latent = |of: Attention| of.kind().facts().projections == Projections::Latent;
     let others = layers.iter().zip(types).filter_map(|(layer, name)| match layer {
         LayerName::Other(other) => Some((*other, name)),
         LayerName::Own | LayerName::Shared => None,
@@ -186,20 +185,23 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
             "leave it out; mla cannot be combined with other kinds, and all other kinds can be combined".to_owned(),
         ));
     }
-    let chooses = |layer: &LayerName| match layer {
-        LayerName::Own => attention.as_kind().chooses_blocks(),
-        LayerName::Other(other) => other.as_kind().chooses_blocks(),
-        LayerName::Shared => false,
+    let choice = |layer: &LayerName| match layer {
+        LayerName::Own => attention.as_kind().block_choice(),
+        LayerName::Other(other) => other.as_kind().block_choice(),
+        LayerName::Shared => None,
     };
     if let Some(first) = layers.iter().position(|layer| *layer == LayerName::Shared) {
-        if !attention.kinds().any(|kind| kind.as_kind().chooses_blocks()) {
-            let reason = attention.as_kind().no_shared_choice();
+        if attention.block_choice().is_none() {
+            let reason = attention.kind().facts().no_shared_choice;
             return Some((
                 format!("holds \"shared\", but layers of attention.kind = \"{kind}\" {reason}"),
-                format!("take kind {}, or name \"sparse\" in its place", names_of_kinds(|kind| kind.chooses_blocks())),
+                format!(
+                    "take kind {}, or name \"sparse\" in its place",
+                    names_of_kinds(AttentionKind::choosers_of_blocks())
+                ),
             ));
         }
-        if !layers[..first].iter().any(chooses) {
+        if layers[..first].iter().find_map(choice).is_none() {
             return some(
                 "begins with \"shared\", and no layer before it chooses blocks",
                 "[\"sparse\", \"shared\"] makes every second layer read the blocks of the one before",
@@ -207,7 +209,7 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
         }
     }
     if !layers.contains(&LayerName::Own) {
-        let all_dense = others.iter().all(|(other, _)| other.as_kind().is_dense());
+        let all_dense = others.iter().all(|(other, _)| *other == Attention::DENSE);
         return match all_dense {
             true => {
                 some("contains only dense layers", "name \"sparse\" at least once, or set attention.kind to \"mha\"")

@@ -2,6 +2,7 @@
 
 use super::broken::Rules;
 use super::parts::Parts;
+use crate::kinds::IndexScores;
 use crate::recipe::{AttentionSection, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
@@ -40,7 +41,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
     // Grouped attention and DMA gather keys of earlier parts. The other kinds exchange tokens for heads (all-to-all),
     // so each process needs whole KV heads.
     let kinds = || parts.attention.iter().flat_map(AttentionSection::kinds);
-    let by_heads = kinds().find(|attention| !attention.as_kind().is_one_op());
+    let by_heads = kinds().find(|attention| !attention.kind().facts().is_one_op);
     if let Some((attention, model)) = by_heads.zip(parts.model.as_ref()) {
         let heads = model.num_key_value_heads;
         rules.require(
@@ -54,7 +55,8 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
             "choose a divisor of the KV heads; mha, swa and dma take any degree",
         );
     }
-    let has_qsa = kinds().any(|attention| attention.as_kind().has_pooled_indexer());
+    let mut indexers = kinds().filter_map(|attention| attention.as_kind().indexer());
+    let has_qsa = indexers.any(|indexer| indexer.scores == IndexScores::Qsa);
     rules.require(
         !has_qsa,
         "attention.indexer",

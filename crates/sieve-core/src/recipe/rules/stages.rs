@@ -5,7 +5,7 @@ use super::broken::Rules;
 use super::data::check_weights;
 use super::parts::Parts;
 use super::paths::check_paths;
-use crate::kinds::names_of_kinds;
+use crate::kinds::{AttentionKind, names_of_kinds};
 use crate::recipe::{DataFormat, StageSection};
 
 /// Checks every `[[stage]]`, and that their steps add up to `training.steps`.
@@ -30,10 +30,10 @@ pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
         return;
     };
     rules.require(
-        training.dense_steps == 0.0 || attention.kinds().any(|kind| kind.as_kind().chooses_blocks()),
+        training.dense_steps == 0.0 || attention.block_choice().is_some(),
         "training.dense_steps",
         format!("does not go with kind = {:?}, whose queries choose no blocks", attention.kind().name()),
-        format!("leave it out, or set attention.kind to {}", names_of_kinds(|kind| kind.chooses_blocks())),
+        format!("leave it out, or set attention.kind to {}", names_of_kinds(AttentionKind::choosers_of_blocks())),
     );
 }
 
