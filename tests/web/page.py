@@ -187,6 +187,7 @@ def check_text(browser, server):
     assert keys["all"] == greedy["usage"]["prompt_tokens"] + 23 and 0 < keys["read"] <= keys["all"], keys
     for words in ("24 tokens", "tokens a second", "keys"):
         assert words in visit.foot(), visit.foot()
+    assert "complete" in visit.tab.text_content("#spoken"), visit.tab.text_content("#spoken")
     print(f"text: the page has the server's greedy completion; it says {visit.foot()!r}")
 
     visit.press("Again")
@@ -198,12 +199,11 @@ def check_text(browser, server):
     assert visit.last() == longer, (visit.last(), longer)
     assert [body["prompt"] for body in visit.bodies()] == [prompt, prompt, text]
 
-    # A long text: Esc ends it, and the server stops to write it. Then the same by the button.
-    visit.set("length", "900")
-    visit.set("temperature", "1.5")
+    # A long text, which repeats itself and does not end: Esc stops it, in the server too. Then the same by the button.
+    visit.set("length", "1000")
     for way in ("Escape", "button"):
         cancelled = server.metric("sieve_cancelled_texts_total")
-        visit.send("use std::")
+        visit.send("fn main() {")
         visit.wait_for_text(12)
         if way == "Escape":
             visit.tab.keyboard.press("Escape")
@@ -214,15 +214,19 @@ def check_text(browser, server):
         assert visit.foot().startswith("stopped"), visit.foot()
         visit.until(lambda: server.metric("sieve_cancelled_texts_total") > cancelled)
         assert visit.tab.evaluate("document.activeElement.id") == "prompt"
+    print(f"stop: after {len(visit.last())} characters, and the server stops too")
+    visit.set("temperature", "1.5")
+    visit.set("length", "5")
+    visit.press("Again")
+    visit.wait()
     asked = visit.bodies()[-1]
-    assert (asked["temperature"], asked["max_tokens"]) == (1.5, 900), asked
-    stopped = visit.last()
-    print(f"stop: after {len(stopped)} characters, and the server stops too")
+    assert (asked["temperature"], asked["max_tokens"]) == (1.5, 5), asked
+    drawn = visit.last()
 
     visit.reload()
     texts = visit.tab.locator(".raw").all_text_contents()
-    assert len(texts) == 3 and texts[0] == longer and texts[2] == stopped, texts
-    assert visit.tab.input_value("#temperature") == "1.5" and visit.tab.input_value("#length") == "900"
+    assert len(texts) == 3 and texts[0] == longer and texts[2] == drawn, texts
+    assert visit.tab.input_value("#temperature") == "1.5" and visit.tab.input_value("#length") == "5"
     # A wrong setting is said, and nothing is sent.
     asked = len(visit.bodies())
     visit.set("temperature", "9")
@@ -237,11 +241,26 @@ def check_text(browser, server):
     assert "do not fit into the context" in visit.tab.text_content(".turn:last-child .error")
     visit.press("Edit prompt")
     assert visit.tab.input_value("#prompt") == "t" and visit.tab.locator(".turn").count() == 3
+    # A fault of the server in the middle of its answer: what it wrote stays, with the server's words below.
+    fault = {"message": "the model failed on this request", "type": "server_error", "param": None, "code": None}
+    events = [{"choices": [{"text": " half", "index": 0, "finish_reason": None}], "usage": None}, {"error": fault}]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    answers = {"content_type": "text/event-stream", "body": stream}
+    visit.tab.route("**/v1/completions", lambda route: route.fulfill(**answers))
+    visit.set("length", "5")
+    visit.tab.focus("#prompt")
+    visit.tab.keyboard.press("Enter")
+    visit.wait()
+    assert visit.last() == "t half" and "The model failed" in visit.tab.text_content(".turn:last-child .error")
+    visit.tab.unroute("**/v1/completions")
+    visit.press("Again")
+    visit.wait()
+    assert visit.tab.locator(".turn:last-child .error").count() == 0 and visit.last() != "t half"
     # A new conversation, and back to the first; then it is deleted.
     visit.tab.click("#new")
     assert visit.tab.locator(".turn").count() == 0
     visit.tab.click("#list .title")
-    assert visit.tab.locator(".turn").count() == 3
+    assert visit.tab.locator(".turn").count() == 4
     visit.tab.click("#list .delete")
     visit.reload()
     assert visit.tab.locator("#list li").count() == 0 and visit.tab.locator(".turn").count() == 0
