@@ -90,6 +90,7 @@ pub(crate) struct Server {
     /// When the server began, in seconds since 1970.
     pub(crate) begun: u64,
     pub(crate) settings: Settings,
+    /// The model's sizes, which say how many keys a token reads.
     pub(crate) shape: ModelShape,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) queue: Queue,
