@@ -1,4 +1,4 @@
-//! Which pages of the web may use `sieve serve`, and under which names it answers.
+//! The page of `sieve serve`, which other pages may use it, and under which names it answers.
 use crate::serve::{Served, dense};
 
 #[test]
@@ -55,4 +55,41 @@ fn pages_of_a_named_origin_ask_first_and_read() {
     }
     let open = "serve --checkpoint run --device cpu --port 0 --host 0.0.0.0 --allow-host sieve.lan";
     tiny.refuses(open, "answers to every name | leave --allow-host out");
+}
+
+#[test]
+fn the_page_is_open_and_may_do_no_more_than_ask_its_server() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "--api-key secret");
+    let page = served.send("GET", "/", "", b"");
+    assert_eq!(page.0, 200, "{}", page.1);
+    assert!(page.1.starts_with("<!doctype html>") && page.1.trim_end().ends_with("</html>"), "{}", page.1);
+    let head = served.send("HEAD", "/", "", b"");
+    assert_eq!((head.0, head.1.as_str()), (200, ""));
+    for header in [
+        "content-type: text/html; charset=utf-8",
+        "content-security-policy: default-src 'none'; connect-src 'self';",
+        "x-content-type-options: nosniff",
+        "referrer-policy: no-referrer",
+    ] {
+        assert!(page.2.contains(header) && head.2.contains(header), "{header}: {}", page.2);
+    }
+    let foreign = served.send_bare("GET / HTTP/1.1\r\nHost: evil.example\r\n", b"");
+    assert_eq!(foreign.0, 403, "{}", foreign.1);
+    assert_eq!(served.send("GET", "/v1/models", "", b"").0, 401);
+    served.stop();
+}
+
+#[test]
+fn an_answer_says_how_many_keys_its_last_token_reads() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "");
+    let body = br#"{"prompt": ["t1 t2", "t1 t2 t3"], "max_tokens": 1, "temperature": 0}"#;
+    let answer = served.send("POST", "/v1/completions", "", body);
+    assert_eq!(answer.0, 200, "{}", answer.1);
+    // Those of the longer prompt: the new token is drawn, and not read.
+    assert!(answer.1.contains(r#""keys":{"all":3,"read":3.0}"#), "{}", answer.1);
+    let models = served.send("GET", "/v1/models", "", b"");
+    assert!(models.1.contains(r#""keys":{"all":64,"read":64.0}"#), "{}", models.1);
+    served.stop();
 }

@@ -99,7 +99,8 @@ impl ApiError {
 
     pub(crate) fn no_path(path: &str) -> Self {
         let message = format!(
-            "nothing is at {}; this server has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics",
+            "nothing is at {}; this server has a page at /, and /v1/completions, /v1/chat/completions, /v1/models, \
+             /health and /metrics",
             shown(path)
         );
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)

@@ -28,12 +28,19 @@ const LONG_BYTES: usize = 64 << 10;
 const MOST_READ: usize = 64 << 20;
 /// Seconds in which a request must arrive.
 const BODY_SECONDS: u64 = 30;
+/// The page at `/`, which talks to the model.
+const PAGE: &str = include_str!("page.html");
+/// What the page may do: run the script that it holds and ask this server. Text never becomes elements of it.
+const PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; \
+                           script-src 'unsafe-inline'; require-trusted-types-for 'script'; trusted-types 'none'; \
+                           base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 /// The type of numbers for Prometheus.
 const NUMBERS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The server's paths.
 pub(crate) fn router(server: Arc<Server>) -> Router {
     Router::new()
+        .route("/", get(page))
         .route("/v1/completions", post(completion))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/models", get(models))
@@ -67,6 +74,7 @@ pub(crate) fn metrics_alone(text: impl Fn() -> String + Clone + Send + Sync + 's
 async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response<Body> {
     // The path that counts; unknown paths share one counter.
     let path = match request.uri().path() {
+        "/" => "/",
         "/v1/completions" => "/v1/completions",
         "/v1/chat/completions" => "/v1/chat/completions",
         "/health" => "/health",
@@ -74,7 +82,8 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
         path if path.starts_with("/v1/models") => "/v1/models",
         _ => "other",
     };
-    let is_open = ["/health", "/metrics"].contains(&path);
+    // The page asks a person for the key, and holds nothing of the model.
+    let is_open = ["/", "/health", "/metrics"].contains(&path);
     let response = match (server.settings.access.check(&request), &server.settings.api_key) {
         _ if !has_host(&request) => {
             ApiError::invalid("", "a request of HTTP/1.1 has one header Host, and this one lacks it").response()
@@ -125,6 +134,21 @@ fn typed(kind: &'static str, body: Body) -> Response<Body> {
     response
 }
 
+/// The page, which a browser must not take for anything else, nor show inside of another page.
+async fn page() -> Response<Body> {
+    let mut response = typed("text/html; charset=utf-8", PAGE.into());
+    for (name, value) in [
+        (header::CONTENT_SECURITY_POLICY, PAGE_POLICY),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (header::REFERRER_POLICY, "no-referrer"),
+        // Another program at the same address may have another page.
+        (header::CACHE_CONTROL, "no-cache"),
+    ] {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+    response
+}
+
 async fn metrics(State(server): State<Arc<Server>>) -> Response<Body> {
     typed(NUMBERS, server.metrics.text(server.queue.len()).into())
 }
@@ -140,7 +164,7 @@ fn about(server: &Server) -> Value {
             "top_k": settings.sampling.top_k,
         },
         "texts_at_once": settings.max_texts, "texts_waiting_at_most": settings.max_queue,
-        "has_chat_template": settings.template.is_some(),
+        "has_chat_template": settings.template.is_some(), "keys": server.keys(settings.context),
     })
 }
 

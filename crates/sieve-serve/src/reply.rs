@@ -141,7 +141,15 @@ impl Reply {
     fn usage(&self) -> Value {
         let prompt: usize = self.asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let new: usize = self.choices.iter().map(|choice| choice.num_tokens).sum();
-        json!({"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new})
+        // The token that is drawn last is not read.
+        let read = |(text, choice): (usize, &Choice)| {
+            self.asked.prompt(text).tokens.len() + choice.num_tokens.saturating_sub(1)
+        };
+        let longest = self.choices.iter().enumerate().map(read).max().unwrap_or(0);
+        json!({
+            "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+            "keys": self.server.keys(longest),
+        })
     }
 
     /// The whole answer.

@@ -35,7 +35,9 @@ pub fn serve<B: DeviceBackend>(
     let (tokenizer, counted) = (engine.tokenizer.clone(), metrics.clone());
     let long_requests = Semaphore::new(LONG_READERS);
     let longest_token = tokenizer.longest_token_bytes();
-    let server = Arc::new(Server { begun, settings, tokenizer, queue, metrics: counted, longest_token, long_requests });
+    let shape = engine.model.shape().clone();
+    let server =
+        Arc::new(Server { begun, settings, shape, tokenizer, queue, metrics: counted, longest_token, long_requests });
     listener.set_nonblocking(true)?;
     let runtime = runtime()?;
     let stop = stop.receiver();

@@ -2,6 +2,8 @@
 use crate::metrics::Metrics;
 use crate::queue::Queue;
 use crate::web::Access;
+use serde_json::{Value, json};
+use sieve_core::ModelShape;
 use sieve_data::Tokenizer;
 use sieve_hf::ChatTemplate;
 use sieve_infer::{Sampling, Selection};
@@ -88,6 +90,8 @@ pub(crate) struct Server {
     /// When the server began, in seconds since 1970.
     pub(crate) begun: u64,
     pub(crate) settings: Settings,
+    /// The model's sizes, which say how many keys a token reads.
+    pub(crate) shape: ModelShape,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) queue: Queue,
     pub(crate) metrics: Arc<Metrics>,
@@ -95,4 +99,13 @@ pub(crate) struct Server {
     pub(crate) longest_token: Option<usize>,
     /// Turns of requests that take long to read.
     pub(crate) long_requests: Semaphore,
+}
+
+impl Server {
+    /// How many keys the last of `num_tokens` tokens has, and how many of them it reads, as a mean over the layers.
+    /// Null with a selector, which chooses keys by what they hold.
+    pub(crate) fn keys(&self, num_tokens: usize) -> Value {
+        let read = (self.shape.keys_of_last_token(num_tokens) * 10.0).round() / 10.0;
+        self.settings.selector.is_none().then(|| json!({"all": num_tokens, "read": read})).into()
+    }
 }

@@ -239,6 +239,7 @@ fn run_on<B: DeviceBackend>(
         terminal::thousands(context as u64),
         terminal::thousands(settings.max_queue as u64)
     ));
+    terminal::line(&format!("a page to talk to it: http://{address}/"));
     sieve_serve::serve(listener, &engine, settings, &stop)?;
     terminal::line("stopped; every request that had begun was answered, or waited for 30 seconds");
     Ok(())
