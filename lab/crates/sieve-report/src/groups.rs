@@ -1,6 +1,7 @@
 //! Groups runs that differ only in their seed, and finds the keys in which recipes differ.
 use crate::Run;
 use serde::Serialize;
+use sieve_core::Attention;
 use sieve_core::recipe::AttentionKind;
 use std::collections::BTreeSet;
 
