@@ -12,6 +12,7 @@ mod killed_rank;
 mod tiny_run;
 
 mod bf16_weights;
+mod chat;
 mod command_line;
 mod conversions;
 mod damaged_texts;

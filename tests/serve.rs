@@ -324,12 +324,12 @@ fn fields_that_change_nothing_are_taken_and_others_are_refused_by_name() {
     for (name, neutral, other) in [
         ("top_k", json!(-1), json!(-2)),
         ("top_k", json!(0), json!(1.5)),
-        ("min_p", json!(0), json!(0.1)),
-        ("repetition_penalty", json!(1.0), json!(1.1)),
-        ("repeat_penalty", json!(1), json!(1.1)),
+        ("min_p", json!(0), json!(1.5)),
+        ("repetition_penalty", json!(1.0), json!(0)),
+        ("repeat_penalty", json!(1), json!(-1)),
         ("length_penalty", json!(1.0), json!(0.5)),
-        ("presence_penalty", json!(0.0), json!(0.5)),
-        ("frequency_penalty", json!(0), json!(-1)),
+        ("presence_penalty", json!(0.0), json!(2.5)),
+        ("frequency_penalty", json!(0), json!(-3)),
         ("typical_p", json!(1.0), json!(0.9)),
         ("min_tokens", json!(0), json!(3)),
         ("ignore_eos", json!(false), json!(true)),
@@ -516,13 +516,16 @@ fn a_request_samples_as_the_models_file_says_unless_it_says_how() {
     tiny.prints("export --checkpoint run --out exported");
     let generation = tiny.read("exported/generation_config.json");
     let mut generation: Value = serde_json::from_str(&generation).expect("JSON");
-    for (name, value) in [("temperature", json!(0.5)), ("top_k", json!(1)), ("repetition_penalty", json!(1.1))] {
+    for (name, value) in [("temperature", json!(0.5)), ("top_k", json!(1)), ("min_p", json!(0.1))] {
         generation[name] = value;
     }
     tiny.write("exported/generation_config.json", generation.to_string());
     let served = Served::new(&tiny, "exported", "");
     let about = served.get("/v1/models").json()["data"][0].clone();
-    assert_eq!(about["sampling"], json!({"temperature": 0.5, "top_p": 1.0, "top_k": 1}));
+    assert_eq!(
+        about["sampling"],
+        json!({"temperature": 0.5, "top_p": 1.0, "top_k": 1, "min_p": 0.1, "repetition_penalty": 1.0})
+    );
     let text = |more: Value| {
         let mut body = json!({"prompt": "t5 t9 t11", "max_tokens": 9, "seed": 3});
         more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
@@ -531,7 +534,7 @@ fn a_request_samples_as_the_models_file_says_unless_it_says_how() {
     let greedy = text(json!({"temperature": 0}));
     assert_eq!(text(json!({})), greedy);
     let own = generated(&tiny, "run", "--temperature 2 --top-p 1 --seed 3", "t5 t9 t11");
-    assert_eq!(text(json!({"temperature": 2, "top_k": 0})), own["text"]);
+    assert_eq!(text(json!({"temperature": 2, "top_k": 0, "min_p": 0})), own["text"]);
     assert_ne!(own["text"], greedy);
     served.stop();
     generation["top_p"] = json!(2);

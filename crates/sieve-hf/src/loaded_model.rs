@@ -39,6 +39,10 @@ pub struct SamplingDefaults {
     pub top_p: Option<f64>,
     /// The number of likeliest tokens that are drawn from; `Some(None)` draws from all.
     pub top_k: Option<Option<usize>>,
+    /// The least probability of a drawn token, as a share of the likeliest token's.
+    pub min_p: Option<f64>,
+    /// What the logits of tokens that a text has already are divided by.
+    pub repetition_penalty: Option<f64>,
     /// Other settings of the file that change how text is drawn, which Sieve does not have, as `key = value`.
     pub others: Vec<String>,
 }
@@ -57,15 +61,14 @@ impl SamplingDefaults {
         // transformers draws from all tokens with 0, vLLM with -1 too.
         let is_count = |count: f64| count.fract() == 0.0 && (-1.0..=f64::from(u32::MAX)).contains(&count);
         let top_k = number("top_k", "a whole number from -1", is_count)?;
-        let others = [("repetition_penalty", 1.0), ("min_p", 0.0)].into_iter().filter_map(|(name, without_effect)| {
-            key(name).filter(|value| value.as_f64() != Some(without_effect)).map(|value| format!("{name} = {value}"))
-        });
         let most_tokens = key("max_new_tokens").map(|value| format!("max_new_tokens = {value}"));
         Ok(Self {
             temperature: number("temperature", "a number from 0", |number| number >= 0.0)?,
             top_p: number("top_p", "a number above 0 and up to 1", |number| number > 0.0 && number <= 1.0)?,
             top_k: top_k.map(|count| (count >= 1.0).then_some(count as usize)),
-            others: others.chain(most_tokens).collect(),
+            min_p: number("min_p", "a number from 0 to 1", |number| (0.0..=1.0).contains(&number))?,
+            repetition_penalty: number("repetition_penalty", "a number above 0", |number| number > 0.0)?,
+            others: most_tokens.into_iter().collect(),
         })
     }
 }
@@ -238,12 +241,19 @@ mod tests {
         let of = |value: Value| SamplingDefaults::of(value.as_object().expect("an object"));
         assert_eq!(of(json!({"do_sample": true, "eos_token_id": 3, "temperature": null})), Ok(Default::default()));
         let all = json!({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.0, "min_p": 0.0});
-        let set = SamplingDefaults { temperature: Some(0.6), top_p: Some(0.95), top_k: Some(Some(20)), others: vec![] };
+        let set = SamplingDefaults {
+            temperature: Some(0.6),
+            top_p: Some(0.95),
+            top_k: Some(Some(20)),
+            min_p: Some(0.0),
+            repetition_penalty: Some(1.0),
+            others: vec![],
+        };
         assert_eq!(of(all), Ok(set));
         let all = of(json!({"top_k": 0, "repetition_penalty": 1.05, "max_new_tokens": 9})).expect("it is valid");
         assert_eq!(
-            (all.top_k, all.others.join(", ").as_str()),
-            (Some(None), "repetition_penalty = 1.05, max_new_tokens = 9")
+            (all.top_k, all.repetition_penalty, all.others.join(", ").as_str()),
+            (Some(None), Some(1.05), "max_new_tokens = 9")
         );
         for (name, value) in [
             ("temperature", json!(-1)),
@@ -252,6 +262,8 @@ mod tests {
             ("top_p", json!(1.5)),
             ("top_k", json!(-2)),
             ("top_k", json!(1.5)),
+            ("min_p", json!(1.5)),
+            ("repetition_penalty", json!(0)),
         ] {
             let mut all = json!({});
             all[name] = value.clone();

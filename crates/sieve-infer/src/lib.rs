@@ -10,8 +10,10 @@ pub mod pass;
 pub mod rows;
 
 mod continuation;
+mod conversation;
 mod generator;
 mod greedy;
+mod logit_rules;
 mod open_texts;
 mod sampler;
 mod stop;
@@ -31,10 +33,12 @@ mod words;
 mod test_model;
 
 pub use continuation::{Continuation, Ending, TextsWithEndings, prompt_part, texts_together};
+pub use conversation::{Answer, AnswerConfig, Conversation};
 pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, text_documents};
 pub use error::InferError;
 pub use generator::{GenerateConfig, Generator};
 pub use greedy::{AfterPrompt, Greedy};
+pub use logit_rules::LogitRules;
 pub use logits::logits;
 pub use open_texts::OpenTexts;
 pub use perplexity::{

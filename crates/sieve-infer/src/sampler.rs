@@ -1,5 +1,6 @@
 //! Draws a token from logits: greedily, or with temperature and nucleus sampling (arXiv:1904.09751).
 use crate::InferError;
+use crate::logit_rules::{LogitRules, TextRules};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::Draw;
@@ -27,6 +28,8 @@ impl Sampling {
 pub struct Sampler {
     sampling: Sampling,
     random: ChaCha8Rng,
+    /// `None` where logits are drawn from as they are.
+    rules: Option<TextRules>,
 }
 
 impl Sampler {
@@ -50,7 +53,21 @@ impl Sampler {
         if top_k == Some(0) {
             return bad("top-k", 0.0, "use 1 or more, or leave it out to draw from all tokens");
         }
-        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed) })
+        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed), rules: None })
+    }
+
+    /// As [`new`](Self::new), with rules for the logits of a text that begins with `prompt`.
+    ///
+    /// # Errors
+    /// Also those of [`LogitRules::check`].
+    pub fn with_rules(sampling: Sampling, rules: LogitRules, prompt: &[u32]) -> Result<Self, InferError> {
+        rules.check()?;
+        Ok(Self { rules: TextRules::new(rules, prompt), ..Self::new(sampling)? })
+    }
+
+    /// Whether tokens are drawn by [`sample`](Self::sample) alone, because rules read or change the logits.
+    pub fn needs_logits(&self) -> bool {
+        self.rules.is_some()
     }
 
     /// Whether the token with the largest logit is always taken.
@@ -58,7 +75,8 @@ impl Sampler {
         self.sampling.temperature == 0.0
     }
 
-    /// The next draw, which takes the next random number. A greedy draw takes none.
+    /// The next draw, which takes the next random number. A greedy draw takes none. A device that is given it follows no
+    /// [rules](Self::needs_logits).
     pub fn next_draw(&mut self) -> Draw {
         let Sampling { temperature, top_p, top_k, .. } = self.sampling;
         match self.is_greedy() {
@@ -77,7 +95,16 @@ impl Sampler {
     ///
     /// Panics on an empty slice.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
-        sieve_ops::draw_on_host(logits, &self.next_draw())
+        let draw = self.next_draw();
+        let Some(rules) = &mut self.rules else {
+            return sieve_ops::draw_on_host(logits, &draw);
+        };
+        let logits = rules.penalised(logits);
+        // The tokens that `min_p` leaves are the first of all in the order of a draw, as those of `top_k` are.
+        let num_likely = rules.num_likely(&logits, self.sampling.temperature).and_then(|num| u32::try_from(num).ok());
+        let top_k = [draw.top_k, num_likely.unwrap_or(0)].into_iter().filter(|count| *count > 0).min();
+        let token = sieve_ops::draw_on_host(&logits, &Draw { top_k: top_k.unwrap_or(0), ..draw });
+        token.inspect(|token| rules.count(*token))
     }
 }
 
@@ -142,6 +169,24 @@ mod tests {
         // top_k = 2 leaves 0.625 and 0.375, and the first alone reaches top_p = 0.6.
         assert_eq!(draw(2, 0.6).expect("valid"), [0.0, 1.0, 0.0]);
         assert!(draw(0, 1.0).is_err());
+    }
+
+    #[test]
+    fn rules_leave_out_unlikely_tokens_and_penalise_repeated_ones() {
+        let logits = [0.3f32.ln(), 0.5f32.ln(), 0.2f32.ln()];
+        let with = |rules, sampling| Sampler::with_rules(sampling, rules, &[]).expect("valid settings");
+        let drawn = Sampling { temperature: 1.0, top_p: 1.0, top_k: None, seed: 5 };
+        // The least probability is 0.5 * 0.5, which leaves 0.3 and 0.5.
+        let likely = frequencies(with(LogitRules { min_p: 0.5, ..LogitRules::NONE }, drawn), &logits);
+        assert!(likely[2] == 0.0 && (likely[1] - 0.625).abs() < 0.015, "{likely:?}");
+        // Greedy: each token is so much less likely after it was drawn that all take turns.
+        let rules = LogitRules { presence_penalty: 2.0, frequency_penalty: 2.0, ..LogitRules::NONE };
+        let mut turns = with(rules, Sampling::GREEDY);
+        let tokens = (0..6).map(|_| turns.sample(&logits).expect("finite")).collect::<Vec<_>>();
+        assert_eq!(tokens, [1, 0, 2, 1, 0, 2]);
+        let plain = with(LogitRules::NONE, drawn);
+        assert!(!plain.needs_logits() && turns.needs_logits());
+        assert_eq!(frequencies(plain, &logits), frequencies(sampler(1.0, 1.0, 5), &logits));
     }
 
     #[test]

@@ -106,6 +106,12 @@ impl Fields {
         self.of_type(name, &wanted, |value| value.as_f64().filter(is_in))
     }
 
+    /// A factor: a number above 0.
+    pub(crate) fn factor(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
+        let read = |value: &Value| value.as_f64().filter(|factor| *factor > 0.0 && factor.is_finite());
+        self.of_type(name, "a number above 0", read)
+    }
+
     /// The number of likeliest tokens that are drawn from; `Some(None)` for all, which other servers write 0 or -1.
     pub(crate) fn top_k(&mut self) -> Result<Option<Option<usize>>, ApiError> {
         let most = i128::from(u32::MAX);

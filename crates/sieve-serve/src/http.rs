@@ -3,6 +3,7 @@ use crate::error::ApiError;
 use crate::queue::{Piece, Text};
 use crate::reply::Reply;
 use crate::request::{Asked, Form};
+use crate::served::Serving;
 use crate::server::Server;
 use crate::web::Access;
 use axum::Router;
@@ -70,8 +71,8 @@ pub(crate) fn metrics_alone(text: impl Fn() -> String + Clone + Send + Sync + 's
         .method_not_allowed_fallback(async || (StatusCode::METHOD_NOT_ALLOWED, "GET /metrics\n"))
 }
 
-/// Checks the head of a request and its key, and counts the answer.
-async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response<Body> {
+/// Checks the head of a request and its key, and counts and logs the answer.
+async fn guard(State(server): State<Arc<Server>>, mut request: Request, next: Next) -> Response<Body> {
     // The path that counts; unknown paths share one counter.
     let path = match request.uri().path() {
         "/" => "/",
@@ -82,6 +83,12 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
         path if path.starts_with("/v1/models") => "/v1/models",
         _ => "other",
     };
+    // A stream holds it beyond this function.
+    let serving = server.settings.log.clone().filter(|_| !["/health", "/metrics"].contains(&path));
+    let serving = serving.map(|log| Arc::new(Serving::new(request.method().as_str().to_owned(), path, log)));
+    if let Some(serving) = &serving {
+        request.extensions_mut().insert(serving.clone());
+    }
     // The page asks a person for the key, and holds nothing of the model.
     let is_open = ["/", "/health", "/metrics"].contains(&path);
     let response = match (server.settings.access.check(&request), &server.settings.api_key) {
@@ -102,7 +109,11 @@ async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) 
             response
         }
     };
-    server.metrics.count_answer(path, response.status().as_u16());
+    let status = response.status().as_u16();
+    server.metrics.count_answer(path, status);
+    if let Some(serving) = serving {
+        serving.has_status(status);
+    }
     response
 }
 
@@ -161,7 +172,8 @@ fn about(server: &Server) -> Value {
         "max_model_len": settings.context, "attention": settings.attention, "selector": settings.selector,
         "sampling": {
             "temperature": settings.sampling.temperature, "top_p": settings.sampling.top_p,
-            "top_k": settings.sampling.top_k,
+            "top_k": settings.sampling.top_k, "min_p": settings.rules.min_p,
+            "repetition_penalty": settings.rules.repetition_penalty,
         },
         "texts_at_once": settings.max_texts, "texts_waiting_at_most": settings.max_queue,
         "has_chat_template": settings.template.is_some(), "keys": server.keys(settings.context),
@@ -194,7 +206,8 @@ async fn chat(State(server): State<Arc<Server>>, request: Request) -> Response<B
 }
 
 /// Answers a request: sends its texts to the worker, and returns what comes back, whole or as a stream.
-async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Response<Body>, ApiError> {
+async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result<Response<Body>, ApiError> {
+    let serving = request.extensions_mut().remove::<Arc<Serving>>();
     let body = read(request).await?;
     let asking = server.clone();
     let asked = {
@@ -214,18 +227,23 @@ async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Res
             prompt: prompt.tokens.clone(),
             max_tokens: prompt.max_tokens,
             sampling: asked.sampling_of(index),
+            rules: asked.rules,
             stop: asked.stop.clone(),
             num_top: asked.num_top,
             scores_prompt: asked.echo && asked.num_top.is_some(),
             pieces,
         }
     })?;
-    let mut reply = Reply::new(server, asked.clone());
+    let mut reply = Reply::new(server, asked.clone(), serving);
     if asked.streams {
         return Ok(typed("text/event-stream", stream(reply, pieces)));
     }
     while !reply.is_whole() {
-        let (text, piece) = pieces.recv().await.ok_or_else(ApiError::stopping)?;
+        let Some((text, piece)) = pieces.recv().await else {
+            let error = ApiError::stopping();
+            reply.has_failed(&error);
+            return Err(error);
+        };
         reply.add(text, piece)?;
     }
     Ok(json_response(&reply.whole()))
@@ -278,6 +296,9 @@ fn stream(reply: Reply, pieces: UnboundedReceiver<(usize, Piece)>) -> Body {
                 },
                 None => Some(ApiError::stopping()),
             };
+            if let Some(error) = &failed {
+                reply.has_failed(error);
+            }
             if failed.is_none() && !reply.is_whole() {
                 continue;
             }

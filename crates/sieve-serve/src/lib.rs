@@ -2,11 +2,13 @@
 //!
 //! One thread owns the model and decodes all texts as one batch; texts join and leave between tokens. Another thread
 //! takes requests, checks them, and sends them over as texts through a bounded queue. A request that cannot be
-//! answered gets OpenAI's error JSON, and nothing that a request holds is printed or kept.
+//! answered gets OpenAI's error JSON. No text of a request is printed or kept; what is told of each are sizes and times
+//! ([`ServedRequest`]).
 
 mod error;
 mod metrics;
 mod queue;
+mod served;
 mod server;
 mod worker;
 
@@ -22,5 +24,6 @@ mod web;
 pub use error::ServeError;
 pub use listen::listen;
 pub use serve::{serve, serve_metrics};
+pub use served::{RequestLog, ServedRequest};
 pub use server::{Engine, Settings, Stop};
 pub use web::Access;

@@ -1,6 +1,6 @@
 //! The texts that requests ask for, on their way to the thread that owns the model.
 use crate::error::ApiError;
-use sieve_infer::{Sampling, StopTexts, TokenScore};
+use sieve_infer::{LogitRules, Sampling, StopTexts, TokenScore};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;
@@ -16,6 +16,7 @@ pub(crate) struct Text {
     /// Tokens after the prompt, at most.
     pub(crate) max_tokens: usize,
     pub(crate) sampling: Sampling,
+    pub(crate) rules: LogitRules,
     pub(crate) stop: StopTexts,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
     pub(crate) num_top: Option<usize>,

@@ -2,6 +2,7 @@
 use crate::error::ApiError;
 use crate::queue::Piece;
 use crate::request::{Asked, Form};
+use crate::served::Serving;
 use crate::server::Server;
 use serde_json::{Map, Value, json};
 use sieve_infer::TokenScore;
@@ -20,6 +21,8 @@ pub(crate) struct Reply {
     id: String,
     created: u64,
     choices: Vec<Choice>,
+    /// What is logged of the request, if anything is.
+    serving: Option<Arc<Serving>>,
 }
 
 /// One text of the answer.
@@ -63,7 +66,7 @@ pub(crate) fn seconds_since_1970() -> u64 {
 
 impl Reply {
     /// The answer to a request before its first text: an id, and an empty choice for each text.
-    pub(crate) fn new(server: Arc<Server>, asked: Arc<Asked>) -> Self {
+    pub(crate) fn new(server: Arc<Server>, asked: Arc<Asked>, serving: Option<Arc<Serving>>) -> Self {
         let created = seconds_since_1970();
         let prefix = match asked.form {
             Form::Completion => "cmpl",
@@ -81,7 +84,10 @@ impl Reply {
             unfinished: Vec::new(),
         };
         let choices = (0..asked.num_texts()).map(choice).collect();
-        Self { server, id, created, choices, asked }
+        if let Some(serving) = &serving {
+            serving.has_prompts(asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum());
+        }
+        Self { server, id, created, choices, asked, serving }
     }
 
     /// Adds what happened to a text.
@@ -108,9 +114,28 @@ impl Reply {
                 choice.num_tokens = num_tokens;
                 choice.finish = Some(if has_stopped { "stop" } else { "length" });
             }
-            Piece::Failed(error) => return Err(error),
+            Piece::Failed(error) => {
+                self.has_failed(&error);
+                return Err(error);
+            }
+        }
+        if let Some(serving) = &self.serving {
+            serving.has_text();
+            if choice.finish.is_some() {
+                serving.has_ended(choice.num_tokens);
+            }
+            if self.is_whole() {
+                serving.is_whole();
+            }
         }
         Ok(())
+    }
+
+    /// The answer ends with an error.
+    pub(crate) fn has_failed(&self, error: &ApiError) {
+        if let Some(serving) = &self.serving {
+            serving.has_failed(error);
+        }
     }
 
     /// Whether every text has ended.

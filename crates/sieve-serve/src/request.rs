@@ -3,7 +3,7 @@ use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
 use serde_json::{Value, json};
-use sieve_infer::{Sampling, StopTexts};
+use sieve_infer::{LogitRules, Sampling, StopTexts};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
@@ -21,6 +21,9 @@ const MOST_STOPS: usize = 16;
 const MOST_STOP_BYTES: usize = 4096;
 /// Highest temperature, as OpenAI has it.
 const MOST_TEMPERATURE: f64 = 2.0;
+
+/// Largest penalty of presence and frequency, as OpenAI has it.
+const MOST_PENALTY: f64 = 2.0;
 
 /// The form of a request and of its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +51,8 @@ pub(crate) struct Asked {
     /// Texts of each prompt; each has the next seed.
     pub(crate) num_samples: usize,
     pub(crate) sampling: Sampling,
+    /// What changes logits before a token is drawn.
+    pub(crate) rules: LogitRules,
     pub(crate) stop: StopTexts,
     /// Whether the answer begins with the prompt.
     pub(crate) echo: bool,
@@ -102,6 +107,7 @@ impl Asked {
                 .collect::<Result<_, ApiError>>()?,
             num_samples: fields.count("n", [1, MOST_SAMPLES])?.unwrap_or(1),
             sampling: sampling(&mut fields, server.settings.sampling)?,
+            rules: logit_rules(&mut fields, server.settings.rules)?,
             stop: StopTexts::new(&stop_texts(fields.take("stop"))?, &server.tokenizer),
             echo,
             num_top,
@@ -144,6 +150,20 @@ fn sampling(fields: &mut Fields, usual: Sampling) -> Result<Sampling, ApiError> 
         top_k: fields.top_k()?.unwrap_or(usual.top_k),
         // Without a seed each request gets another text: the hasher's keys are random.
         seed: fields.seed()?.unwrap_or_else(|| RandomState::new().hash_one(0)),
+    })
+}
+
+/// What changes logits before a token is drawn; `usual` counts where the request does not say it. The ranges are
+/// OpenAI's and vLLM's.
+fn logit_rules(fields: &mut Fields, usual: LogitRules) -> Result<LogitRules, ApiError> {
+    let penalty = [-MOST_PENALTY, MOST_PENALTY];
+    // llama.cpp has a name of its own.
+    let repetition = [fields.factor("repetition_penalty")?, fields.factor("repeat_penalty")?];
+    Ok(LogitRules {
+        min_p: fields.number("min_p", [0.0, 1.0], false)?.unwrap_or(usual.min_p),
+        repetition_penalty: repetition.into_iter().flatten().next().unwrap_or(usual.repetition_penalty),
+        presence_penalty: fields.number("presence_penalty", penalty, false)?.unwrap_or(usual.presence_penalty),
+        frequency_penalty: fields.number("frequency_penalty", penalty, false)?.unwrap_or(usual.frequency_penalty),
     })
 }
 
@@ -305,9 +325,7 @@ fn is_text_form(value: &Value) -> bool {
 type ChangesNothing = fn(&Value) -> bool;
 
 /// Fields of OpenAI, vLLM, SGLang and llama.cpp that this server lacks.
-const LACKING: [(&str, ChangesNothing); 39] = [
-    ("presence_penalty", is_zero),
-    ("frequency_penalty", is_zero),
+const LACKING: [(&str, ChangesNothing); 34] = [
     ("logit_bias", is_empty),
     ("tools", is_empty),
     ("functions", is_empty),
@@ -318,12 +336,9 @@ const LACKING: [(&str, ChangesNothing); 39] = [
     ("parallel_tool_calls", Value::is_boolean),
     ("response_format", is_text_form),
     ("echo", is_false),
-    ("min_p", is_zero),
     ("top_a", is_zero),
     ("typical_p", is_one),
     ("tfs_z", is_one),
-    ("repetition_penalty", is_one),
-    ("repeat_penalty", is_one),
     ("length_penalty", is_one),
     ("min_tokens", is_zero),
     ("ignore_eos", is_false),

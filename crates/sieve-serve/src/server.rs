@@ -1,12 +1,13 @@
 //! What a server is made of: the model, names and limits, and what all requests share.
 use crate::metrics::Metrics;
 use crate::queue::Queue;
+use crate::served::RequestLog;
 use crate::web::Access;
 use serde_json::{Value, json};
 use sieve_core::ModelShape;
 use sieve_data::Tokenizer;
 use sieve_hf::ChatTemplate;
-use sieve_infer::{Sampling, Selection};
+use sieve_infer::{LogitRules, Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use std::sync::Arc;
@@ -57,10 +58,14 @@ pub struct Settings {
     pub template: Option<ChatTemplate>,
     /// How a request samples that does not say it. The seed is not used.
     pub sampling: Sampling,
+    /// What changes the logits of a request that does not say it.
+    pub rules: LogitRules,
     /// What `/v1/models` says about attention.
     pub attention: String,
     /// The selector, if any; its texts are decoded one at a time.
     pub selector: Option<String>,
+    /// What hears of each request that was answered, except of `/health` and `/metrics`.
+    pub log: Option<RequestLog>,
 }
 
 /// Asks a server to stop: it takes no more requests, and ends when those that it has are answered.

@@ -164,8 +164,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 Ok(()) => {}
                 Err(error) => writing.fail(error.into()),
             };
-            // Log-probabilities need the logits on the host. The same draw gives the same token there.
-            if open.owned().any(|writing| writing.text.num_top.is_some()) {
+            // Log-probabilities and rules need the logits on the host. The same draw gives the same token there.
+            if open.owned().any(|writing| writing.text.num_top.is_some() || writing.sampler.needs_logits()) {
                 return open.step(token, |writing, logits| {
                     let done = writing.draw(logits, engine, metrics);
                     settled(writing, done);
@@ -207,7 +207,7 @@ struct Writing<'t> {
 impl<'t> Writing<'t> {
     fn new(text: Text, tokenizer: &'t Tokenizer) -> Result<Self, InferError> {
         Ok(Self {
-            sampler: Sampler::new(text.sampling)?,
+            sampler: Sampler::with_rules(text.sampling, text.rules, &text.prompt)?,
             stream: Some(text.stop.until(tokenizer.decode_stream(&text.prompt)?)),
             last: 0,
             num_tokens: 0,

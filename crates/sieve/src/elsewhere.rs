@@ -24,7 +24,6 @@ const COMMANDS: [(&str, &str); 21] = [
     ("pull", "import --from hf://OWNER/NAME fetches a model from the Hugging Face hub"),
     ("web", "serve --checkpoint MODEL answers over HTTP, as OpenAI's API does"),
     ("api", "serve --checkpoint MODEL answers over HTTP, as OpenAI's API does"),
-    ("chat", "generate --chat --prompt TEXT answers one message of an instruct model"),
     ("sample", "generate"),
     ("prepare", "data prepare"),
     ("evaluate", "eval ppl, and eval --help for the others"),
@@ -34,7 +33,7 @@ const COMMANDS: [(&str, &str); 21] = [
 /// Commands that read a recipe, or make one.
 const OF_RECIPES: &[&str] = &["train", "launch", "plan", "recipe", "import", "data"];
 /// Commands that read a trained model.
-const OF_MODELS: &[&str] = &["generate", "serve", "eval", "export", "logits"];
+const OF_MODELS: &[&str] = &["generate", "chat", "serve", "eval", "export", "logits"];
 
 /// A flag of other programs.
 struct Flag {

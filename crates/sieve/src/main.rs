@@ -1,6 +1,7 @@
 //! `sieve`: trains, evaluates and exports language models with learned sparse attention.
 
 mod allocator;
+mod chat;
 mod completion;
 mod data;
 mod elsewhere;
@@ -88,6 +89,9 @@ enum Command {
         after_help = "Example: sieve generate --checkpoint out/quickstart --prompt 'fn main' --max-new-tokens 100"
     )]
     Generate(generate::GenerateArgs),
+    /// Talk to an instruct model in the terminal
+    #[command(after_help = "Example: sieve chat --checkpoint hf://HuggingFaceTB/SmolLM2-135M-Instruct")]
+    Chat(chat::ChatArgs),
     /// Answer requests with a trained model: an OpenAI-compatible server
     #[command(after_help = "Example: sieve serve --checkpoint out/quickstart --port 8000")]
     Serve(serve::ServeArgs),
@@ -174,6 +178,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         }
         Command::Plan(args) => done(plan::run(args)),
         Command::Generate(args) => paths::with_reference_lines(generate::run(args)),
+        Command::Chat(args) => done(paths::with_reference_lines(chat::run(args))),
         Command::Serve(args) => done(paths::with_reference_lines(serve::run(args))),
         Command::Eval(command) => paths::with_reference_lines(eval::run(command)),
         Command::Compare(args) => done(sieve_lab::compare(&args)),

@@ -9,13 +9,16 @@ use sieve_host::out_of_memory::inference_plan;
 use sieve_host::{hub, loaded, selector, terminal};
 
 use sieve_hf::{ChatTemplate, Kept, SamplingDefaults, peek_model};
-use sieve_infer::{Sampling, prompt_part, texts_together};
+use sieve_infer::{LogitRules, Sampling, prompt_part, texts_together};
 use sieve_ops::DeviceBackend;
 use sieve_plan::{InferenceSize, MemoryVerdict};
-use sieve_serve::{Access, Engine, Settings, Stop};
+use sieve_serve::{Access, Engine, RequestLog, Settings, Stop};
+use std::io::IsTerminal;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::sync_channel;
 
 /// The variable that holds the key where `--api-key` is absent: other users can read a command line.
 const API_KEY: &str = "SIEVE_API_KEY";
@@ -56,6 +59,10 @@ pub(crate) struct ServeArgs {
     /// Sequences that wait, at most; a request beyond them gets status 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
     max_queue: u64,
+    /// Print each request as a line of JSON: method, path, status, tokens, seconds, never a text. A terminal, and -v,
+    /// show the same in words
+    #[arg(long)]
+    log_requests: bool,
     #[command(flatten)]
     sparse: selector::SelectorArgs,
     #[command(flatten)]
@@ -194,7 +201,7 @@ fn run_on<B: DeviceBackend>(
     };
     terminal::line(&terminal::model_line(&loaded.line()));
     let eos_id = tokenizer.eos_id()?;
-    let sampling = sampling(&loaded.sampling_defaults()?);
+    let (sampling, rules) = sampling(&loaded.sampling_defaults()?);
     let engine = Engine {
         model: &loaded.model,
         device,
@@ -223,8 +230,10 @@ fn run_on<B: DeviceBackend>(
         eos_id,
         template,
         sampling,
+        rules,
         attention: attention_label(&loaded.shape),
         selector: args.sparse.selector.as_ref().map(ToString::to_string),
+        log: request_log(args.log_requests)?,
     };
     let address = listener.local_addr().context("reading the address")?;
     if !settings.access.is_local && settings.api_key.is_none() {
@@ -245,15 +254,51 @@ fn run_on<B: DeviceBackend>(
     Ok(())
 }
 
+/// Lines of requests that wait to be printed, at most.
+const MOST_LINES: usize = 4096;
+
+/// Prints a line of each request: of JSON, or of words on a terminal and with `-v`. A thread prints, so that requests
+/// do not wait for a terminal or a pipe that takes no more; lines for which there is no place are counted.
+fn request_log(as_json: bool) -> Result<Option<RequestLog>> {
+    if !as_json && !terminal::is_verbose() && !std::io::stdout().is_terminal() {
+        return Ok(None);
+    }
+    let (lines, printed) = sync_channel::<String>(MOST_LINES);
+    let lost = Arc::new(AtomicU64::new(0));
+    let counted = lost.clone();
+    let print = move || {
+        for line in printed {
+            if as_json {
+                terminal::line(&line);
+            } else {
+                terminal::status(&line);
+            }
+            let lost = counted.swap(0, Relaxed);
+            if lost > 0 {
+                terminal::warning(&format!("{lost} requests have no line, because nobody read the lines before"));
+            }
+        }
+    };
+    std::thread::Builder::new().name("request-log".to_owned()).spawn(print).context("starting a thread that prints")?;
+    Ok(Some(RequestLog::new(move |request| {
+        let line = if as_json { request.json().to_string() } else { request.to_string() };
+        if lines.try_send(line).is_err() {
+            lost.fetch_add(1, Relaxed);
+        }
+    })))
+}
+
 /// How a request samples that does not say it: as `generation_config.json` says, of which a line tells, else from the
 /// model's own distribution.
-fn sampling(defaults: &SamplingDefaults) -> Sampling {
-    let SamplingDefaults { temperature, top_p, top_k, others } = defaults;
+fn sampling(defaults: &SamplingDefaults) -> (Sampling, LogitRules) {
+    let SamplingDefaults { temperature, top_p, top_k, min_p, repetition_penalty, others } = defaults;
     let all = |top_k: &Option<usize>| top_k.map_or_else(|| "all".to_owned(), |top_k| top_k.to_string());
     let set = [
         temperature.map(|value| format!("temperature {value}")),
         top_p.map(|value| format!("top_p {value}")),
         top_k.as_ref().map(|value| format!("top_k {}", all(value))),
+        min_p.map(|value| format!("min_p {value}")),
+        repetition_penalty.map(|value| format!("repetition_penalty {value}")),
     ];
     let set = set.into_iter().flatten().collect::<Vec<_>>();
     if !set.is_empty() {
@@ -265,7 +310,12 @@ fn sampling(defaults: &SamplingDefaults) -> Sampling {
         terminal::warning(&format!("generation_config.json has {others}, which this server does not follow"));
     }
     let [temperature, top_p] = [temperature, top_p].map(|value| value.unwrap_or(1.0));
-    Sampling { temperature, top_p, top_k: top_k.flatten(), seed: 0 }
+    let rules = LogitRules {
+        min_p: min_p.unwrap_or(LogitRules::NONE.min_p),
+        repetition_penalty: repetition_penalty.unwrap_or(LogitRules::NONE.repetition_penalty),
+        ..LogitRules::NONE
+    };
+    (Sampling { temperature, top_p, top_k: top_k.flatten(), seed: 0 }, rules)
 }
 
 /// The first signal lets open requests end, a later one ends the process.
@@ -273,8 +323,9 @@ fn stop_at_signals(stop: &Stop) -> Result<()> {
     let (stop, signals) = (stop.clone(), Signals::default());
     let ask = move || match signals.count() {
         Asked::Stop => {
-            terminal::line("stopping when the open requests are answered; once more to quit at once");
+            // First, since printing may wait for whoever reads the output.
             stop.ask();
+            terminal::line("stopping when the open requests are answered; once more to quit at once");
         }
         Asked::Same => {}
         Asked::QuitAtOnce => sieve_host::exit::Exit::Interrupted.now(),

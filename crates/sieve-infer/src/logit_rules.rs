@@ -1,0 +1,148 @@
+//! Rules that change a token's logits by the text before it, or leave out unlikely tokens, before one is drawn.
+use crate::InferError;
+use std::collections::{HashMap, HashSet};
+
+/// Penalties of tokens that a text has already, and the least probability of a drawn token, as vLLM has them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitRules {
+    /// Draw only from tokens whose probability, at the temperature, is at least this share of the likeliest token's; in
+    /// `[0, 1]`. It is applied before `top_k` and `top_p`.
+    pub min_p: f64,
+    /// A positive logit of a token of the prompt or the text is divided by it, a negative one multiplied
+    /// (arXiv:1909.05858). Above 0.
+    pub repetition_penalty: f64,
+    /// Subtracted from the logit of a generated token.
+    pub presence_penalty: f64,
+    /// Subtracted from the logit of a generated token once for each time that it was generated.
+    pub frequency_penalty: f64,
+}
+
+impl LogitRules {
+    /// The rules that change nothing.
+    pub const NONE: Self = Self { min_p: 0.0, repetition_penalty: 1.0, presence_penalty: 0.0, frequency_penalty: 0.0 };
+
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    /// A number outside its range, or not finite.
+    pub fn check(&self) -> Result<(), InferError> {
+        let Self { min_p, repetition_penalty, presence_penalty, frequency_penalty } = *self;
+        if !(0.0..=1.0).contains(&min_p) {
+            return Err(InferError::setting("min-p", min_p, "use a number from 0 to 1, such as 0.05"));
+        }
+        if !(repetition_penalty > 0.0 && repetition_penalty.is_finite()) {
+            return Err(InferError::setting(
+                "repetition-penalty",
+                repetition_penalty,
+                "use a number above 0, such as 1.1",
+            ));
+        }
+        for (name, penalty) in [("presence-penalty", presence_penalty), ("frequency-penalty", frequency_penalty)] {
+            if !penalty.is_finite() {
+                return Err(InferError::setting(name, penalty, "use a number such as 0.5"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The rules of one text, with the tokens that they look at.
+#[derive(Debug)]
+pub(crate) struct TextRules {
+    rules: LogitRules,
+    prompt: HashSet<u32>,
+    /// How often each token was generated.
+    generated: HashMap<u32, u32>,
+}
+
+impl TextRules {
+    /// `None` for rules that change nothing.
+    pub(crate) fn new(rules: LogitRules, prompt: &[u32]) -> Option<Self> {
+        let prompt = if rules.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
+        (rules != LogitRules::NONE).then(|| Self { rules, prompt, generated: HashMap::new() })
+    }
+
+    /// Counts a generated token.
+    pub(crate) fn count(&mut self, token: u32) {
+        *self.generated.entry(token).or_default() += 1;
+    }
+
+    /// The logits after the penalties. Tokens beyond `logits` have none.
+    pub(crate) fn penalised(&self, logits: &[f32]) -> Vec<f32> {
+        let LogitRules { repetition_penalty, presence_penalty, frequency_penalty, .. } = self.rules;
+        let mut logits = logits.to_vec();
+        let of_prompt = self.prompt.iter().filter(|token| !self.generated.contains_key(token));
+        for (&token, times) in of_prompt.map(|token| (token, 0)).chain(self.generated.iter().map(|(t, n)| (t, *n))) {
+            let Some(logit) = logits.get_mut(token as usize) else {
+                continue;
+            };
+            let mut penalised = f64::from(*logit);
+            if penalised > 0.0 {
+                penalised /= repetition_penalty;
+            } else {
+                penalised *= repetition_penalty;
+            }
+            if times > 0 {
+                penalised -= presence_penalty + frequency_penalty * f64::from(times);
+            }
+            *logit = penalised as f32;
+        }
+        logits
+    }
+
+    /// How many tokens `min_p` leaves, at least one: the likeliest. `None` for all.
+    pub(crate) fn num_likely(&self, logits: &[f32], temperature: f64) -> Option<usize> {
+        let min_p = self.rules.min_p;
+        if min_p == 0.0 || temperature == 0.0 {
+            return None;
+        }
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let least = f64::from(largest) + temperature * min_p.ln();
+        Some(logits.iter().filter(|&&logit| f64::from(logit) >= least).count().max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn penalties_are_those_of_their_formulas() {
+        let rules = LogitRules { repetition_penalty: 2.0, presence_penalty: 0.5, frequency_penalty: 0.25, min_p: 0.0 };
+        let mut text = TextRules::new(rules, &[1, 2, 9]).expect("it has rules");
+        assert_eq!(text.penalised(&[1.0, 4.0, -3.0, 2.0]), [1.0, 2.0, -6.0, 2.0]);
+        for token in [3, 3, 1] {
+            text.count(token);
+        }
+        // Token 3: 2 / 2 - 0.5 - 2 * 0.25; token 1: 4 / 2 - 0.5 - 0.25.
+        assert_eq!(text.penalised(&[1.0, 4.0, -3.0, 2.0]), [1.0, 1.25, -6.0, 0.0]);
+    }
+
+    #[test]
+    fn min_p_leaves_tokens_of_a_share_of_the_largest_probability() {
+        let text = |min_p| TextRules::new(LogitRules { min_p, ..LogitRules::NONE }, &[]);
+        assert!(text(0.0).is_none());
+        // Probabilities 0.6, 0.3, 0.09, 0.01.
+        let logits = [0.6f32, 0.3, 0.09, 0.01].map(f32::ln);
+        for (min_p, left) in [(0.01, 4), (0.1, 3), (0.49, 2), (0.51, 1), (1.0, 1)] {
+            assert_eq!(text(min_p).expect("a rule").num_likely(&logits, 1.0), Some(left), "{min_p}");
+        }
+        // A higher temperature makes the tokens more alike.
+        assert_eq!(text(0.49).expect("a rule").num_likely(&logits, 2.0), Some(2));
+        assert_eq!(text(0.35).expect("a rule").num_likely(&logits, 2.0), Some(3));
+        assert_eq!(text(0.49).expect("a rule").num_likely(&logits, 0.0), None);
+    }
+
+    #[test]
+    fn numbers_out_of_range_are_refused() {
+        for bad in [
+            LogitRules { min_p: 1.5, ..LogitRules::NONE },
+            LogitRules { repetition_penalty: 0.0, ..LogitRules::NONE },
+            LogitRules { presence_penalty: f64::NAN, ..LogitRules::NONE },
+            LogitRules { frequency_penalty: f64::INFINITY, ..LogitRules::NONE },
+        ] {
+            assert!(bad.check().is_err(), "{bad:?}");
+        }
+        LogitRules::NONE.check().expect("nothing is wrong");
+    }
+}
