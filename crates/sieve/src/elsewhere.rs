@@ -7,7 +7,7 @@ use std::error::Error;
 use std::path::Path;
 
 /// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
-const COMMANDS: [(&str, &str); 21] = [
+const COMMANDS: [(&str, &str); 20] = [
     ("init", "recipe new"),
     ("new", "recipe new"),
     ("config", "recipe show --all RECIPE"),
