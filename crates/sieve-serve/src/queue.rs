@@ -150,6 +150,7 @@ mod tests {
             prompt: Arc::new([1]),
             max_tokens: 1,
             sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: None, seed: 0 },
+            rules: LogitRules::NONE,
             stop: StopTexts::default(),
             num_top: None,
             scores_prompt: false,

@@ -22,7 +22,7 @@ mod validating;
 mod writer;
 
 pub use best::{BestCheckpoint, best_checkpoint};
-pub use checkpoints::tidy_finished;
+use checkpoints::{Checkpoints, Fallback};
 pub use faults::{FaultInjection, Moment};
 pub use sampling::WriteSamples;
 pub use stage::step_batch;
@@ -46,7 +46,7 @@ use faults::Scaled;
 use guard_log::{GuardLog, norms_by_part};
 use ranks::Ranks;
 use reporter::Reporter;
-use saving::Checkpoints;
+pub use saving::tidy_finished;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sieve_comm::Work;
@@ -269,7 +269,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Sets the folder for the last checkpoint of this process if the run's own folder cannot be written to. No other
     /// run may use it (see [`RunFolder::fallback_name`]), and it must be the same for all processes of the run.
     pub fn set_fallback(&mut self, folder: PathBuf) {
-        self.checkpoints.fallback = Some(folder);
+        self.checkpoints.fallback = Fallback::Waiting(folder);
     }
 
     /// Changes how failed writes are retried. For tests.

@@ -1,141 +1,365 @@
-//! Where a run's checkpoints are and go, and which writes failed.
+//! Writes a run's recipe and checkpoints, and removes outdated checkpoints.
+#[cfg(doc)]
+use super::checkpoints::Checkpoints;
+use super::checkpoints::{Fallback, remove_half_written};
+use super::faults::Moment;
 use super::reporter::Reporter;
-use super::writer::CheckpointWriter;
-use crate::origin::Begun;
+use super::writer::{Shard, Written};
+use super::{Trainer, best_checkpoint};
+use crate::metrics::drop_later_lines;
+use crate::optimizer::ReplicaSums;
 use crate::run_folder::rename_aside;
-use crate::tries::Tries;
-use crate::{RunFolder, TrainError, TrainEvent};
-use sieve_core::ShownPath;
-use sieve_hf::list_checkpoints;
+use crate::{Origin, RunFolder, TrainError, TrainEvent};
+use sieve_core::{MODEL_LINE, Recipe, ShownPath};
+use sieve_files::write_atomically;
+use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
+use sieve_ops::TrainBackend;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-/// The checkpoints of a run: the last one, the one that is being written, and the failed ones.
-pub(super) struct Checkpoints {
-    /// The run's folder.
-    pub(super) folder: RunFolder,
-    /// The checkpoint of another folder that this process begins with.
-    pub(super) begun: Option<Begun>,
-    /// Step of the last checkpoint of this run.
-    pub(super) last: Option<u64>,
-    /// Folder to which the last checkpoint was written.
-    pub(super) last_folder: PathBuf,
-    pub(super) writer: CheckpointWriter,
-    /// Whether all processes have written their files of the checkpoint that is being written.
-    pub(super) all_written: bool,
-    /// Whether a checkpoint must be written. It waits until a streak of bad steps is over, because the guard goes back
-    /// to the last checkpoint, which must hold no bad step.
-    pub(super) is_due: bool,
-    pub(super) tries: Tries,
-    /// The folder for the last checkpoint of a process when the run's own folder cannot be written to.
-    pub(super) fallback: Option<PathBuf>,
-    /// Whether checkpoints go to the fallback folder.
-    pub(super) uses_fallback: bool,
-    /// Step and error of a failed checkpoint that was not reported yet, if there is one.
-    pub(super) problem: Option<(u64, String)>,
-}
+/// The longest pause between two tries to write the last checkpoint.
+const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 
-impl Checkpoints {
-    /// The checkpoints of a run in `folder` that has none yet.
-    pub(super) fn new(folder: RunFolder) -> Self {
-        Self {
-            begun: None,
-            last: None,
-            last_folder: folder.checkpoint_path(),
-            writer: CheckpointWriter::default(),
-            all_written: false,
-            is_due: false,
-            tries: Tries::default(),
-            fallback: None,
-            uses_fallback: false,
-            problem: None,
-            folder,
+impl<B: TrainBackend> Trainer<B> {
+    /// Takes a snapshot of the state and begins to write it, unless the folder has it already. Waits until the previous
+    /// checkpoint is on disk or has failed. Each rank writes its shards. If a write fails, training continues on all
+    /// ranks: see [`Checkpoints::warn_unsaved`].
+    ///
+    /// # Errors
+    /// A rank or a device is lost; another process has taken the output folder.
+    pub(super) fn start_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        if [self.checkpoints.last, self.checkpoints.writer.step()].contains(&Some(self.progress.step)) {
+            return Ok(());
         }
-    }
-
-    /// The folder into which the next checkpoint is written.
-    pub(super) fn next_folder(&self) -> PathBuf {
-        match (&self.fallback, self.uses_fallback) {
-            (Some(folder), true) => folder.clone(),
-            _ => self.folder.checkpoint_path(),
+        self.finish_checkpoint(reporter)?;
+        // Reports a failure of the previous checkpoint before this one's can replace it.
+        self.checkpoints.warn_unsaved(reporter);
+        self.finish_leaves()?;
+        let folder = self.checkpoints.next_folder();
+        let begun = match self.ranks.writes() {
+            true => self.begin_folder(&folder, reporter),
+            false => Ok(()),
+        };
+        let problem = match begun {
+            Err(error @ TrainError::FolderBusy(_)) => return Err(error),
+            begun => begun.err().map(|error| error.to_string()),
+        };
+        // The other ranks write into the folder that rank 0 has created.
+        if let Some(problem) = self.ranks.problem_of_any(problem)? {
+            self.checkpoints.note_failure(self.progress.step, problem);
+            return Ok(());
         }
+        let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
+        let distance = self.distance(self.progress.step);
+        let snapshot = self.learner.optimizer.snapshot(self.model(), &self.machine.device, distance);
+        let (step, disturbance) = (self.progress.step, self.machine.disturbance.clone());
+        let files = move || {
+            disturbance.at(step, Moment::Writing);
+            let (model, optimizer, replica) = snapshot.read()?;
+            let files = CheckpointFiles { model, optimizer, recipe_toml, tokenizer_json };
+            Ok((files, replica))
+        };
+        let share = self.share();
+        let state = CheckpointState {
+            format_version: FORMAT_VERSION,
+            step: self.progress.step,
+            next_sample: self.progress.next_sample,
+            tokens_seen: self.progress.tokens_seen,
+            guard: Some(self.guard_log.loss_mean.state()),
+            vocab_size: self.stage.shape.vocab_size,
+            data_fingerprint: self.data.fingerprint(),
+            data_tokens: self.data.tokens(),
+            num_threads: rayon::current_num_threads(),
+            sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+            num_shards: share.group.size(),
+            checksums: Default::default(),
+        };
+        self.checkpoints.writer.start(&folder, state, share, files)
     }
 
-    /// Path of the last checkpoint of this run.
-    pub(super) fn last_path(&self) -> Option<PathBuf> {
-        let step = self.last?;
-        Some(self.last_folder.join(format!("step-{step}")))
+    /// What is trained, on one line ([`model_line`](sieve_core::model_line)).
+    pub fn model_line(&self) -> &str {
+        &self.lines.model
     }
 
-    /// Whether a failed checkpoint must be tried again now.
-    pub(super) fn must_retry(&self) -> bool {
-        self.tries.is_due() && self.writer.step().is_none()
+    /// Writes the recipe into the run's folder, with [`model_line`](Self::model_line) as a comment on its first line.
+    /// It is the first file of a run, and a run without it cannot be resumed.
+    /// Also writes `origin.json` (the checkpoint that the run began with), until the run has a checkpoint of its own.
+    /// [`run`](Self::run) writes it too; a caller that writes other files into the folder calls this first.
+    ///
+    /// # Errors
+    /// Any failure of the file system.
+    pub fn write_config(&self) -> Result<(), TrainError> {
+        if !self.ranks.writes() {
+            return Ok(());
+        }
+        if self.checkpoints.last.is_none() {
+            Origin::note(self.checkpoints.begun.as_ref(), &self.checkpoints.folder)?;
+        }
+        let text = format!("{MODEL_LINE}{}\n{}", self.lines.model, self.recipe.to_toml()?);
+        Ok(write_atomically(&self.checkpoints.folder.config_path(), text.as_bytes())?)
     }
 
-    /// Whether this process has written its files of the checkpoint that is being written.
-    pub(super) fn has_written(&self) -> bool {
-        self.writer.step().is_some() && self.writer.is_done()
+    /// Prepares the folder of the next checkpoint: makes the run's folder again if it was removed, opens
+    /// `metrics.jsonl` again if it was moved, moves an earlier `step-N` out of the way in the folder of
+    /// `--checkpoint-fallback`, and begins the checkpoint.
+    ///
+    /// # Errors
+    /// The disk has too little room, or refuses a file.
+    fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        if self.checkpoints.folder.regain()? {
+            self.write_config()?;
+            reporter.metrics.reopen();
+            let path = self.checkpoints.folder.path().shown();
+            reporter.emit(TrainEvent::Warning(&format!(
+                "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
+            )));
+        } else if reporter.metrics.is_elsewhere() {
+            reporter.metrics.reopen();
+            let path = self.checkpoints.folder.metrics_path();
+            reporter.emit(TrainEvent::Warning(&format!(
+                "warning: {} was moved, removed or replaced while the run writes to it; the lines since the last \
+                 checkpoint are in the old file, later ones go to the new one",
+                path.shown()
+            )));
+        }
+        fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
+        let taken = folder.join(format!("step-{}", self.progress.step));
+        if matches!(self.checkpoints.fallback, Fallback::Next(_)) && taken.exists() {
+            rename_aside(&taken, "aside")?;
+        }
+        let (needed, free) = (self.learner.optimizer.checkpoint_bytes(), sieve_files::free_bytes(folder));
+        if let Some(free) = free.filter(|free| *free < needed) {
+            // Written until the disk is full, a large one would take minutes at each try.
+            let shown = |bytes: u64| match bytes >> 30 {
+                0 => format!("{} KiB", bytes.div_ceil(1 << 10)),
+                _ => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+            };
+            return Err(TrainError::refused(
+                format!("it takes {}, and {} are free in {}", shown(needed), shown(free), folder.shown()),
+                "make room, or lower checkpoint.keep_latest_k: the one before stays until the new one is written",
+            ));
+        }
+        Ok(Checkpoint::begin(folder, self.progress.step)?)
     }
 
-    /// Whether enough checkpoints failed to end the run.
-    pub(super) fn give_up(&self) -> bool {
-        self.tries.num_failed >= self.tries.limits.max_failures
+    /// Waits until all ranks have written the pending checkpoint, gives it its final name, reports it, and removes
+    /// outdated checkpoints.
+    ///
+    /// # Errors
+    /// A rank or a device is lost; ranks compute with different weights.
+    pub(super) fn finish_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let Some(Written { folder, state, shard }) = self.finish_writing()? else {
+            return Ok(());
+        };
+        let step = state.step;
+        self.machine.disturbance.at(step, Moment::Naming);
+        let writes = self.ranks.writes();
+        let discard = || {
+            if writes {
+                Checkpoint::discard(&folder, step);
+            }
+        };
+        let all = self.gathered(shard).inspect_err(|_| discard())?;
+        let name = |(rank, shard): (usize, Result<Shard, String>)| {
+            shard.map_err(|problem| match self.ranks.is_alone() {
+                true => problem,
+                false => format!("rank {rank}: {problem}"),
+            })
+        };
+        let shards = match all.into_iter().enumerate().map(name).collect::<Result<Vec<_>, _>>() {
+            Ok(shards) => shards,
+            Err(problem) => {
+                discard();
+                self.checkpoints.note_failure(step, problem);
+                return Ok(());
+            }
+        };
+        if !self.ranks.is_alone() {
+            let sums = shards.iter().map(|shard| shard.replica.clone());
+            if let Some([one, other]) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), self.distance(step)) {
+                discard();
+                return Err(TrainError::refused(
+                    format!(
+                        "the weights of ranks {one} and {other} differ at step {step}: bad memory of one of their \
+                         devices, or a fault of Sieve's; no checkpoint of this step is written"
+                    ),
+                    "--resume continues from the checkpoint before",
+                ));
+            }
+        }
+        let checksums = shards.into_iter().flat_map(|shard| shard.files).collect();
+        let mut problem = None;
+        if writes {
+            match Checkpoint::publish(&folder, state, checksums) {
+                Ok(path) => reporter.emit(TrainEvent::Checkpoint(&path)),
+                Err(error) => {
+                    discard();
+                    problem = Some(error.to_string());
+                }
+            }
+        }
+        // All ranks learn from rank 0 whether the checkpoint has its final name.
+        if let Some(problem) = self.ranks.problem_of_any(problem)? {
+            self.checkpoints.note_failure(step, problem);
+            return Ok(());
+        }
+        self.checkpoints.tries.succeed();
+        self.checkpoints.last = Some(step);
+        self.checkpoints.last_folder = folder;
+        if writes && let Err(error) = prune(&self.checkpoints.folder, &self.recipe) {
+            reporter.emit(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
+        }
+        Ok(())
     }
 
-    /// Records that the checkpoint of a step could not be written. All ranks call it.
-    pub(super) fn note_failure(&mut self, step: u64, problem: String) {
-        self.tries.fail();
-        self.problem = Some((step, problem));
+    /// Waits for this process's files of the pending checkpoint and drops the checkpoint. It cannot be finished after
+    /// an error of this rank alone: the other ranks are in another collective, and would take the messages that finish
+    /// a checkpoint for its messages. Errors that occur on all ranks finish the checkpoint before they return.
+    pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
+        if let Some(Written { folder, state, .. }) = self.finish_writing()?
+            && self.ranks.writes()
+        {
+            Checkpoint::discard(&folder, state.step);
+        }
+        Ok(())
     }
 
-    /// Reports a checkpoint that failed, and whether training continues.
-    pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
-        if let Some((step, problem)) = self.problem.take() {
-            let (failed, most) = (self.tries.num_failed, self.tries.limits.max_failures);
-            let next = match self.give_up() {
-                true => "the run stops".to_owned(),
-                false => "training continues, and soon tries again".to_owned(),
+    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](crate::WriteLimits::last),
+    /// first at once and then after pauses, alternating between the run's folder and the fallback folder if there is
+    /// one.
+    ///
+    /// # Errors
+    /// It cannot be written; a rank or a device is lost.
+    pub(super) fn save_last(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let limits = self.checkpoints.tries.limits;
+        let (since, mut pause) = (Instant::now(), Duration::ZERO);
+        loop {
+            self.start_checkpoint(reporter)?;
+            self.finish_checkpoint(reporter)?;
+            let Some((step, problem)) = self.checkpoints.problem.take() else {
+                return Ok(());
+            };
+            let goes_to_fallback = self.checkpoints.fallback.alternate();
+            let left = limits.last.saturating_sub(since.elapsed());
+            // The last pause is shorter, so that a try ends it. Rank 0's clock decides for all ranks.
+            let (is_over, wait) = self.gathered((left.is_zero(), pause.min(left)))?[0];
+            let next = match (goes_to_fallback, is_over) {
+                (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
+                (false, false) if wait.is_zero() => "the weights are kept in memory, the next try is now".to_owned(),
+                (false, false) => {
+                    format!("the weights are kept in memory, the next try is in {:.0} s", wait.as_secs_f64().ceil())
+                }
+                (false, true) => {
+                    let last = match self.checkpoints.last_path() {
+                        Some(path) => format!("the last one is {}", path.shown()),
+                        None => "there is no earlier one".to_owned(),
+                    };
+                    return Err(TrainError::Unsaved(format!(
+                        "no checkpoint of step {step} can be written: {problem}\n  hint: {last}; make room or repair \
+                         the file system, then the same command with --resume=auto continues; \
+                         --checkpoint-fallback DIR names a second place for the last one"
+                    )));
+                }
             };
             reporter.emit(TrainEvent::Warning(&format!(
-                "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"
+                "warning: the last checkpoint, of step {step}, could not be written: {problem}\n  {next}"
             )));
+            if !goes_to_fallback {
+                let until = Instant::now() + wait;
+                while Instant::now() < until {
+                    self.ranks.tick();
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                pause = (2 * pause).clamp(limits.first_pause, LONGEST_LAST_PAUSE);
+            }
         }
     }
 
-    /// Checkpoints of another continuation of a run that is at `step`: they have a later step, or have this step and
-    /// are not the one that this process resumed from.
-    pub(super) fn others(&self, step: u64) -> Result<Vec<(u64, PathBuf)>, TrainError> {
-        let mut all = list_checkpoints(&self.folder.checkpoint_path())?;
-        all.retain(|(other, _)| *other >= step && self.last != Some(*other));
-        Ok(all)
+    /// Waits until this process has written its files of the pending checkpoint; `None` if no checkpoint is pending.
+    fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
+        let ranks = &self.ranks;
+        let written = self.checkpoints.writer.finish(&|| ranks.tick());
+        // If a rank is lost, rank 0 has removed the folder, so writing into it failed. Then the error to return is that
+        // the rank is lost.
+        written.or_else(|error| {
+            ranks.check()?;
+            Err(error)
+        })
     }
 
-    /// Removes half-written checkpoints of a killed process. Renames checkpoints of another continuation: otherwise a
-    /// later resume would take them for this continuation's.
-    pub(super) fn tidy(&self, step: u64, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        for (step, path) in self.others(step)? {
-            let aside = rename_aside(&path, "aside")?;
-            reporter.emit(TrainEvent::Notice(&format!(
-                "note: step-{step} belongs to another continuation; it is kept as {}",
-                aside.shown()
-            )));
+    /// Rank r compares its copy of the weights with the pieces of rank r + distance. The distance changes from
+    /// checkpoint to checkpoint, so that in time every pair of ranks is compared.
+    fn distance(&self, step: u64) -> usize {
+        let share = self.share();
+        // With ZeRO-3 only the ranks of one place, one in each replica, have the same piece to compare.
+        let (num_ranks, apart) = match share.keeps_whole {
+            true => (share.size, 1),
+            false => (share.group.num_replicas(), share.group.size()),
+        };
+        let others = num_ranks.saturating_sub(1).max(1) as u64;
+        let interval = self.recipe.checkpoint.interval.max(1) as u64;
+        apart * (1 + (step / interval % others) as usize)
+    }
+
+    /// Calls [`finish_checkpoint`](Self::finish_checkpoint) if all processes have written their files, else nothing.
+    ///
+    /// # Errors
+    /// The errors of [`finish_checkpoint`](Self::finish_checkpoint).
+    pub(super) fn poll_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let is_done = match self.ranks.is_alone() {
+            true => self.checkpoints.writer.is_done(),
+            false => self.checkpoints.writer.is_written_by_all(),
+        };
+        match is_done {
+            true => self.finish_checkpoint(reporter),
+            false => Ok(()),
         }
-        remove_half_written(&self.folder.checkpoint_path())
     }
 }
 
-/// Removes half-written checkpoints.
-pub(super) fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
-    let Ok(entries) = fs::read_dir(folder) else {
-        // A run without a checkpoint has no such folder.
+/// Cleans up after a run that was killed when its last checkpoint existed: removes outdated checkpoints, half-written
+/// files and a half-written line of metrics.
+///
+/// # Errors
+/// Any failure of the file system.
+pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
+    let metrics = folder.metrics_path();
+    if metrics.exists() {
+        drop_later_lines(&metrics, u64::MAX, None)?;
+    }
+    remove_half_written(&folder.checkpoint_path())?;
+    prune(folder, recipe)
+}
+
+/// Removes all but the latest `checkpoint.keep_latest_k` checkpoints (0 keeps all). The checkpoint before the first
+/// step (`at_start`), every `keep_every` steps and with the lowest loss (`keep_best`) stays.
+fn prune(run: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
+    let folder = &run.checkpoint_path();
+    let keep = recipe.checkpoint.keep_latest_k;
+    if keep == 0 {
         return Ok(());
+    }
+    let keep_every = recipe.checkpoint.keep_every as u64;
+    let best = match recipe.checkpoint.keep_best {
+        true => best_checkpoint(run)?.map(|best| best.step),
+        false => None,
     };
-    for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with("step-") && name.ends_with(".tmp") {
-            let path = entry.path();
-            fs::remove_dir_all(&path).map_err(TrainError::io("removing", &path))?;
-        }
+    let always = |step: u64| match step {
+        step if best == Some(step) => true,
+        0 => recipe.checkpoint.at_start,
+        step => keep_every > 0 && step.is_multiple_of(keep_every),
+    };
+    let mut all = list_checkpoints(folder)?;
+    all.retain(|(step, _)| !always(*step));
+    all.truncate(all.len().saturating_sub(keep));
+    for (step, path) in all {
+        // Renamed first, so that a kill in the middle leaves no incomplete folder under a checkpoint's name.
+        let temporary = folder.join(format!("step-{step}.tmp"));
+        fs::rename(&path, &temporary)
+            .and_then(|()| fs::remove_dir_all(&temporary))
+            .map_err(TrainError::io("removing", &path))?;
     }
     Ok(())
 }

@@ -56,7 +56,7 @@ impl<B: TrainBackend> Trainer<B> {
             let mut batches = self.take_batches(&mut pace)?;
             self.machine.disturbance.at(self.progress.next_sample, Moment::Batches(&mut batches));
             let agreed = self.agree(&batches, stop)?;
-            self.checkpoints.all_written = agreed.all_written;
+            self.checkpoints.writer.note_all_written(agreed.all_written);
             self.checkpoints.is_due |= agreed.saves;
             if agreed.stops {
                 self.ranks.set_work(Work::Long);

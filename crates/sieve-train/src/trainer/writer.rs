@@ -20,6 +20,8 @@ struct Job {
     folder: PathBuf,
     state: CheckpointState,
     thread: JoinHandle<Result<Shard, TrainError>>,
+    /// Whether all processes have written their files, as they have agreed.
+    is_written_by_all: bool,
 }
 
 /// The part of a checkpoint that this process has written.
@@ -64,13 +66,25 @@ impl CheckpointWriter {
                 written
             })
             .map_err(TrainError::io("starting a thread to write", folder))?;
-        self.job = Some(Job { folder: folder.to_owned(), state, thread });
+        self.job = Some(Job { folder: folder.to_owned(), state, thread, is_written_by_all: false });
         Ok(())
     }
 
     /// Step of the checkpoint that is being written.
     pub(super) fn step(&self) -> Option<u64> {
         self.job.as_ref().map(|job| job.state.step)
+    }
+
+    /// The processes have agreed whether all have written their files.
+    pub(super) fn note_all_written(&mut self, all_written: bool) {
+        if let Some(job) = &mut self.job {
+            job.is_written_by_all = all_written;
+        }
+    }
+
+    /// Whether all processes have written their files of the checkpoint that is being written.
+    pub(super) fn is_written_by_all(&self) -> bool {
+        self.job.as_ref().is_some_and(|job| job.is_written_by_all)
     }
 
     /// Whether no checkpoint is being written.
@@ -88,7 +102,7 @@ impl CheckpointWriter {
         let Some(job) = self.job.take() else {
             return Ok(None);
         };
-        let Job { folder, state, thread } = job;
+        let Job { folder, state, thread, .. } = job;
         let (mut looked, mut written) = (Instant::now(), 0);
         while !thread.is_finished() {
             std::thread::sleep(Duration::from_millis(10));
