@@ -58,12 +58,13 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
-/// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, and where rows
-/// take far more memory than the texts' own caches: in a layer with a window, a row holds all tokens.
+/// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, on a device
+/// without a step for all rows, and where rows take far more memory than the texts' own caches: in a layer with a
+/// window, a row holds all tokens.
 pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
     let windows = shape.by_kind().into_iter().map(|part| part.attention.as_kind().cached_window());
     let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
-    (texts > 1 && fits).then(|| TextRows::new(texts, room))
+    (B::HAS_TOKEN_STEP && texts > 1 && fits).then(|| TextRows::new(texts, room))
 }
 
 /// A text with its KV cache. A clone continues independently.

@@ -110,6 +110,9 @@ macro_rules! device_ops {
             /// A captured decoding step for the next token of the same caches, where the device supports it. It belongs
             /// to the owner of the caches, who drops it before any other pass writes to them; a clone is empty.
             type StepGraph: Clone + Debug + Default + Send;
+            /// Whether [`crate::token_step`] can take a model on this device. Where it cannot, texts that are decoded
+            /// together keep caches of their own, which grow with them.
+            const HAS_TOKEN_STEP: bool;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+
         }
@@ -117,6 +120,7 @@ macro_rules! device_ops {
         impl $trait for Flex {
             type DecodeScratch = ();
             type StepGraph = ();
+            const HAS_TOKEN_STEP: bool = false;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cpu::$op($($arg),+)
@@ -127,6 +131,7 @@ macro_rules! device_ops {
         impl $trait for crate::Cuda {
             type DecodeScratch = crate::decode::cuda::CudaDecodeScratch;
             type StepGraph = crate::decode::cuda::CudaStepGraph;
+            const HAS_TOKEN_STEP: bool = true;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cuda::$op($($arg),+)
