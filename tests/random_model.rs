@@ -1,11 +1,12 @@
 //! Small models whose parameters, gates and norms included, are all random, and their checkpoints.
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, load_parameters,
+    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, Kept, load_parameters,
     named_parameters,
 };
 use sieve_infer::{GenerateConfig, Generator, Sampling};
@@ -128,10 +129,15 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
     Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid")
 }
 
-/// A model of `recipe` with random values in every parameter.
+/// A model of `recipe` with random values in every parameter, in f32.
 pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
+    random_model_of(recipe, seed, DType::F32)
+}
+
+/// As [`random_model`] on any backend, with weights kept as `kept` says.
+pub(crate) fn random_model_of<B: Backend>(recipe: &Recipe, seed: u64, kept: impl Into<Kept>) -> Qwen3<B> {
     let shape = recipe.model_shape(VOCAB_SIZE).expect("the recipe gives the vocabulary");
-    load_parameters(Qwen3::new(&shape, 0, &Default::default()), DType::F32, &mut |name, dims| {
+    load_parameters(Qwen3::new(&shape, 0, &Default::default()), kept, &mut |name, dims| {
         let (centre, spread) = distribution(name, &shape);
         Ok::<_, String>(values(name, dims, seed, centre, spread))
     })

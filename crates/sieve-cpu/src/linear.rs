@@ -10,7 +10,7 @@
 #[cfg(target_arch = "x86_64")]
 mod bf16_pairs;
 #[cfg(target_arch = "x86_64")]
-mod few_rows;
+pub(crate) mod few_rows;
 mod weight;
 
 use half::bf16;
@@ -156,6 +156,8 @@ fn widen_simd<S: Simd>(_simd: S, from: &[bf16], to: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::simd::tests::{on_every_arch, without_bf16_pairs};
     use sieve_testing::{Random, assert_close_relative, round_bf16, threads};
@@ -268,6 +270,39 @@ mod tests {
             let is_bf16 = matches!(weight, Weight::Bf16(_));
             assert_eq!(run(x, weight, sizes), expected, "{sizes:?}, bf16: {is_bf16}");
         });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn rows_have_the_same_bits_alone_in_groups_and_all_together(seed in any::<u64>()) {
+            in_groups_of_any_size(seed);
+        }
+    }
+
+    /// Rows alone, in groups of random size and all together, with weights of random shape and both types.
+    fn in_groups_of_any_size(seed: u64) {
+        let mut random = Random(seed);
+        let d_in = random.one_of(&[1, 7, 16, 63, 64, 96, 513, 700, 1100]) + random.below(3);
+        let d_out = random.one_of(&[1, 5, 31, 64, 65, 130, 300]) + random.below(3);
+        let rows = random.one_of(&[2, 9, 17, 70, 300]);
+        let (x, rounded, wide) = operands([rows, d_in, d_out], seed);
+        for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
+            let all = run(&x, weight, [rows, d_in, d_out]);
+            let mut first = 0;
+            while first < rows {
+                let count = random.one_of(&[1, 1, 4, 40, 300]).min(rows - first);
+                let y = run(&x[first * d_in..][..count * d_in], weight, [count, d_in, d_out]);
+                let what = format!("seed {seed}, [{rows}, {d_in}, {d_out}], rows {first} to {}", first + count);
+                assert_eq!(y, all[first * d_out..][..count * d_out], "{what}");
+                first += count;
+            }
+        }
+    }
+
+    #[test]
+    fn rows_have_the_same_bits_in_any_group_on_every_instruction_set() {
+        on_every_arch(|| (0..6).for_each(in_groups_of_any_size));
     }
 
     #[test]

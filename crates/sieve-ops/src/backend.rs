@@ -110,6 +110,9 @@ macro_rules! device_ops {
             /// A captured decoding step for the next token of the same caches, where the device supports it. It belongs
             /// to the owner of the caches, who drops it before any other pass writes to them; a clone is empty.
             type StepGraph: Clone + Debug + Default + Send;
+            /// Whether the host computes the ops, where reading a tensor's numbers costs a copy in memory alone. New
+            /// tokens are then computed as in a pass over the whole text, to the bit.
+            const ON_HOST: bool;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+
         }
@@ -117,6 +120,7 @@ macro_rules! device_ops {
         impl $trait for Flex {
             type DecodeScratch = ();
             type StepGraph = ();
+            const ON_HOST: bool = true;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cpu::$op($($arg),+)
@@ -127,6 +131,7 @@ macro_rules! device_ops {
         impl $trait for crate::Cuda {
             type DecodeScratch = crate::decode::cuda::CudaDecodeScratch;
             type StepGraph = crate::decode::cuda::CudaStepGraph;
+            const ON_HOST: bool = false;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cuda::$op($($arg),+)
