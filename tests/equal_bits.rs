@@ -1,6 +1,10 @@
 //! On a CPU a token has one log-probability, to the bit, whoever asks: the trainer's pass over whole rows, `eval`,
 //! `generate`, and `serve` with any neighbours, for every kind of attention and for f32 and bf16 weights.
-use crate::random_model::{VOCAB_SIZE, ids, kinds, random_model_of, recipe};
+use crate::random_model::{
+    CONTEXT, VOCAB_SIZE, ids, kinds, random_model, random_model_of, recipe, recipe_with_context, write_checkpoint,
+};
+use crate::serve::Served;
+use crate::tiny_run::TinyRun;
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
@@ -8,13 +12,17 @@ use sieve_hf::Kept;
 use sieve_infer::{Continuation, OpenTexts, TokenScore, score_prompts};
 use sieve_nn::{KvCache, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
+use serde_json::{Value, json};
 use sieve_testing::Random;
-
-/// Most tokens of a text: the context of the models.
-const CONTEXT: usize = 64;
 
 /// Texts that arrive while others are decoded: how many, and the most tokens of each.
 const ARRIVALS: [[usize; 2]; 3] = [[1, CONTEXT], [3, 40], [16, 14]];
+
+/// Tokens of a long text: more than a tile of queries or a block of gathered keys has.
+const LONG: usize = 330;
+
+/// One variant of each kind, which is also compared on a long text, and by `sieve serve`.
+const EIGHT: [&str; 8] = ["mha", "swa_sinks", "mla_norm", "nsa_mean", "dma_recency", "infllm_v2", "moba_shared", "msa"];
 
 /// What the pass over the whole text, alone in its row, says about a text.
 struct Expected {
@@ -30,6 +38,8 @@ struct Case<'a> {
     model: &'a Qwen3<Flex>,
     texts: Vec<Expected>,
     random: Random,
+    /// Room for the longest text, and for tokens that are not the text's.
+    room: usize,
     /// Tokens that were compared, over all ways.
     compared: usize,
 }
@@ -66,7 +76,7 @@ impl<'a> Case<'a> {
             Expected { tokens, logits: logits.into_vec().expect("f32") }
         });
         let texts = texts.collect();
-        Self { name, model, texts, random, compared: 0 }
+        Self { name, model, texts, random, room: longest + 4, compared: 0 }
     }
 
     /// Compares the logits after `read` tokens of a text, and by them the next token's log-probability.
@@ -131,7 +141,7 @@ impl<'a> Case<'a> {
     fn arrivals(&mut self) {
         let count = self.texts.len();
         let texts: Vec<Vec<u32>> = self.texts.iter().map(|text| text.tokens.clone()).collect();
-        let mut open = OpenTexts::new(self.model, [count, CONTEXT], None, &Default::default());
+        let mut open = OpenTexts::new(self.model, [count, self.room], None, &Default::default());
         let mut waiting: Vec<usize> = (0..count).collect();
         while !waiting.is_empty() || !open.is_empty() {
             while !waiting.is_empty() && (open.is_empty() || self.random.chance(0.6)) {
@@ -157,10 +167,10 @@ impl<'a> Case<'a> {
     fn pieces(&mut self) {
         for text in 0..self.texts.len() {
             let tokens = self.texts[text].tokens.clone();
-            let mut reading = Continuation::new(self.model, CONTEXT + 4, &Default::default());
+            let mut reading = Continuation::new(self.model, self.room, &Default::default());
             let mut read = 0;
             while read < tokens.len() {
-                let most = self.random.one_of(&[1, 4, CONTEXT]).min(tokens.len() - read);
+                let most = self.random.one_of(&[1, 4, CONTEXT, LONG]).min(tokens.len() - read);
                 let piece = self.random.between(1, most + 1);
                 let logits = reading.read(&tokens[read..read + piece]).expect("tokens");
                 read += piece;
@@ -181,7 +191,7 @@ impl<'a> Case<'a> {
     fn repeated(&mut self) {
         let (rows, text) = (self.random.between(2, 5), 0);
         let tokens = self.texts[text].tokens.clone();
-        let (prompt, rope) = (tokens.len().div_ceil(2), self.model.rope(CONTEXT, &Default::default()));
+        let (prompt, rope) = (tokens.len().div_ceil(2), self.model.rope(self.room, &Default::default()));
         let mut cache = KvCache::new(self.model.layers.len());
         self.model.next_logits(ids(&tokens[..prompt]), &mut cache, &rope);
         cache.repeat(rows);
@@ -199,15 +209,20 @@ impl<'a> Case<'a> {
 
 /// Compares all ways for one kind; returns the number of tokens of its texts, and how many were compared.
 fn check_kind([kind, model_lines, attention]: [&str; 3], kept: Kept, seed: u64) -> [usize; 2] {
-    let recipe = recipe(model_lines, attention);
-    let model = random_model_of::<Flex>(&recipe, seed, kept);
     let is_f32 = matches!(kept, Kept::All(_));
-    // The trainer's weights are f32.
-    let trained = is_f32.then(|| random_model_of::<Autodiff<Flex>>(&recipe, seed, kept));
     let mut counts = [0, 0];
-    for (at, arrivals) in ARRIVALS.into_iter().enumerate() {
-        let name = format!("{kind}, {} weights, {} texts", if is_f32 { "f32" } else { "bf16" }, arrivals[0]);
-        let mut case = Case::new(name, &model, arrivals, seed * 31 + at as u64);
+    let long = [1, LONG];
+    for arrivals in ARRIVALS.into_iter().chain(EIGHT.contains(&kind).then_some(long)) {
+        let recipe = match arrivals == long {
+            true => recipe_with_context(model_lines, attention, LONG + 4),
+            false => recipe(model_lines, attention),
+        };
+        let model = random_model_of::<Flex>(&recipe, seed, kept);
+        // The trainer's weights are f32.
+        let trained = is_f32.then(|| random_model_of::<Autodiff<Flex>>(&recipe, seed, kept));
+        let dtype = if is_f32 { "f32" } else { "bf16" };
+        let name = format!("{kind}, {dtype} weights, {} texts of at most {} tokens", arrivals[0], arrivals[1]);
+        let mut case = Case::new(name, &model, arrivals, seed * 31 + arrivals[0] as u64);
         case.whole_rows(trained.as_ref());
         case.arrivals();
         case.pieces();
@@ -220,18 +235,54 @@ fn check_kind([kind, model_lines, attention]: [&str; 3], kept: Kept, seed: u64) 
 
 #[test]
 fn a_token_has_one_log_probability_whoever_asks() {
-    let cases: Vec<([&str; 3], Kept)> =
-        kinds().into_iter().flat_map(|kind| [(kind, Kept::All(DType::F32)), (kind, Kept::Bf16Weights)]).collect();
-    let (halves, seeds) = (cases.split_at(cases.len() / 2), 1..);
-    let run = |cases: &[([&str; 3], Kept)]| -> Vec<[usize; 2]> {
-        cases.iter().zip(seeds.clone()).map(|((kind, kept), seed)| check_kind(*kind, *kept, seed)).collect()
+    let of_kind = |kind| [(kind, Kept::All(DType::F32)), (kind, Kept::Bf16Weights)];
+    let cases: Vec<([&str; 3], Kept)> = kinds().into_iter().flat_map(of_kind).collect();
+    // Two threads, because much of a tiny model's time is spent outside of kernels.
+    let run = |first: usize| -> Vec<[usize; 2]> {
+        let some = (1..).zip(&cases).skip(first).step_by(2);
+        some.map(|(seed, (kind, kept))| check_kind(*kind, *kept, seed)).collect()
     };
     let counts = std::thread::scope(|scope| {
-        let other = scope.spawn(|| run(halves.1));
-        let own = run(halves.0);
+        let other = scope.spawn(|| run(1));
+        let own = run(0);
         let other = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         [own, other].concat()
     });
     let [tokens, compared] = [0, 1].map(|at| counts.iter().map(|count| count[at]).sum::<usize>());
-    assert!(tokens >= 10_000 && compared > 5 * tokens, "{tokens} tokens, compared {compared} times");
+    assert!(tokens >= 10_000 && compared > 3 * tokens, "{tokens} tokens, compared {compared} times");
+}
+
+#[test]
+fn served_tokens_have_the_log_probabilities_of_their_echo_among_any_others() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    for (at, kind) in EIGHT.into_iter().enumerate() {
+        let [_, model_lines, attention] = kinds().into_iter().find(|[name, ..]| *name == kind).expect("a kind");
+        let recipe = recipe(model_lines, attention);
+        write_checkpoint(&tiny.path(kind), &recipe, &random_model(&recipe, 5));
+        let (texts, dtype) = ([1, 3, 16][at % 3], ["f32", "bf16"][at % 2]);
+        let served = Served::new(&tiny, kind, &format!("--max-texts {texts} --dtype {dtype}"));
+        let ask = |prompt: &Value, more: Value| {
+            let mut body = json!({"prompt": prompt, "logprobs": 0});
+            more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
+            served.completion(&body)["logprobs"].clone()
+        };
+        let list = |logprobs: &Value, of: &str| logprobs[of].as_array().expect("a list").clone();
+        std::thread::scope(|scope| {
+            for client in 0..6 {
+                let ask = &ask;
+                scope.spawn(move || {
+                    let prompt: Vec<u32> = (0..3 + 4 * client).map(|n| (n * n * 5 + client) % 90).collect();
+                    let sampled = json!({"max_tokens": 9 + 2 * client, "temperature": 0.9, "seed": client});
+                    let sampled = ask(&json!(prompt), sampled);
+                    let token = |word: &Value| word.as_str().and_then(|word| word.trim().strip_prefix('t')?.parse().ok());
+                    let new: Vec<u32> = list(&sampled, "tokens").iter().map_while(token).collect();
+                    let echoed = ask(&json!([prompt.clone(), new.clone()].concat()), json!({"max_tokens": 0, "echo": true}));
+                    let echoed = &list(&echoed, "token_logprobs")[prompt.len()..];
+                    assert!(!new.is_empty());
+                    assert_eq!(echoed, &list(&sampled, "token_logprobs")[..new.len()], "{kind}, client {client}");
+                });
+            }
+        });
+        served.stop();
+    }
 }

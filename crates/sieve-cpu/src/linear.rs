@@ -23,7 +23,7 @@ use std::cell::Cell;
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Bf16Pairs;
-use crate::simd::{arch, on_arch};
+use crate::simd::{arch, dot, on_arch};
 #[cfg(target_arch = "x86_64")]
 use bf16_pairs::bf16_pairs;
 #[cfg(target_arch = "x86_64")]
@@ -35,6 +35,14 @@ pub use weight::Weight;
 /// the weight as many outputs.
 const MIN_GEMM_ROWS: usize = 8;
 const MIN_GEMM_SIDE: usize = 65;
+
+/// Up to this many outputs, and up to this many inputs, the `gemm` crate runs other code for some numbers of rows, which
+/// adds in another order. Such weights have a kernel of their own.
+const NARROW_OUTPUTS: usize = 3;
+const NARROW_INPUTS: usize = 2;
+
+/// Rows of x that a task multiplies with a narrow weight.
+const NARROW_ROWS: usize = 256;
 
 /// Up to this many rows the `gemm` crate computes `yᵀ = W xᵀ`, for which it does not pack the weight. With 252M
 /// weights and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
@@ -71,6 +79,9 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     if let (Weight::Bf16(weight), Some(pairs)) = (weight, Bf16Pairs::of_this_cpu()) {
         return bf16_pairs(pairs, x, weight, sizes, y);
     }
+    if d_out <= NARROW_OUTPUTS || d_in <= NARROW_INPUTS {
+        return narrow(x, weight, sizes, y);
+    }
     match arch() {
         #[cfg(target_arch = "x86_64")]
         Arch::V4(simd) if rows <= FEW_ROWS => few_rows(simd, x, weight, sizes, y),
@@ -82,6 +93,31 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
             let y = MatrixMut::strided(&mut y[first..], rows, outputs, d_out);
             gemm_into(Matrix::new(x, rows, d_in), panel.t(), y);
         }),
+    }
+}
+
+/// The GEMM with a weight of few outputs or few inputs: a dot product for each number of y.
+fn narrow(x: &[f32], weight: Weight<'_>, [_rows, d_in, d_out]: [usize; 3], y: &mut [f32]) {
+    panels(weight, d_in, |first, panel| {
+        let outputs = panel.num_rows();
+        let rows = y.par_chunks_mut(NARROW_ROWS * d_out).zip(x.par_chunks(NARROW_ROWS * d_in));
+        rows.for_each(|(y, x)| {
+            for (y, x) in y.chunks_exact_mut(d_out).zip(x.chunks_exact(d_in)) {
+                dots(x, panel.rows_in_order(), &mut y[first..first + outputs]);
+            }
+        });
+    });
+}
+
+on_arch! {
+    fn dots<'a>(x: &'a [f32], weight: &'a [f32], y: &'a mut [f32]) -> () = dots_simd;
+}
+
+/// `y = W x` for one row.
+#[inline(always)]
+fn dots_simd<S: Simd>(simd: S, x: &[f32], weight: &[f32], y: &mut [f32]) {
+    for (y, weight) in y.iter_mut().zip(weight.chunks_exact(x.len())) {
+        *y = dot(simd, x, weight);
     }
 }
 

@@ -237,7 +237,7 @@ fn logits_beyond_every_power_count_as_the_largest_and_infinite_ones_become_nan()
             let documents = Documents::new(&[0; 3], &[3; 3]);
             attention_forward(shape, &qkv, documents, Mask::Causal, &mut o, &mut lse);
             assert_eq!(o[..2], [2.0, 2.0], "{size}");
-            assert!(o[2] == last || (o[2].is_nan() && last.is_nan()), "{size}: {o:?}");
+            assert!((o[2] - last).abs() < 1e-5 || (o[2].is_nan() && last.is_nan()), "{size}: {o:?}");
         }
     });
 }
