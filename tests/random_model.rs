@@ -6,8 +6,8 @@ use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, Kept, load_parameters,
-    named_parameters,
+    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, Kept,
+    load_parameters, named_parameters,
 };
 use sieve_infer::{GenerateConfig, Generator, Sampling};
 use sieve_nn::Qwen3;

@@ -50,7 +50,9 @@ pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear::{Weight, linear};
-pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_loss, token_losses};
+pub use linear_cross_entropy::{
+    CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_loss, token_losses,
+};
 pub use nsa::NsaBlocks;
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, rope};
 pub use reduce::sum_of_squares;

@@ -188,13 +188,7 @@ on_arch! {
 
 /// [`products`] for instruction sets without a transpose in registers: the lanes are keys.
 #[inline(always)]
-fn plain_products_simd<S: Simd>(
-    simd: S,
-    q: &[f32],
-    k: &[f32],
-    [_rows, d, keys]: [usize; 3],
-    scores: &mut [f32],
-) {
+fn plain_products_simd<S: Simd>(simd: S, q: &[f32], k: &[f32], [_rows, d, keys]: [usize; 3], scores: &mut [f32]) {
     let mut column = vec![0.0; S::F32_LANES];
     for (q, scores) in q.chunks_exact(d).zip(scores.chunks_exact_mut(keys)) {
         for (scores, k) in scores.chunks_mut(S::F32_LANES).zip(k.chunks(S::F32_LANES * d)) {

@@ -124,7 +124,8 @@ pub fn choose_key_blocks(
 ///
 /// # Shapes
 /// - q: `[batch, num_heads, head_dim]`
-/// - keys: `[batch, num_kv_heads, keys, head_dim]` with a key for each pooled block of `num_tokens` tokens at least
+/// - keys: `[batch, num_kv_heads, keys, head_dim]` with a key for each pooled block of `num_tokens` tokens; the last one
+///   may be missing where the rule is [`ChoiceRule::SumOfHeads`], because a token always reads its own block
 /// - returns: a list for each row and chooser, as [`choose_key_blocks`] writes it
 ///
 /// # Panics
@@ -143,7 +144,8 @@ pub fn choose_token_blocks(
     let fits = q.len() == shape.batch * shape.num_heads * d && keys.len().is_multiple_of(lists * d);
     assert!(fits && num_tokens > 0, "choose_token_blocks: q or keys has the wrong size");
     let stored = keys.len() / (lists * d);
-    assert!(seen <= stored, "choose_token_blocks: there are {stored} pooled keys, not {seen}");
+    let missing = usize::from(choice.rule == ChoiceRule::SumOfHeads);
+    assert!(seen <= stored + missing, "choose_token_blocks: there are {stored} pooled keys, not {seen}");
     let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
     let own = (num_tokens - 1) / blocks.select_block_size;
     let of_chooser = |at: usize| {
@@ -151,7 +153,7 @@ pub fn choose_token_blocks(
         let scores = |head: usize| -> Vec<f64> {
             let q = &q[(row * shape.num_heads + head) * d..][..d];
             let list = row * shape.num_kv_heads + head / shape.group_size();
-            keys[list * stored * d..].chunks_exact(d).take(seen).map(|key| dot(q, key)).collect()
+            keys[list * stored * d..].chunks_exact(d).take(seen.min(stored)).map(|key| dot(q, key)).collect()
         };
         let mut chosen = vec![-1; blocks.num_selected_blocks];
         choose_blocks(&importance(shape, choice, own, chooser, scores), own, choice.forced, &mut chosen);

@@ -269,9 +269,8 @@ impl<B: Backend> LatentAttention<B> {
         let (heads, key_dim, d) = (self.num_heads, self.spec().key_dim(), self.head_dim);
         let [batch, tokens, _] = packed.dims();
         let parts = [(0, key_dim), (heads * key_dim, key_dim), (2 * heads * key_dim, d)];
-        parts.map(|(first, width)| {
-            packed.clone().narrow(2, first, heads * width).reshape([batch, tokens, heads, width])
-        })
+        parts
+            .map(|(first, width)| packed.clone().narrow(2, first, heads * width).reshape([batch, tokens, heads, width]))
     }
 
     /// Attention of new tokens over cached keys and values, to which it adds theirs. Several new tokens attend in a row
