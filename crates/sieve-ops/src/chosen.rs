@@ -73,9 +73,9 @@ pub fn choose_scored_blocks<B: SieveBackend>(
     Tensor::from_primitive(chosen).repeat_dim(2, spec.num_kv_heads)
 }
 
-/// The blocks that the last of `num_tokens` tokens chooses, computed on the host as [`choose_key_blocks`] does on a CPU,
-/// to the bit; a list of [`BlockChoice::num_choosers`] blocks per row: ascending, then -1. `spec` is of the attention or
-/// the indexer that scores the keys.
+/// The blocks that the last of `num_tokens` tokens chooses, computed on the host as [`choose_key_blocks`] does on a
+/// CPU, to the bit. `spec` is of the attention or of the indexer that scores the keys. Returns a list of blocks for
+/// each row and chooser, [`BlockChoice::num_choosers`] a row: ascending, then -1.
 ///
 /// # Shapes
 /// - q: `[batch, num_heads, head_dim]`

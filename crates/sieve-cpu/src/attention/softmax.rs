@@ -1,11 +1,11 @@
 //! Softmax of attention in powers of two: the result does not depend on when a query meets its largest logit.
 //!
 //! An online softmax subtracts the largest logit so far, and rescales earlier sums when a larger one comes. With
-//! `e^x = 2^n e^r`, where n and r depend on the logit x alone, it is enough to subtract the largest n so far: each factor
-//! is then a power of two, by which a sum is multiplied without rounding. So sums are equal to the bit for any division
-//! of the keys into blocks, as long as the keys come in the same order. (A term below 2^-126 of the largest is 0. It
-//! would be added before the largest one came, so an output may then depend on the blocks if the largest terms have
-//! values of exactly 0.)
+//! `e^x = 2^n e^r`, where n and r depend on the logit x alone, it is enough to subtract the largest n so far: each
+//! factor is then a power of two, by which a sum is multiplied without rounding. So sums are equal to the bit for any
+//! division of the keys into blocks, as long as the keys come in the same order. (A term below 2^-126 of the largest is
+//! 0, but it is added if it comes before the largest one. Where the largest terms have values of exactly 0, such an
+//! output may depend on the blocks.)
 //!
 //! Powers are stored as n + [`ROUND`], a float whose low bits are n.
 

@@ -124,8 +124,8 @@ pub fn choose_key_blocks(
 ///
 /// # Shapes
 /// - q: `[batch, num_heads, head_dim]`
-/// - keys: `[batch, num_kv_heads, keys, head_dim]` with a key for each pooled block of `num_tokens` tokens; the last one
-///   may be missing where the rule is [`ChoiceRule::SumOfHeads`], because a token always reads its own block
+/// - keys: `[batch, num_kv_heads, keys, head_dim]` with a key for each pooled block of `num_tokens` tokens; where the
+///   rule is [`ChoiceRule::SumOfHeads`], the last one may be missing, because a token always reads its own block
 /// - returns: a list for each row and chooser, as [`choose_key_blocks`] writes it
 ///
 /// # Panics
