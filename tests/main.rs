@@ -19,6 +19,7 @@ mod damaged_texts;
 mod data_commands;
 mod data_safetensors;
 mod dma_form;
+mod equal_bits;
 mod export_kill;
 mod export_memory;
 mod hub;

@@ -1,12 +1,13 @@
 //! Small models whose parameters, gates and norms included, are all random, and their checkpoints.
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, load_parameters,
-    named_parameters,
+    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, Kept,
+    load_parameters, named_parameters,
 };
 use sieve_infer::{GenerateConfig, Generator, Sampling};
 use sieve_nn::Qwen3;
@@ -113,14 +114,22 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
     )
 }
 
+/// Positions of the models.
+pub(crate) const CONTEXT: usize = 64;
+
 /// A recipe with these lines: width 64, 3 layers, 4 query and 2 KV heads of width 16.
 pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
+    recipe_with_context(model, attention, CONTEXT)
+}
+
+/// As [`recipe`], with this many positions.
+pub(crate) fn recipe_with_context(model: &str, attention: &str, context: usize) -> Recipe {
     // MLA needs a key and a value for every query head.
     let kv_heads = if attention.contains("mla") { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
          num_key_value_heads = {kv_heads}\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = \
-         64\n{model}\n\
+         {context}\n{model}\n\
          [attention]\n{attention}\n[tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"none\"]\n\
          [training]\nsteps = 1\nseq_len = 48\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
          [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
@@ -128,10 +137,15 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
     Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid")
 }
 
-/// A model of `recipe` with random values in every parameter.
+/// A model of `recipe` with random values in every parameter, in f32.
 pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
+    random_model_of(recipe, seed, DType::F32)
+}
+
+/// As [`random_model`] on any backend, with weights kept as `kept` says.
+pub(crate) fn random_model_of<B: Backend>(recipe: &Recipe, seed: u64, kept: impl Into<Kept>) -> Qwen3<B> {
     let shape = recipe.model_shape(VOCAB_SIZE).expect("the recipe gives the vocabulary");
-    load_parameters(Qwen3::new(&shape, 0, &Default::default()), DType::F32, &mut |name, dims| {
+    load_parameters(Qwen3::new(&shape, 0, &Default::default()), kept, &mut |name, dims| {
         let (centre, spread) = distribution(name, &shape);
         Ok::<_, String>(values(name, dims, seed, centre, spread))
     })

@@ -5,6 +5,8 @@
 
 pub(crate) mod backward;
 pub mod decode;
+#[cfg(test)]
+mod equal_bits;
 pub(crate) mod forward;
 mod keys;
 pub mod listed;
@@ -13,6 +15,7 @@ pub(crate) mod scratch;
 pub(crate) mod segments;
 mod shape;
 pub mod sinks;
+pub(crate) mod softmax;
 #[cfg(test)]
 mod tests;
 pub(crate) mod tile;

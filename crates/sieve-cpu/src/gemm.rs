@@ -73,6 +73,15 @@ impl<'a> Matrix<'a> {
         Self { data, rows, cols, row_stride, col_stride }
     }
 
+    /// The elements of a dense row-major matrix, row by row.
+    ///
+    /// # Panics
+    /// When rows or columns have gaps.
+    pub(crate) fn rows_in_order(&self) -> &'a [f32] {
+        assert!(self.col_stride == 1 && self.row_stride == self.cols, "Matrix: rows are not consecutive");
+        &self.data[..self.rows * self.cols]
+    }
+
     /// Number of rows of the view, which [`t`](Self::t) swaps with its columns.
     pub fn num_rows(&self) -> usize {
         self.rows

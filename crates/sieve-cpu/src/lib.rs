@@ -30,7 +30,6 @@ pub mod expire;
 pub mod gemm;
 pub mod linear;
 pub mod linear_cross_entropy;
-pub mod mla;
 pub mod nsa;
 pub mod qk_norm_rope;
 pub mod reduce;
@@ -41,7 +40,7 @@ pub mod softmax;
 mod zeros;
 
 pub use adamw::adamw;
-pub use attention::decode::{DecodeBias, DecodeShape, attention_decode};
+pub use attention::decode::{DecodeBias, DecodeKeys, DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::sinks::{join_sinks, sinks_backward};
 pub use attention::{ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward};
@@ -51,8 +50,9 @@ pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear::{Weight, linear};
-pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
-pub use mla::{MlaDecode, mla_decode};
+pub use linear_cross_entropy::{
+    CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_loss, token_losses,
+};
 pub use nsa::NsaBlocks;
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, rope};
 pub use reduce::sum_of_squares;

@@ -10,7 +10,7 @@
 #[cfg(target_arch = "x86_64")]
 mod bf16_pairs;
 #[cfg(target_arch = "x86_64")]
-mod few_rows;
+pub(crate) mod few_rows;
 mod weight;
 
 use half::bf16;
@@ -23,7 +23,7 @@ use std::cell::Cell;
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Bf16Pairs;
-use crate::simd::{arch, on_arch};
+use crate::simd::{arch, dot, on_arch};
 #[cfg(target_arch = "x86_64")]
 use bf16_pairs::bf16_pairs;
 #[cfg(target_arch = "x86_64")]
@@ -35,6 +35,14 @@ pub use weight::Weight;
 /// the weight as many outputs.
 const MIN_GEMM_ROWS: usize = 8;
 const MIN_GEMM_SIDE: usize = 65;
+
+/// Up to this many outputs, and up to this many inputs, the `gemm` crate runs other code for some numbers of rows, which
+/// adds in another order. Such weights have a kernel of their own.
+const NARROW_OUTPUTS: usize = 3;
+const NARROW_INPUTS: usize = 2;
+
+/// Rows of x that a task multiplies with a narrow weight.
+const NARROW_ROWS: usize = 256;
 
 /// Up to this many rows the `gemm` crate computes `yᵀ = W xᵀ`, for which it does not pack the weight. With 252M
 /// weights and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
@@ -71,6 +79,9 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     if let (Weight::Bf16(weight), Some(pairs)) = (weight, Bf16Pairs::of_this_cpu()) {
         return bf16_pairs(pairs, x, weight, sizes, y);
     }
+    if d_out <= NARROW_OUTPUTS || d_in <= NARROW_INPUTS {
+        return narrow(x, weight, sizes, y);
+    }
     match arch() {
         #[cfg(target_arch = "x86_64")]
         Arch::V4(simd) if rows <= FEW_ROWS => few_rows(simd, x, weight, sizes, y),
@@ -82,6 +93,31 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
             let y = MatrixMut::strided(&mut y[first..], rows, outputs, d_out);
             gemm_into(Matrix::new(x, rows, d_in), panel.t(), y);
         }),
+    }
+}
+
+/// The GEMM with a weight of few outputs or few inputs: a dot product for each number of y.
+fn narrow(x: &[f32], weight: Weight<'_>, [_rows, d_in, d_out]: [usize; 3], y: &mut [f32]) {
+    panels(weight, d_in, |first, panel| {
+        let outputs = panel.num_rows();
+        let rows = y.par_chunks_mut(NARROW_ROWS * d_out).zip(x.par_chunks(NARROW_ROWS * d_in));
+        rows.for_each(|(y, x)| {
+            for (y, x) in y.chunks_exact_mut(d_out).zip(x.chunks_exact(d_in)) {
+                dots(x, panel.rows_in_order(), &mut y[first..first + outputs]);
+            }
+        });
+    });
+}
+
+on_arch! {
+    fn dots<'a>(x: &'a [f32], weight: &'a [f32], y: &'a mut [f32]) -> () = dots_simd;
+}
+
+/// `y = W x` for one row.
+#[inline(always)]
+fn dots_simd<S: Simd>(simd: S, x: &[f32], weight: &[f32], y: &mut [f32]) {
+    for (y, weight) in y.iter_mut().zip(weight.chunks_exact(x.len())) {
+        *y = dot(simd, x, weight);
     }
 }
 
@@ -156,6 +192,8 @@ fn widen_simd<S: Simd>(_simd: S, from: &[bf16], to: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::simd::tests::{on_every_arch, without_bf16_pairs};
     use sieve_testing::{Random, assert_close_relative, round_bf16, threads};
@@ -268,6 +306,39 @@ mod tests {
             let is_bf16 = matches!(weight, Weight::Bf16(_));
             assert_eq!(run(x, weight, sizes), expected, "{sizes:?}, bf16: {is_bf16}");
         });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn rows_have_the_same_bits_alone_in_groups_and_all_together(seed in any::<u64>()) {
+            in_groups_of_any_size(seed);
+        }
+    }
+
+    /// Rows alone, in groups of random size and all together, with weights of random shape and both types.
+    fn in_groups_of_any_size(seed: u64) {
+        let mut random = Random(seed);
+        let d_in = random.one_of(&[1, 7, 16, 63, 64, 96, 513, 700, 1100]) + random.below(3);
+        let d_out = random.one_of(&[1, 5, 31, 64, 65, 130, 300]) + random.below(3);
+        let rows = random.one_of(&[2, 9, 17, 70, 300]);
+        let (x, rounded, wide) = operands([rows, d_in, d_out], seed);
+        for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
+            let all = run(&x, weight, [rows, d_in, d_out]);
+            let mut first = 0;
+            while first < rows {
+                let count = random.one_of(&[1, 1, 4, 40, 300]).min(rows - first);
+                let y = run(&x[first * d_in..][..count * d_in], weight, [count, d_in, d_out]);
+                let what = format!("seed {seed}, [{rows}, {d_in}, {d_out}], rows {first} to {}", first + count);
+                assert_eq!(y, all[first * d_out..][..count * d_out], "{what}");
+                first += count;
+            }
+        }
+    }
+
+    #[test]
+    fn rows_have_the_same_bits_in_any_group_on_every_instruction_set() {
+        on_every_arch(|| (0..6).for_each(in_groups_of_any_size));
     }
 
     #[test]

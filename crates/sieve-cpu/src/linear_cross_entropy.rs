@@ -69,6 +69,17 @@ pub fn token_losses(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usiz
     run(h, weight, labels, d_model, gradients, Some(nll))
 }
 
+/// `lse - logit[label]` of one row of logits, equal to the bit to what [`token_losses`] gives for this row.
+///
+/// # Panics
+/// When the label is not below the number of logits.
+pub fn token_loss(logits: &[f32], label: u32) -> f32 {
+    let label = i32::try_from(label).expect("a label below the number of logits");
+    let with_gradient = false;
+    let loss = row_loss(&mut logits.to_vec(), label, with_gradient);
+    loss.expect("the row has a label") as f32
+}
+
 /// Loss and gradients in one pass, which saves one of four GEMMs. They are the gradients of `loss_sum`; multiply them
 /// by `1 / num_labels` for the gradients of the mean.
 ///

@@ -8,7 +8,7 @@
 mod select;
 mod selected;
 
-pub use select::{choose_blocks, choose_key_blocks, overlap_weight};
+pub use select::{choose_blocks, choose_key_blocks, choose_token_blocks, overlap_weight};
 pub use selected::SelectedBlocks;
 
 pub use sieve_core::NsaBlocks;

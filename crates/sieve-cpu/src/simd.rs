@@ -93,13 +93,16 @@ pub(crate) fn reduce_sum<S: Simd>(simd: S, sums: [S::f32s; 4]) -> f32 {
 }
 
 /// 1.5 * 2^23: adding it rounds a small f32 to an integer, which is then in the low bits of the sum.
-const ROUND: f32 = 12_582_912.0;
+pub(crate) const ROUND: f32 = 12_582_912.0;
 /// ln 2 as a sum of two numbers. The first has so few bits that its product with a small integer is exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 /// Coefficients of a polynomial for (e^r - 1) / r on |r| <= ln(2) / 2, highest power first: a least-squares fit whose
 /// relative error in e^r is 1.7e-8 everywhere, an eighth of an ulp.
 const EXP_POLY: [f32; 6] = [1.384_365_1e-3, 8.374_156e-3, 4.166_8e-2, 0.166_664_32, 0.499_999_94, 1.0];
+/// Bits of an f32 below its exponent, and the bits of 1.0.
+pub(crate) const EXPONENT: u32 = 23;
+pub(crate) const ONE: u32 = 0x3f80_0000;
 const EXP_UNDERFLOW: f32 = -87.33;
 const EXP_OVERFLOW: f32 = 88.37;
 
@@ -113,9 +116,19 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 /// As [`exp`] for x up to 88.37; the result for larger x is undefined.
 #[inline(always)]
 pub(crate) fn exp_below<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let (y, shifted) = exp_parts(simd, x);
+    // The low bits of `shifted` are n: shifted to the exponent and added to the bits of 1.0, they make 2^n.
+    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(EXPONENT));
+    let scale = simd.transmute_f32s_u32s(simd.add_u32s(bits, simd.splat_u32s(ONE)));
+    let y = simd.mul_f32s(y, scale);
+    simd.select_f32s(simd.less_than_f32s(x, simd.splat_f32s(EXP_UNDERFLOW)), simd.splat_f32s(0.0), y)
+}
+
+/// `e^x = 2^n e^r` with `x = n ln 2 + r`: returns e^r, and n + [`ROUND`], whose low bits are n. Both depend on x alone.
+#[inline(always)]
+pub(crate) fn exp_parts<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let splat = |value| simd.splat_f32s(value);
-    // x = n ln 2 + r, and e^x = 2^n e^r.
-    let shifted = simd.mul_add_e_f32s(x, splat(std::f32::consts::LOG2_E), splat(ROUND));
+    let shifted = power_of(simd, x);
     let n = simd.sub_f32s(shifted, splat(ROUND));
     let r = simd.mul_add_e_f32s(n, splat(-LN2_HIGH), x);
     let r = simd.mul_add_e_f32s(n, splat(-LN2_LOW), r);
@@ -123,12 +136,13 @@ pub(crate) fn exp_below<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     for &coefficient in &EXP_POLY[1..] {
         p = simd.mul_add_e_f32s(p, r, splat(coefficient));
     }
-    let y = simd.mul_add_e_f32s(p, r, splat(1.0));
-    // The low bits of `shifted` are n: shifted to the exponent and added to the bits of 1.0, they make 2^n.
-    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
-    let scale = simd.transmute_f32s_u32s(simd.add_u32s(bits, simd.splat_u32s(0x3f80_0000)));
-    let y = simd.mul_f32s(y, scale);
-    simd.select_f32s(simd.less_than_f32s(x, splat(EXP_UNDERFLOW)), splat(0.0), y)
+    (simd.mul_add_e_f32s(p, r, splat(1.0)), shifted)
+}
+
+/// The power of two nearest to `e^x`, as its exponent plus [`ROUND`]. A larger x has no smaller result.
+#[inline(always)]
+pub(crate) fn power_of<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    simd.mul_add_e_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), simd.splat_f32s(ROUND))
 }
 
 /// Turns the row into `exp(row - max)` and returns its sum; no element may exceed `max`.

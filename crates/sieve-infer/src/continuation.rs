@@ -2,12 +2,13 @@
 //!
 //! `generate` and `eval needle` read texts through this file.
 use crate::input::{check_vocabulary, ids};
-use crate::logits::max_and_log_sum;
+use crate::logits::log_probability;
 use crate::{InferError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_core::{Draw, ModelShape};
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding};
+use std::num::NonZeroUsize;
 
 /// Tokens in the caches of texts that are decoded as one batch, at most. More would take memory and save little time.
 const TOGETHER_TOKENS: usize = 65_536;
@@ -64,7 +65,7 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
 pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
     let windows = shape.by_kind().into_iter().map(|part| part.attention.as_kind().cached_window());
     let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
-    (B::HAS_TOKEN_STEP && texts > 1 && fits).then(|| TextRows::new(texts, room))
+    (!B::ON_HOST && texts > 1 && fits).then(|| TextRows::new(texts, room))
 }
 
 /// A text with its KV cache. A clone continues independently.
@@ -124,12 +125,32 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         &self.cache
     }
 
-    /// Reads the prompt, or one more token; returns the logits of the next token.
+    /// Reads the prompt, or one more token; returns the logits of the next token, f32 `[vocab_size]`. Without a
+    /// selector it takes any number of tokens behind those read before.
     ///
     /// # Errors
-    /// Operands that the selector refuses.
+    /// No token; operands that the selector refuses.
     pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, InferError> {
         self.logits(tokens).map(on_host)
+    }
+
+    /// As [`read`](Self::read), at most `part` tokens at a time, behind the tokens read before: for a prompt that
+    /// arrives in pieces, or whose activations must not take the memory of all its tokens. On a CPU the logits are the
+    /// same for any parts, to the bit, and equal those of one pass over the whole text. Dense layers, latent ones and
+    /// those that choose blocks attend to all earlier tokens in each part, so that small parts cost more than one pass.
+    ///
+    /// # Errors
+    /// No token; a text with a selector, which takes its prompt whole.
+    pub fn read_in_parts(&mut self, tokens: &[u32], part: NonZeroUsize) -> Result<Vec<f32>, InferError> {
+        if self.selection.is_some() {
+            let what = "a text under a selector takes its prompt whole".to_owned();
+            return Err(InferError::refused(what, "read it in one piece, or leave the selector out"));
+        }
+        let mut logits = Err(InferError::NoTokens);
+        for part in tokens.chunks(part.get()) {
+            logits = self.read(part);
+        }
+        logits
     }
 
     /// As [`read`](Self::read), but returns the token drawn among the first `num_tokens`, on the device; `None` after a
@@ -150,6 +171,9 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// The logits after `tokens`. A selector that acts in decoding computes the attention of every call, a prefill
     /// method the attention of the prompt only.
     fn logits(&mut self, tokens: &[u32]) -> Result<Tensor<B, 2>, InferError> {
+        if tokens.is_empty() {
+            return Err(InferError::NoTokens);
+        }
         let ids_of = |tokens: &[u32], device: &B::Device| ids(tokens, [1, tokens.len()], device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let num_tokens = cache.num_tokens + tokens.len();
@@ -387,11 +411,10 @@ impl Default for Ending {
 impl Ending {
     /// The likelihood of the ending with one more token, given the logits that predict it.
     fn and(self, logits: &[f32], token: u32) -> Self {
-        let (max, log_sum) = max_and_log_sum(logits);
-        let logit = logits[token as usize];
+        let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
         let first = logits.iter().position(|&x| x == max);
         Self {
-            log_likelihood: self.log_likelihood + f64::from(logit - max) - log_sum,
+            log_likelihood: self.log_likelihood + log_probability(logits, token),
             is_greedy: self.is_greedy && first == Some(token as usize),
         }
     }

@@ -1,4 +1,4 @@
-//! Logits of a whole document, for comparison with other programs; and the sum by which logits become probabilities.
+//! Logits of a whole document, for comparison with other programs; and the log-probability of a token by its logits.
 use crate::InferError;
 use crate::input::{check_row, ids};
 use burn::tensor::TensorData;
@@ -23,9 +23,8 @@ pub fn logits<B: DeviceBackend>(
     Ok(logits.into_data().convert::<f32>())
 }
 
-/// The largest of `logits`, m, and `ln(sum(exp(x - m)))`: the log-probability of x is `x - m` less the latter.
-pub(crate) fn max_and_log_sum(logits: &[f32]) -> (f32, f64) {
-    let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-    let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
-    (max, sum.ln())
+/// The natural logarithm of a token's probability by the logits before it: on a CPU the same number, to the bit, as the
+/// negative of [`Qwen3::token_losses_of`].
+pub(crate) fn log_probability(logits: &[f32], token: u32) -> f64 {
+    -f64::from(sieve_ops::token_loss_on_host(logits, token))
 }

@@ -1,7 +1,7 @@
 //! Log-probabilities of single tokens, and of every token of several prompts in one pass.
 use crate::InferError;
 use crate::input::{check_row, ids};
-use crate::logits::max_and_log_sum;
+use crate::logits::log_probability;
 use crate::pass::LOGIT_TOKENS;
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_nn::{LayerContext, Qwen3};
@@ -24,9 +24,7 @@ pub struct TokenScore {
 impl TokenScore {
     /// The score of `token` by the logits before it, beside the `num_top` likeliest tokens.
     pub fn new(token: u32, logits: &[f32], num_top: usize) -> Self {
-        let (max, log_sum) = max_and_log_sum(logits);
-        let log_probability = f64::from(logits[token as usize] - max) - log_sum;
-        Self::known(token, log_probability, logits, num_top)
+        Self::known(token, log_probability(logits, token), logits, num_top)
     }
 
     /// As [`new`](Self::new), where the log-probability is known.

@@ -110,9 +110,10 @@ macro_rules! device_ops {
             /// A captured decoding step for the next token of the same caches, where the device supports it. It belongs
             /// to the owner of the caches, who drops it before any other pass writes to them; a clone is empty.
             type StepGraph: Clone + Debug + Default + Send;
-            /// Whether [`crate::token_step`] can take a model on this device. Where it cannot, texts that are decoded
-            /// together keep caches of their own, which grow with them.
-            const HAS_TOKEN_STEP: bool;
+            /// Whether the host computes the ops, where reading a tensor's numbers costs a copy in memory alone. New
+            /// tokens are then computed as in a pass over the whole text, to the bit, and layer by layer: there is no
+            /// [`crate::token_step`].
+            const ON_HOST: bool;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+
         }
@@ -120,7 +121,7 @@ macro_rules! device_ops {
         impl $trait for Flex {
             type DecodeScratch = ();
             type StepGraph = ();
-            const HAS_TOKEN_STEP: bool = false;
+            const ON_HOST: bool = true;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cpu::$op($($arg),+)
@@ -131,7 +132,7 @@ macro_rules! device_ops {
         impl $trait for crate::Cuda {
             type DecodeScratch = crate::decode::cuda::CudaDecodeScratch;
             type StepGraph = crate::decode::cuda::CudaStepGraph;
-            const HAS_TOKEN_STEP: bool = true;
+            const ON_HOST: bool = false;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cuda::$op($($arg),+)

@@ -21,13 +21,14 @@ pub use indexed::{IndexedCall, index_statistics, indexed_attention, indexer_spec
 pub use pooled::block_positions;
 pub use selected::{SelectedBlocks, selected_attention};
 
+use crate::attention::cpu::shape_of;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor};
 use crate::{
     AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, Documents, NsaCall, NsaSelected,
     SieveBackend,
 };
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor, TensorMetadata};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::{BlockChoice, NsaBlocks};
 
 /// The blocks whose tokens each query reads, chosen by means of keys; without gradient. A block of more than 64 tokens
@@ -70,6 +71,27 @@ pub fn choose_scored_blocks<B: SieveBackend>(
     let keys = B::value(primitive(block_keys.reshape([1, batch * num_slots, d])));
     let chosen = B::Inner::choose_key_blocks(B::value(primitive(index)), keys, &call);
     Tensor::from_primitive(chosen).repeat_dim(2, spec.num_kv_heads)
+}
+
+/// The blocks that the last of `num_tokens` tokens chooses, computed on the host as [`choose_key_blocks`] does on a
+/// CPU, to the bit. `spec` is of the attention or of the indexer that scores the keys. Returns a list of blocks for
+/// each row and chooser, [`BlockChoice::num_choosers`] a row: ascending, then -1.
+///
+/// # Shapes
+/// - q: `[batch, num_heads, head_dim]`
+/// - keys: pooled keys or an indexer's keys, `[batch, num_kv_heads, keys, head_dim]`; `None`: there is none yet
+pub fn choose_token_blocks<B: Backend>(
+    q: Tensor<B, 3>,
+    keys: Option<Tensor<B, 4>>,
+    num_tokens: usize,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+) -> Vec<Vec<i32>> {
+    let [batch, _, head_dim] = q.dims();
+    let host = |data: TensorData| -> Vec<f32> { data.convert::<f32>().into_vec().expect("they were converted") };
+    let keys = keys.map_or_else(Vec::new, |keys| host(keys.into_data()));
+    let shape = shape_of([batch, 1, spec.packed_heads(), head_dim], spec);
+    sieve_cpu::nsa::choose_token_blocks(shape, choice, &host(q.into_data()), &keys, num_tokens)
 }
 
 /// Causal attention of each query over the tokens of its blocks, which [`choose_key_blocks`] chose.

@@ -43,13 +43,14 @@ pub use block::{
 };
 pub use chosen::{
     ChoiceCall, IndexGradientCall, IndexedCall, SelectedBlocks, attended_blocks, block_positions, choose_key_blocks,
-    choose_scored_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec, selected_attention,
+    choose_scored_blocks, choose_token_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec,
+    selected_attention,
 };
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, RowsOf, SelectorCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache,
     TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, draw,
-    draw_on_host, first_of_largest, mla_decode, repeat_token_step, token_step,
+    draw_on_host, first_of_largest, mla_decode, repeat_token_step, token_loss_on_host, token_step,
 };
 #[cfg(feature = "cuda")]
 pub use device::cuda::Cuda;

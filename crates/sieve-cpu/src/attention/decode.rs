@@ -1,9 +1,19 @@
 //! Attention of one new token per batch row over cached keys and values.
+//!
+//! Each sum has the order that it has in [`attention_forward`](crate::attention_forward): a score is one chain of fused
+//! products over the columns, and keys are added one by one by rising position. So a token's output has the same bits
+//! in both, whatever the cache held before and in whichever slots its keys lie.
 
-use pulp::Simd;
+use std::cell::RefCell;
+
+use pulp::{Arch, Simd};
 use rayon::prelude::*;
 
-use crate::simd::{dot, exp_and_sum, on_arch};
+use super::sinks::factor;
+use super::softmax::{NO_POWER, Powers, log_sum_exp, probability, within_range};
+#[cfg(target_arch = "x86_64")]
+use crate::linear::few_rows::in_one_chain;
+use crate::simd::{arch, on_arch};
 
 /// Sizes of a decoding step. A head is one KV head of one batch row; its cache may hold any subset of the past in any
 /// order (a ring, or DMA's kept keys).
@@ -11,14 +21,27 @@ use crate::simd::{dot, exp_and_sum, on_arch};
 pub struct DecodeShape {
     /// Query heads that read one KV head.
     pub group_size: usize,
-    /// Columns of a head.
+    /// Columns of a query and of a key.
     pub head_dim: usize,
+    /// Columns of a value.
+    pub head_dim_v: usize,
     /// Slots of each head in the cache.
     pub capacity: usize,
     /// How many slots are read, from the first on.
     pub kv_len: usize,
     /// Factor on the dot products `q . k`.
     pub softmax_scale: f32,
+}
+
+/// The keys that a decoding step reads.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeKeys<'a> {
+    /// Keys, `[heads, capacity, head_dim]`; the last head may end after its `kv_len` slots.
+    pub k: &'a [f32],
+    /// Values, `[heads, capacity, head_dim_v]`, shaped as `k`.
+    pub v: &'a [f32],
+    /// Different positions of the keys, `[heads, kv_len]`; `None`: keys lie by rising position.
+    pub positions: Option<&'a [i32]>,
 }
 
 /// What is added to the logits of a decoding step, or joins them.
@@ -33,100 +56,297 @@ pub struct DecodeBias<'a> {
 /// `o = softmax(scale q k^T + delta) v` for one query token of each batch row. Slots from `kv_len` on are not read.
 ///
 /// # Shapes
-/// - q, o: `[heads, group_size, head_dim]`, heads counted over all batch rows
-/// - k, v: `[heads, capacity, head_dim]`; the last head may end after its `kv_len` slots
+/// - q: `[heads, group_size, head_dim]`, heads counted over all batch rows
+/// - keys: as [`DecodeKeys`] says
 /// - bias: as [`DecodeBias`] says
+/// - o: `[heads, group_size, head_dim_v]`, written whole
 ///
 /// # Panics
 /// When lengths do not fit.
-pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], bias: DecodeBias<'_>, o: &mut [f32]) {
+pub fn attention_decode(shape: DecodeShape, q: &[f32], keys: DecodeKeys<'_>, bias: DecodeBias<'_>, o: &mut [f32]) {
     let DecodeBias { delta, sinks } = bias;
-    let DecodeShape { group_size, head_dim, capacity, kv_len, .. } = shape;
-    let group_len = group_size * head_dim;
+    let DecodeShape { group_size, head_dim, head_dim_v, capacity, kv_len, .. } = shape;
+    let (group_len, output_len) = (group_size * head_dim, group_size * head_dim_v);
     assert!(
         group_len > 0 && q.len().is_multiple_of(group_len),
         "attention_decode: q is not [heads, group_size, head_dim]"
     );
-    assert_eq!(o.len(), q.len(), "attention_decode: o is not as long as q");
+    let heads = q.len() / group_len;
+    assert_eq!(o.len(), heads * output_len, "attention_decode: o is not [heads, group_size, head_dim_v]");
     assert!(kv_len <= capacity, "attention_decode: kv_len {kv_len} exceeds the capacity {capacity}");
     if let Some(delta) = delta {
-        let heads = q.len() / group_len;
         assert_eq!(delta.len(), heads * kv_len, "attention_decode: delta has the wrong size");
     }
+    if let Some(positions) = keys.positions {
+        assert_eq!(positions.len(), heads * kv_len, "attention_decode: positions has the wrong size");
+    }
     if let Some(sinks) = sinks {
-        let heads = q.len() / head_dim;
-        let fits = sinks.len().is_multiple_of(group_size) && !sinks.is_empty() && heads.is_multiple_of(sinks.len());
+        let query_heads = heads * group_size;
+        let fits =
+            sinks.len().is_multiple_of(group_size) && !sinks.is_empty() && query_heads.is_multiple_of(sinks.len());
         assert!(fits, "attention_decode: sinks are not one for each query head");
     }
-    let groups = o.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate();
+    if kv_len == 0 || output_len == 0 {
+        return o.fill(0.0);
+    }
+    let groups = o.par_chunks_mut(output_len).zip(q.par_chunks(group_len)).enumerate();
     groups.for_each(|(head, (o, q))| {
-        let [k, v] = [k, v].map(|cache| {
-            let slots = cache.get(head * capacity * head_dim..(head * capacity + kv_len) * head_dim);
+        let [k, v] = [(keys.k, head_dim), (keys.v, head_dim_v)].map(|(cache, width)| {
+            let slots = cache.get(head * capacity * width..(head * capacity + kv_len) * width);
             slots.expect("attention_decode: k or v is too short")
         });
-        let delta = delta.map(|delta| &delta[head * kv_len..][..kv_len]);
+        let of_head = |x: &[f32]| -> Vec<f32> { x[head * kv_len..][..kv_len].to_vec() };
         let sinks = sinks.map(|sinks| &sinks[head * group_size % sinks.len()..][..group_size]);
-        attend_group(shape, q, k, v, DecodeBias { delta, sinks }, o);
+        let q: Vec<f32> = q.iter().map(|x| shape.softmax_scale * x).collect();
+        let mut scores = vec![0.0; group_size * kv_len];
+        products(&q, k, [group_size, head_dim, kv_len], &mut scores);
+        let delta = delta.map(of_head);
+        let heads = Group { scores: &mut scores, delta, sinks, v, o };
+        match keys.positions.map(|positions| &positions[head * kv_len..][..kv_len]) {
+            Some(positions) if !positions.is_sorted() => {
+                BY_POSITION.with_borrow_mut(|buffer| attend_group(shape, buffer.order(positions), heads));
+            }
+            _ => attend_group(shape, &[], heads),
+        }
     });
 }
 
+/// The query heads of one KV head of one batch row.
+struct Group<'a> {
+    /// `q . k`, scaled, `[group_size, kv_len]`; they become unnormalised probabilities.
+    scores: &'a mut [f32],
+    /// Biases of the keys, `[kv_len]`.
+    delta: Option<Vec<f32>>,
+    /// Sinks of the query heads, `[group_size]`.
+    sinks: Option<&'a [f32]>,
+    /// Values, `[kv_len, head_dim_v]`.
+    v: &'a [f32],
+    /// Output, `[group_size, head_dim_v]`.
+    o: &'a mut [f32],
+}
+
+thread_local! {
+    static BY_POSITION: RefCell<ByPosition> = const { RefCell::new(ByPosition::new()) };
+}
+
+/// Sorts slots by the positions of their keys. A token replaces one of thousands of keys, and sorting by comparison
+/// would take several times as long as their attention. The buffers are reused.
+struct ByPosition {
+    /// A bit for each position that a key has.
+    taken: Vec<u64>,
+    /// The slot of each position's key; other entries may hold anything.
+    slot: Vec<u32>,
+    order: Vec<u32>,
+}
+
+impl ByPosition {
+    const fn new() -> Self {
+        Self { taken: Vec::new(), slot: Vec::new(), order: Vec::new() }
+    }
+
+    /// The slots by rising position; positions are different.
+    fn order(&mut self, positions: &[i32]) -> &[u32] {
+        let first = positions.iter().copied().min().unwrap_or(0);
+        let last = positions.iter().copied().max().unwrap_or(0);
+        let span = last.abs_diff(first) as usize + 1;
+        self.taken.clear();
+        self.taken.resize(span.div_ceil(64), 0);
+        self.slot.resize(self.slot.len().max(span), 0);
+        for (slot, position) in (0..).zip(positions) {
+            let at = position.abs_diff(first) as usize;
+            self.taken[at / 64] |= 1 << (at % 64);
+            self.slot[at] = slot;
+        }
+        self.order.clear();
+        for (word, &taken) in self.taken.iter().enumerate() {
+            let mut left = taken;
+            while left != 0 {
+                self.order.push(self.slot[word * 64 + left.trailing_zeros() as usize]);
+                left &= left - 1;
+            }
+        }
+        assert_eq!(self.order.len(), positions.len(), "attention_decode: two keys have one position");
+        &self.order
+    }
+}
+
+/// `q kᵀ`, `[rows, keys]`, each a chain of fused products over the columns.
+fn products(q: &[f32], k: &[f32], sizes: [usize; 3], scores: &mut [f32]) {
+    match arch() {
+        #[cfg(target_arch = "x86_64")]
+        Arch::V4(simd) => in_one_chain(simd, q, k, sizes, scores),
+        #[cfg(target_arch = "x86_64")]
+        Arch::V3(simd) => in_one_chain(simd, q, k, sizes, scores),
+        _ => plain_products(q, k, sizes, scores),
+    }
+}
+
 on_arch! {
-    fn attend_group<'a>(
-        shape: DecodeShape, q: &'a [f32], k: &'a [f32], v: &'a [f32], bias: DecodeBias<'a>, o: &'a mut [f32],
-    ) -> () = attend_group_simd;
+    fn plain_products<'a>(q: &'a [f32], k: &'a [f32], sizes: [usize; 3], scores: &'a mut [f32]) -> () =
+        plain_products_simd;
 }
 
-/// Attention of the query heads of one KV head of one batch row.
+/// [`products`] for instruction sets without a transpose in registers: the lanes are keys.
 #[inline(always)]
-fn attend_group_simd<S: Simd>(
-    simd: S,
-    shape: DecodeShape,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    DecodeBias { delta, sinks }: DecodeBias<'_>,
-    o: &mut [f32],
-) {
-    let d = shape.head_dim;
-    let mut logits = vec![0.0; shape.kv_len];
+fn plain_products_simd<S: Simd>(simd: S, q: &[f32], k: &[f32], [_rows, d, keys]: [usize; 3], scores: &mut [f32]) {
+    let mut column = vec![0.0; S::F32_LANES];
+    for (q, scores) in q.chunks_exact(d).zip(scores.chunks_exact_mut(keys)) {
+        for (scores, k) in scores.chunks_mut(S::F32_LANES).zip(k.chunks(S::F32_LANES * d)) {
+            let mut sums = simd.splat_f32s(0.0);
+            for (at, &q) in q.iter().enumerate() {
+                for (x, k) in column.iter_mut().zip(k.chunks_exact(d)) {
+                    *x = k[at];
+                }
+                sums = simd.mul_add_e_f32s(simd.splat_f32s(q), S::as_simd_f32s(&column).0[0], sums);
+            }
+            simd.partial_store_f32s(scores, sums);
+        }
+    }
+}
+
+on_arch! {
+    fn attend_group<'a>(shape: DecodeShape, order: &'a [u32], group: Group<'a>) -> () = attend_group_simd;
+}
+
+/// Attention of the query heads of one KV head of one batch row. `order` are the slots by rising position; empty: they
+/// are in order.
+#[inline(always)]
+fn attend_group_simd<S: Simd>(simd: S, shape: DecodeShape, order: &[u32], group: Group<'_>) {
+    let Group { scores, delta, sinks, v, o } = group;
+    let (kv_len, width) = (shape.kv_len, shape.head_dim_v);
     // The largest bias is subtracted: next to a large bias `q . k` would lose its digits.
-    let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let base = delta.map_or(0.0, largest);
-    for (head, (o, q)) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)).enumerate() {
-        let sink = sinks.map(|sinks| sinks[head]);
-        let mut max = sink.unwrap_or(f32::NEG_INFINITY);
-        for (slot, (logit, k)) in logits.iter_mut().zip(k.chunks_exact(d)).enumerate() {
-            let bias = delta.map_or(0.0, |delta| delta[slot] - base);
-            *logit = shape.softmax_scale * dot(simd, q, k) + bias;
-            max = if *logit > max { *logit } else { max };
+    let bias = delta.map(|mut delta| {
+        let base = delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        delta.iter_mut().for_each(|delta| *delta -= base);
+        delta
+    });
+    let slot = |at: usize| if order.is_empty() { at } else { order[at] as usize };
+    let rows = scores.chunks_mut(MAX_ROWS * kv_len).zip(o.chunks_mut(MAX_ROWS * width));
+    for (chunk, (scores, o)) in rows.enumerate() {
+        let mut powers = [NO_POWER; MAX_ROWS];
+        for (power, scores) in powers.iter_mut().zip(scores.chunks_exact_mut(kv_len)) {
+            if let Some(bias) = &bias {
+                scores.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
+            }
+            *power = probabilities(simd, scores);
         }
-        let without_value = sink.filter(|sink| *sink > f32::NEG_INFINITY).map_or(0.0, |sink| (sink - max).exp());
-        weigh(simd, &mut logits, [max, without_value], |slot| &v[slot * d..(slot + 1) * d], o);
+        let sums = match scores.len() / kv_len {
+            1 => weigh::<S, 1>(simd, scores, v, [kv_len, width], slot, o),
+            2 => weigh::<S, 2>(simd, scores, v, [kv_len, width], slot, o),
+            _ => weigh::<S, MAX_ROWS>(simd, scores, v, [kv_len, width], slot, o),
+        };
+        for (row, (o, (sum, power))) in o.chunks_exact_mut(width).zip(sums.into_iter().zip(powers)).enumerate() {
+            let normalise = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+            o.iter_mut().for_each(|o| *o *= normalise);
+            if let Some(sinks) = sinks {
+                let kept = factor(log_sum_exp(power, sum), sinks[chunk * MAX_ROWS + row]);
+                o.iter_mut().for_each(|o| *o *= kept);
+            }
+        }
     }
 }
 
-/// Computes `o = sum_s softmax(logits)_s value(s)`, 0 without keys. `max` is the largest logit, `without_value` the
-/// unnormalised probability of logits that have no value; the logits become unnormalised probabilities.
+/// Query heads that are weighed together.
+const MAX_ROWS: usize = 4;
+
+/// Turns a query's logits into unnormalised probabilities, and returns the power of the largest.
 #[inline(always)]
-pub(crate) fn weigh<'v, S: Simd>(
+fn probabilities<S: Simd>(simd: S, logits: &mut [f32]) -> f32 {
+    let mut max = simd.splat_f32s(f32::NEG_INFINITY);
+    let (vectors, tail) = S::as_simd_f32s(logits);
+    for &x in vectors {
+        max = simd.max_f32s(max, x);
+    }
+    let max = tail.iter().copied().fold(simd.reduce_max_f32s(max), f32::max);
+    let (largest, is_too_large) = within_range(simd, simd.splat_f32s(max));
+    let powers = Powers::of(simd, largest);
+    let probability_of = |x| probability(simd, if is_too_large { within_range(simd, x).0 } else { x }, powers);
+    let (vectors, tail) = S::as_mut_simd_f32s(logits);
+    for x in vectors {
+        *x = probability_of(*x);
+    }
+    if !tail.is_empty() {
+        let last = probability_of(simd.partial_load_f32s(tail));
+        simd.partial_store_f32s(tail, last);
+    }
+    let mut power = [0.0];
+    simd.partial_store_f32s(&mut power, powers.power);
+    power[0]
+}
+
+/// Writes `sum_s p_s value(s)` of up to `ROWS` query heads to o, `[rows, width]`, and returns the sums of p. Keys are
+/// added in the order of `slot(0)`, `slot(1)` and so on.
+///
+/// # Shapes
+/// - p: `[rows, kv_len]`, v: `[kv_len, width]`
+#[inline(always)]
+fn weigh<S: Simd, const ROWS: usize>(
     simd: S,
-    logits: &mut [f32],
-    [max, without_value]: [f32; 2],
-    value: impl Fn(usize) -> &'v [f32],
+    p: &[f32],
+    v: &[f32],
+    [kv_len, width]: [usize; 2],
+    slot: impl Fn(usize) -> usize,
     o: &mut [f32],
-) {
-    let sum = exp_and_sum(simd, logits, max) + without_value;
-    o.fill(0.0);
-    for (s, &p) in logits.iter().enumerate() {
-        for (o, &v) in o.iter_mut().zip(value(s)) {
-            *o += p * v;
+) -> [f32; MAX_ROWS] {
+    let rows = p.len() / kv_len;
+    // Past the last row, the last one is computed again; that result is not stored.
+    let mut of_row = [p; ROWS];
+    for (row, of_row) in of_row.iter_mut().enumerate() {
+        *of_row = &p[row.min(rows - 1) * kv_len..][..kv_len];
+    }
+    let mut sums = [0.0; MAX_ROWS];
+    let (lanes, mut first) = (S::F32_LANES, 0);
+    while first < width {
+        // AVX-512 has 32 registers, other instruction sets 16.
+        let vectors = match (width - first) / lanes {
+            4.. if lanes == 16 => columns::<S, ROWS, 4>(simd, of_row, v, [first, width], &slot, o, &mut sums),
+            2.. => columns::<S, ROWS, 2>(simd, of_row, v, [first, width], &slot, o, &mut sums),
+            _ => columns::<S, ROWS, 1>(simd, of_row, v, [first, width], &slot, o, &mut sums),
+        };
+        first += vectors * lanes;
+    }
+    sums
+}
+
+/// [`weigh`] for `VECTORS` vectors of columns from column `first` on; the last vector of a row may be shorter. Returns
+/// the number of vectors.
+#[inline(always)]
+fn columns<S: Simd, const ROWS: usize, const VECTORS: usize>(
+    simd: S,
+    p: [&[f32]; ROWS],
+    v: &[f32],
+    [first, width]: [usize; 2],
+    slot: &impl Fn(usize) -> usize,
+    o: &mut [f32],
+    totals: &mut [f32; MAX_ROWS],
+) -> usize {
+    let (zero, len) = (simd.splat_f32s(0.0), (VECTORS * S::F32_LANES).min(width - first));
+    let mut sums = [[zero; VECTORS]; ROWS];
+    let mut total = [zero; ROWS];
+    for at in 0..p[0].len() {
+        let slot = slot(at);
+        let value = &v[slot * width + first..][..len];
+        let mut vectors = [zero; VECTORS];
+        match S::as_simd_f32s(value).0.first_chunk::<VECTORS>() {
+            Some(whole) => vectors = *whole,
+            // One vector that is not whole.
+            None => vectors[0] = simd.partial_load_f32s(value),
+        }
+        for row in 0..ROWS {
+            let p = simd.splat_f32s(p[row][slot]);
+            total[row] = simd.add_f32s(total[row], p);
+            for column in 0..VECTORS {
+                sums[row][column] = simd.mul_add_e_f32s(p, vectors[column], sums[row][column]);
+            }
         }
     }
-    if sum != 0.0 {
-        for o in o.iter_mut() {
-            *o /= sum;
+    for (row, o) in o.chunks_exact_mut(width).enumerate().take(ROWS) {
+        for (o, sum) in o[first..][..len].chunks_mut(S::F32_LANES).zip(sums[row]) {
+            simd.partial_store_f32s(o, sum);
         }
+        simd.partial_store_f32s(&mut totals[row..=row], total[row]);
     }
+    VECTORS
 }
 
 #[cfg(test)]
@@ -156,12 +376,20 @@ mod tests {
     }
 
     fn decode_shape(head_dim: usize, kv_len: usize, capacity: usize) -> DecodeShape {
-        DecodeShape { group_size: HEADS / KV_HEADS, head_dim, capacity, kv_len, softmax_scale: 0.3 }
+        DecodeShape {
+            group_size: HEADS / KV_HEADS,
+            head_dim,
+            head_dim_v: head_dim,
+            capacity,
+            kv_len,
+            softmax_scale: 0.3,
+        }
     }
 
     fn decode(shape: DecodeShape, [q, k, v]: [&[f32]; 3], delta: Option<&[f32]>) -> Vec<f32> {
         let mut o = vec![f32::NAN; q.len()];
-        attention_decode(shape, q, k, v, DecodeBias { delta, sinks: None }, &mut o);
+        let keys = DecodeKeys { k, v, positions: None };
+        attention_decode(shape, q, keys, DecodeBias { delta, sinks: None }, &mut o);
         o
     }
 

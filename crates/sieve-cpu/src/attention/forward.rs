@@ -1,6 +1,9 @@
-//! The forward pass: tiles of queries, blocks of gathered keys, online softmax.
+//! The forward pass: tiles of queries, blocks of gathered keys, online softmax (`softmax.rs`).
 //!
 //! Scores are stored transposed, `[keys, query rows]`, so that running maxima and sums of rows are whole vectors.
+//!
+//! A query's sums are added key by key in the order of the keys, and hidden keys add 0. So its output is the same to
+//! the bit in every tile and block, and in [`attention_decode`](super::decode::attention_decode).
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -9,8 +12,9 @@ use super::keys::Keys;
 use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::shape::{Documents, Mask, ScaledShape};
+use super::softmax::{NO_POWER, Powers, log_sum_exp, probability, rescaling, within_range};
 use super::tile::{KeyBlock, Pairs, RowPanels, Tile, row_positions};
-use crate::simd::{exp_below, on_arch};
+use crate::simd::on_arch;
 
 /// The queries of a tile in panels of W columns, the block of keys that is read next, the running softmax and output.
 pub(crate) struct TileState<const W: usize> {
@@ -52,7 +56,7 @@ impl<const W: usize> TileState<W> {
         self.q.load(rows, d, softmax_scale);
         self.q.transpose();
         self.softmax.clear();
-        let before_the_first_key = Softmax { max: Aligned([f32::NEG_INFINITY; LANES]), sum: Aligned([0.0; LANES]) };
+        let before_the_first_key = Softmax { power: Aligned([NO_POWER; LANES]), sum: Aligned([0.0; LANES]) };
         self.softmax.resize(self.positions.len(), before_the_first_key);
         self.columns_v = d_v.div_ceil(W);
         self.o.clear();
@@ -104,21 +108,21 @@ impl<const W: usize> TileState<W> {
     #[inline(always)]
     pub(crate) fn finish(&self, row: usize, o: &mut [f32]) -> f32 {
         let (panel, lane) = (row / LANES, row % LANES);
-        let (max, sum) = (self.softmax[panel].max[lane], self.softmax[panel].sum[lane]);
-        let (lse, factor) = if sum == 0.0 { (f32::NEG_INFINITY, 0.0) } else { (max + sum.ln(), 1.0 / sum) };
+        let (power, sum) = (self.softmax[panel].power[lane], self.softmax[panel].sum[lane]);
+        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
         for (c, o) in o.chunks_mut(W).enumerate() {
             for (o, &x) in o.iter_mut().zip(&self.o[panel * self.columns_v + c][lane]) {
                 *o = x * factor;
             }
         }
-        lse
+        log_sum_exp(power, sum)
     }
 }
 
-/// Running maximum and sum of the online softmax of one panel's rows.
+/// Running power and sum of the online softmax of one panel's rows; `softmax.rs` says what the power is.
 #[derive(Clone)]
 struct Softmax {
-    max: Aligned<[f32; LANES]>,
+    power: Aligned<[f32; LANES]>,
     sum: Aligned<[f32; LANES]>,
 }
 
@@ -223,7 +227,7 @@ fn attend<S: Simd, const W: usize>(
 }
 
 /// Turns the scores of a block of keys (a row of `scores` for each key, a column for each query) into unnormalised
-/// probabilities, and updates each query's running maximum and sum in `state`. First it adds the keys' biases, less
+/// probabilities, and updates each query's running power and sum in `state`. First it adds the keys' biases, less
 /// what [`Pairs::base`] subtracts, and hides the pairs that the mask hides. Fills `rescale` with the factor on each
 /// query's earlier output; returns whether any factor is not 1.
 #[inline(always)]
@@ -236,15 +240,13 @@ fn online_softmax<S: Simd>(
 ) -> bool {
     let positions = S::as_simd_i32s(pairs.positions).0;
     let base = S::as_simd_f32s(pairs.base).0;
-    let old_max = S::as_mut_simd_f32s(&mut *state.max).0;
+    let old_power = S::as_mut_simd_f32s(&mut *state.power).0;
     let sum = S::as_mut_simd_f32s(&mut *state.sum).0;
     let rescale = S::as_mut_simd_f32s(rescale).0;
     let low = simd.splat_f32s(f32::NEG_INFINITY);
-    let zero = simd.splat_f32s(0.0);
     let mut changed = false;
     for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
         let mut max = [low; SIDE];
-        max.copy_from_slice(&old_max[col..col + SIDE]);
         if pairs.masked {
             for (s, row) in scores.iter_mut().enumerate() {
                 let row = S::as_mut_simd_f32s(row).0;
@@ -275,24 +277,28 @@ fn online_softmax<S: Simd>(
                 }
             }
         }
-        // A row that has seen nothing yet keeps its maximum of -inf; its probabilities are then exp(-inf - 0) = 0.
-        let mut shift = [zero; SIDE];
-        let mut total = [zero; SIDE];
+        let mut powers = [Powers::of(simd, low); SIDE];
+        let mut total = [simd.splat_f32s(0.0); SIDE];
         for v in 0..SIDE {
-            let empty = simd.equal_f32s(max[v], low);
-            shift[v] = simd.select_f32s(empty, zero, max[v]);
-            let factor = exp_below(simd, simd.sub_f32s(old_max[col + v], shift[v]));
-            let same = simd.equal_f32s(max[v], old_max[col + v]);
-            changed |= simd.first_true_m32s(simd.not_m32s(same)) < S::F32_LANES;
-            let factor = simd.select_f32s(same, simd.splat_f32s(1.0), factor);
+            let (largest, is_too_large) = within_range(simd, max[v]);
+            if is_too_large {
+                for row in scores.iter_mut() {
+                    let row = S::as_mut_simd_f32s(row).0;
+                    row[col + v] = within_range(simd, row[col + v]).0;
+                }
+            }
+            let powers_of_block = Powers::of(simd, largest);
+            powers[v] = powers_of_block.or_larger(simd, old_power[col + v]);
+            let (factor, same) = rescaling(simd, old_power[col + v], powers[v]);
+            changed |= !same;
             rescale[col + v] = factor;
             total[v] = simd.mul_f32s(sum[col + v], factor);
-            old_max[col + v] = max[v];
+            old_power[col + v] = powers[v].power;
         }
         for row in scores.iter_mut() {
             let row = S::as_mut_simd_f32s(row).0;
             for v in 0..SIDE {
-                let p = exp_below(simd, simd.sub_f32s(row[col + v], shift[v]));
+                let p = probability(simd, row[col + v], powers[v]);
                 row[col + v] = p;
                 total[v] = simd.add_f32s(total[v], p);
             }

@@ -1,5 +1,6 @@
 //! GEMM with up to [`FEW_ROWS`] rows of x. The lanes of a vector are different outputs, so squares of weights are
-//! transposed in registers, where bf16 weights are also widened to f32.
+//! transposed in registers, where bf16 weights are also widened to f32. The scores of one query and its cached keys are
+//! such a GEMM too.
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -23,7 +24,7 @@ const MAX_LANES: usize = 16;
 type Square<S> = [<S as Simd>::f32s; MAX_LANES];
 
 /// Instruction sets with a transpose in registers.
-pub(super) trait Transpose: Simd {
+pub(crate) trait Transpose: Simd {
     /// Lane i of vector j becomes lane j of vector i.
     fn transpose(self, square: Square<Self>) -> Square<Self>;
 }
@@ -161,7 +162,9 @@ pub(super) fn few_rows<S: Transpose>(
 ) {
     let run = |(task, y): (usize, &mut [f32])| {
         let first = task * TASK_OUTPUTS;
-        simd.vectorize(Task { simd, x, weight, d_in, first, y });
+        // Equal blocks of at most `MAX_DEPTH`.
+        let depth = d_in.div_ceil(d_in.div_ceil(MAX_DEPTH));
+        simd.vectorize(Task { simd, x, weight, d_in, depth, first, y });
     };
     // Runs the tasks; a task writes its outputs of all rows, `[rows, outputs]`, to one chunk.
     let run_tasks = |y: &mut [f32]| match weight.len() {
@@ -181,12 +184,28 @@ pub(super) fn few_rows<S: Transpose>(
     }
 }
 
+/// As [`few_rows`] for any number of rows and an f32 weight, on the calling thread, where each sum is one chain of
+/// fused products over the whole inner length.
+pub(crate) fn in_one_chain<S: Transpose>(
+    simd: S,
+    x: &[f32],
+    weight: &[f32],
+    [_rows, d_in, d_out]: [usize; 3],
+    y: &mut [f32],
+) {
+    for (x, y) in x.chunks(FEW_ROWS * d_in).zip(y.chunks_mut(FEW_ROWS * d_out)) {
+        simd.vectorize(Task { simd, x, weight: Weight::F32(weight), d_in, depth: d_in, first: 0, y });
+    }
+}
+
 /// Computes some columns of the output for all rows.
 struct Task<'a, S> {
     simd: S,
     x: &'a [f32],
     weight: Weight<'a>,
     d_in: usize,
+    /// Elements of a row that are added before their sum is added to the output.
+    depth: usize,
     /// The task's first output column.
     first: usize,
     /// Output of the task, `[rows, outputs]`.
@@ -220,13 +239,12 @@ impl<S: Transpose> Task<'_, S> {
     /// Computes the task for at most `ROWS` rows.
     #[inline(always)]
     fn run<W: Element, const ROWS: usize>(self, weight: &[W]) {
-        let Self { simd, x, d_in, first, y, .. } = self;
+        let Self { simd, x, d_in, depth, first, y, .. } = self;
         let (lanes, step) = (S::F32_LANES, S::F32_LANES * W::IN_LANE);
         let (rows, last_output) = (x.len() / d_in, weight.len() / d_in - 1);
         let outputs = y.len() / rows;
         // Past the last row or output, the last one is computed again; that result is not stored.
         let x: [&[f32]; ROWS] = std::array::from_fn(|row| &x[row.min(rows - 1) * d_in..][..d_in]);
-        let depth = d_in.div_ceil(d_in.div_ceil(MAX_DEPTH));
         for tile in (0..outputs).step_by(lanes) {
             let row = |lane: usize| (first + tile + lane).min(last_output) * d_in;
             let weights: [&[W]; MAX_LANES] = std::array::from_fn(|lane| &weight[row(lane)..][..d_in]);

@@ -119,6 +119,49 @@ pub fn choose_key_blocks(
     });
 }
 
+/// The blocks that the last token of each row's text chooses by pooled keys: the same as [`choose_key_blocks`] gives
+/// that token among the others, because scores are the same f64 sums.
+///
+/// # Shapes
+/// - q: `[batch, num_heads, head_dim]`
+/// - keys: `[batch, num_kv_heads, keys, head_dim]` with a key for each pooled block of `num_tokens` tokens; where the
+///   rule is [`ChoiceRule::SumOfHeads`], the last one may be missing, because a token always reads its own block
+/// - returns: a list for each row and chooser, as [`choose_key_blocks`] writes it
+///
+/// # Panics
+/// When lengths do not fit or there is no token.
+pub fn choose_token_blocks(
+    shape: ScaledShape,
+    choice: BlockChoice,
+    q: &[f32],
+    keys: &[f32],
+    num_tokens: usize,
+) -> Vec<Vec<i32>> {
+    let blocks = choice.blocks;
+    blocks.check();
+    let (d, lists) = (shape.head_dim, shape.batch * shape.num_kv_heads);
+    let seen = blocks.num_compressed_blocks(num_tokens);
+    let fits = q.len() == shape.batch * shape.num_heads * d && keys.len().is_multiple_of(lists * d);
+    assert!(fits && num_tokens > 0, "choose_token_blocks: q or keys has the wrong size");
+    let stored = keys.len() / (lists * d);
+    let missing = usize::from(choice.rule == ChoiceRule::SumOfHeads);
+    assert!(seen <= stored + missing, "choose_token_blocks: there are {stored} pooled keys, not {seen}");
+    let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+    let own = (num_tokens - 1) / blocks.select_block_size;
+    let of_chooser = |at: usize| {
+        let (row, chooser) = (at / choosers, at % choosers);
+        let scores = |head: usize| -> Vec<f64> {
+            let q = &q[(row * shape.num_heads + head) * d..][..d];
+            let list = row * shape.num_kv_heads + head / shape.group_size();
+            keys[list * stored * d..].chunks_exact(d).take(seen.min(stored)).map(|key| dot(q, key)).collect()
+        };
+        let mut chosen = vec![-1; blocks.num_selected_blocks];
+        choose_blocks(&importance(shape, choice, own, chooser, scores), own, choice.forced, &mut chosen);
+        chosen
+    };
+    (0..shape.batch * choosers).into_par_iter().map(of_chooser).collect()
+}
+
 /// Importance of the blocks `0..=own` for one chooser of a query: a query head, or by some rules a KV head, whose query
 /// heads choose together. `scores(head)` is `q . k` of a query head with each pooled key whose tokens all come before
 /// the query or end with it.

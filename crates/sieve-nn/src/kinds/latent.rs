@@ -1,4 +1,7 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression, and its cache of latents.
+//!
+//! On a CPU the cache holds keys and values: attention over latents adds other numbers in another order than a pass
+//! over the whole text, so a token would have another probability.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::by_key;
 use crate::layer::{Cached, KindAttention, PerToken, Rows};
@@ -9,8 +12,9 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{MlaShape, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, RowsOf, SieveBackend,
-    TokenAttention, TokenBuffer, TokenCache, TokenExtra, mla_decode,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, KeyCache, MlaSpec, QkNorm,
+    RotaryEmbedding, RowsOf, SieveBackend, TokenAttention, TokenBuffer, TokenCache, TokenExtra, attention_decode,
+    mla_attention, mla_decode,
 };
 
 /// Dense attention that computes keys and values from a latent of `kv_lora_rank` values per token, and from one rotated
@@ -164,10 +168,10 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
         self.pack(x, [self.kv_b_proj.forward(latent.clone()), latent, k_rope], context)
     }
 
-    /// Of the packed tensor only the queries and the rotated key are read, so its keys and values may be zeros. Normed
-    /// keys are needed for their 1 / rms.
+    /// Where the cache holds latents, only the queries and the rotated key of the packed tensor are read, so its keys
+    /// and values may be zeros. Normed keys are needed for their 1 / rms.
     fn project_cached(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> PackedLatents<B> {
-        if self.k_norm.is_some() {
+        if B::Inner::ON_HOST || self.k_norm.is_some() {
             return self.project(x, context);
         }
         let [batch, new, _d_model] = x.dims();
@@ -208,7 +212,13 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
     }
 
     fn fill(&self, tokens: PackedLatents<B::Inner>, (): ()) -> LayerCache<B::Inner> {
-        LayerCache::Latent(LatentCache::new(self.cache_entries(tokens)))
+        LayerCache::Latent(match B::Inner::ON_HOST {
+            true => {
+                let [_, k, v] = self.heads(tokens.packed);
+                LatentCache { stored: Stored::Keys(KeyCache::new(k, v)) }
+            }
+            false => LatentCache::of_latents(self.cache_entries(tokens)),
+        })
     }
 
     /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
@@ -220,7 +230,13 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
             panic!("a layer of latents decodes after a prompt");
         };
         let packed = tokens.packed.clone();
-        cache.append(self.cache_entries(tokens));
+        let (latents, key_scale) = match &mut cache.stored {
+            Stored::Keys(keys) => return self.attend_to_keys(keys, packed, cached.rows.scratch),
+            Stored::Latents(latents) => {
+                latents.append(self.cache_entries(tokens));
+                latents.tokens()
+            }
+        };
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();
@@ -235,7 +251,6 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
         let q_c = q_c.swap_dims(0, 1).matmul(w_uk);
         let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
         let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
-        let (latents, key_scale) = cache.tokens();
         let o = mla_decode(q, latents, key_scale, rank, self.spec().softmax_scale);
         let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
         let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
@@ -248,6 +263,39 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
 }
 
 impl<B: Backend> LatentAttention<B> {
+    /// Queries and keys, `[batch, tokens, num_heads, head_dim + qk_rope_head_dim]`, and values,
+    /// `[batch, tokens, num_heads, head_dim]`, of a packed tensor.
+    fn heads<I: Backend>(&self, packed: Tensor<I, 3>) -> [Tensor<I, 4>; 3] {
+        let (heads, key_dim, d) = (self.num_heads, self.spec().key_dim(), self.head_dim);
+        let [batch, tokens, _] = packed.dims();
+        let parts = [(0, key_dim), (heads * key_dim, key_dim), (2 * heads * key_dim, d)];
+        parts
+            .map(|(first, width)| packed.clone().narrow(2, first, heads * width).reshape([batch, tokens, heads, width]))
+    }
+
+    /// Attention of new tokens over cached keys and values, to which it adds theirs. Several new tokens attend in a row
+    /// of their own: the cached tokens, with queries of zero, then the new ones.
+    fn attend_to_keys<I: DeviceBackend>(
+        &self,
+        cache: &mut KeyCache<I>,
+        packed: Tensor<I, 3>,
+        scratch: &mut I::DecodeScratch,
+    ) -> Tensor<I, 4> {
+        let ([batch, new, _], spec, earlier) = (packed.dims(), self.spec(), cache.len());
+        let [q, k, v] = self.heads(packed.clone());
+        if new == 1 {
+            cache.append(k, v);
+            let bias = None;
+            return attention_decode(q.squeeze_dim(1), cache, bias, spec.softmax_scale, scratch).unsqueeze_dim(1);
+        }
+        let queries = Tensor::zeros([batch, earlier, self.num_heads * spec.key_dim()], (&q.device(), q.dtype()));
+        let [cached_k, cached_v] = [&cache.k, &cache.v].map(|x| x.tokens().swap_dims(1, 2).flatten::<3>(2, 3));
+        let row = Tensor::cat(vec![Tensor::cat(vec![queries, cached_k, cached_v], 2), packed], 1);
+        let documents = Documents::whole_rows([batch, earlier + new], &row.device());
+        cache.append(k, v);
+        mla_attention(row, &documents, spec).narrow(1, earlier, new)
+    }
+
     /// The cache's entries of new tokens: `kv_lora_rank + qk_rope_head_dim` values per token, and where keys are normed
     /// one more per head.
     fn cache_entries<I: Backend>(&self, tokens: PackedLatents<I>) -> NewLatents<I> {
@@ -310,9 +358,23 @@ struct NewLatents<B: Backend> {
     key_scale: Option<Tensor<B, 3>>,
 }
 
-/// Latents and rotated keys of all tokens. The buffers can hold `room` tokens.
+/// What decoding reads of all tokens. The buffers can hold `room` tokens.
 #[derive(Clone, Debug)]
 pub struct LatentCache<B: Backend> {
+    stored: Stored<B>,
+}
+
+/// Latents, or on a CPU the keys and values that are computed from them.
+#[derive(Clone, Debug)]
+enum Stored<B: Backend> {
+    Latents(Latents<B>),
+    /// Keys, `[batch, num_heads, room, head_dim + qk_rope_head_dim]`, and values, `[batch, num_heads, room, head_dim]`.
+    Keys(KeyCache<B>),
+}
+
+/// Latents and rotated keys.
+#[derive(Clone, Debug)]
+struct Latents<B: Backend> {
     /// Latent, then rotated key, `[batch, room, kv_lora_rank + qk_rope_head_dim]`.
     latents: TokenBuffer<B, 3>,
     /// 1 / rms of each head's key, f32 `[batch, room, num_heads]`; `None` where keys are not normed.
@@ -320,13 +382,16 @@ pub struct LatentCache<B: Backend> {
 }
 
 impl<B: Backend> LatentCache<B> {
-    /// A cache of the prompt's tokens.
-    fn new(new: NewLatents<B>) -> Self {
+    /// A cache of the prompt's latents.
+    fn of_latents(new: NewLatents<B>) -> Self {
         let (token_axis, room) = (1, None);
         let buffer = |x| TokenBuffer::new(x, token_axis, room);
-        Self { latents: buffer(new.latents), key_scale: new.key_scale.map(buffer) }
+        let latents = Latents { latents: buffer(new.latents), key_scale: new.key_scale.map(buffer) };
+        Self { stored: Stored::Latents(latents) }
     }
+}
 
+impl<B: Backend> Latents<B> {
     /// Appends the entries of new tokens.
     fn append(&mut self, new: NewLatents<B>) {
         self.latents.append(new.latents);
@@ -344,28 +409,50 @@ impl<B: Backend> LatentCache<B> {
 
 impl<B: Backend> KindCache<B> for LatentCache<B> {
     fn num_keys(&self) -> usize {
-        self.latents.len()
+        match &self.stored {
+            Stored::Latents(latents) => latents.latents.len(),
+            Stored::Keys(keys) => keys.len(),
+        }
     }
 
     fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
-        Some(TokenCache::Latents(&mut self.latents, self.key_scale.as_mut()))
+        match &mut self.stored {
+            Stored::Latents(Latents { latents, key_scale }) => Some(TokenCache::Latents(latents, key_scale.as_mut())),
+            Stored::Keys(_) => None,
+        }
     }
 
     fn count_token(&mut self) {
-        let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
-        buffers.for_each(|buffer| buffer.count(1));
+        match &mut self.stored {
+            Stored::Latents(Latents { latents, key_scale }) => {
+                std::iter::once(latents).chain(key_scale).for_each(|buffer| buffer.count(1));
+            }
+            Stored::Keys(keys) => keys.count_token(),
+        }
     }
 
     fn rows(&self, rows: RowsOf) -> LayerCache<B> {
         let of = |buffer: &TokenBuffer<B, 3>| buffer.rows(rows, |tokens| [tokens; 2]);
-        LayerCache::Latent(Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) })
+        let stored = match &self.stored {
+            Stored::Latents(Latents { latents, key_scale }) => {
+                Stored::Latents(Latents { latents: of(latents), key_scale: key_scale.as_ref().map(of) })
+            }
+            Stored::Keys(keys) => Stored::Keys(keys.rows(rows, |tokens| [tokens; 2])),
+        };
+        LayerCache::Latent(Self { stored })
     }
 
     fn put(&mut self, row: usize, text: &LayerCache<B>, tokens: usize) {
         let LayerCache::Latent(text) = text else { panic!("{OTHER_CACHE}") };
-        self.latents.put(row, &text.latents, tokens);
-        if let (Some(scales), Some(text)) = (&mut self.key_scale, &text.key_scale) {
-            scales.put(row, text, tokens);
+        match (&mut self.stored, &text.stored) {
+            (Stored::Latents(all), Stored::Latents(text)) => {
+                all.latents.put(row, &text.latents, tokens);
+                if let (Some(scales), Some(text)) = (&mut all.key_scale, &text.key_scale) {
+                    scales.put(row, text, tokens);
+                }
+            }
+            (Stored::Keys(all), Stored::Keys(text)) => all.put(row, text, tokens),
+            _ => panic!("{OTHER_CACHE}"),
         }
     }
 }

@@ -2,13 +2,13 @@
 use super::reference::Logits;
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, TokensBefore, reference};
 use crate::AttentionSpec;
-use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
+use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32};
 use crate::dma::dma_bias;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaBias;
-use sieve_cpu::{DecodeBias, first_of_largest};
+use sieve_cpu::{DecodeBias, DecodeKeys, first_of_largest};
 
 /// The CPU has no fused step: a call per layer has no launch overhead there.
 pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTensor> {
@@ -53,6 +53,7 @@ pub(crate) fn cached_attention(
     reference::append_and_attend(cache, qkv, sinks, spec, attend)
 }
 
+/// The CPU's own caches hold keys and values instead of latents, so this op has no kernel there.
 pub(crate) fn mla_decode(
     q: FlexTensor,
     latents: FlexTensor,
@@ -60,24 +61,7 @@ pub(crate) fn mla_decode(
     rank: usize,
     softmax_scale: f64,
 ) -> FlexTensor {
-    unless_f32!(&q, "mla_decode": reference::mla_decode::<Flex>(q, latents, key_scale, rank, softmax_scale));
-    let [q, latents] = [q, latents].map(contiguous);
-    let key_scale = key_scale.map(contiguous);
-    let (q_shape, len) = (q.shape(), latents.shape()[1]);
-    let shape = sieve_cpu::MlaDecode {
-        batch: q_shape[0],
-        num_queries: q_shape[1],
-        num_heads: q_shape[2],
-        len,
-        rank,
-        rope_dim: q_shape[3] - rank,
-        softmax_scale: softmax_scale as f32,
-    };
-    let sizes = [q_shape[0], q_shape[1], q_shape[2], rank];
-    let mut o = vec![0.0; sizes.iter().product()];
-    let key_scale = key_scale.as_ref().map(floats);
-    sieve_cpu::mla_decode(&shape, floats(&q), floats(&latents), key_scale, &mut o);
-    from_vec(o, sizes)
+    reference::mla_decode::<Flex>(q, latents, key_scale, rank, softmax_scale)
 }
 
 pub(crate) fn dma_decode(
@@ -87,14 +71,19 @@ pub(crate) fn dma_decode(
     bias: DmaBias,
     scratch: &mut (),
 ) -> FlexTensor {
-    let is_i32 = cache.positions.buffer().dtype() == DType::I32;
-    // `replace_lowest_rank` takes full slots of f32 with i32 positions.
-    if !(cache.is_full() && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
+    if !(is_f32(&token.q) && is_f32(&token.k) && is_f32(&token.rank)) {
         return reference::dma_decode(cache, token, softmax_scale, bias, scratch);
     }
-    replace_lowest_rank(cache, &token);
+    let (q, is_i32) = (token.q.clone(), cache.positions.buffer().dtype() == DType::I32);
+    // `replace_lowest_rank` takes full slots with i32 positions.
+    match cache.is_full() && is_i32 {
+        true => replace_lowest_rank(cache, &token),
+        false => cache.insert(token),
+    }
     let delta = primitive(dma_bias(cache.rank.tokens(), bias));
-    attend(token.q, &cache.keys, cache.len(), Logits { delta: Some(delta), sinks: None }, softmax_scale)
+    let logits = Logits { delta: Some(delta), sinks: None };
+    let positions = cache.positions.tokens().cast(DType::I32).into_primitive();
+    attend_at(Some(contiguous(positions)), q, &cache.keys, cache.len(), logits, softmax_scale)
 }
 
 /// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a
@@ -144,15 +133,32 @@ fn replace_lowest_rank(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     });
 }
 
-/// One query per sequence, `[batch, num_heads, head_dim]`, over the last `seen` keys of the cache.
+/// One query per sequence, `[batch, num_heads, head_dim]`, over the last `seen` keys of the cache, which lie by rising
+/// position.
 fn attend(q: FlexTensor, keys: &KeyCache<Flex>, seen: usize, logits: Logits<Flex>, softmax_scale: f64) -> FlexTensor {
     unless_f32!(&q, "attention_decode": reference::attention_decode::<Flex>(q, keys, seen, logits, softmax_scale));
+    let positions = None;
+    attend_at(positions, q, keys, seen, logits, softmax_scale)
+}
+
+/// [`attend`] in f32, where keys may lie in any order with these positions, i32 `[batch, num_kv_heads, seen]`. Values
+/// may be narrower than keys.
+fn attend_at(
+    positions: Option<FlexTensor>,
+    q: FlexTensor,
+    keys: &KeyCache<Flex>,
+    seen: usize,
+    logits: Logits<Flex>,
+    softmax_scale: f64,
+) -> FlexTensor {
     let [k, v] = [&keys.k, &keys.v].map(|x| contiguous(primitive(x.buffer().clone())));
     let (q_shape, q) = (q.shape(), contiguous(q));
     let [_, num_kv_heads, capacity, head_dim] = k.shape().dims();
+    let head_dim_v = last_dim(&v);
     let shape = sieve_cpu::DecodeShape {
         group_size: q_shape[1] / num_kv_heads,
         head_dim,
+        head_dim_v,
         capacity,
         kv_len: seen,
         softmax_scale: softmax_scale as f32,
@@ -160,9 +166,14 @@ fn attend(q: FlexTensor, keys: &KeyCache<Flex>, seen: usize, logits: Logits<Flex
     let [delta, sinks] = [logits.delta, logits.sinks].map(|x| x.map(contiguous));
     let bias = DecodeBias { delta: delta.as_ref().map(floats), sinks: sinks.as_ref().map(floats) };
     // Each head's keys before the last `seen` are skipped; heads remain `capacity` keys apart.
-    let skipped = (keys.len() - seen) * head_dim;
-    let [k, v] = [&k, &v].map(|x| &floats(x)[skipped..]);
-    let mut o = zeros_like(&q);
-    sieve_cpu::attention_decode(shape, floats(&q), k, v, bias, &mut o);
-    from_vec(o, q_shape)
+    let skipped = keys.len() - seen;
+    let keys = DecodeKeys {
+        k: &floats(&k)[skipped * head_dim..],
+        v: &floats(&v)[skipped * head_dim_v..],
+        positions: positions.as_ref().map(ints),
+    };
+    let sizes = [q_shape[0], q_shape[1], head_dim_v];
+    let mut o = sieve_cpu::zeros(sizes.iter().product());
+    sieve_cpu::attention_decode(shape, floats(&q), keys, bias, &mut o);
+    from_vec(o, sizes)
 }

@@ -144,7 +144,7 @@ pub(crate) fn dma_decode<B: DeviceBackend>(
 
 impl<B: Backend> DmaCache<B> {
     /// Adds the token's key to a free slot, or overwrites the slot that [`replaced_slot`](Self::replaced_slot) returns.
-    fn insert(&mut self, token: DmaToken<B>) {
+    pub(super) fn insert(&mut self, token: DmaToken<B>) {
         let [k, v] = [token.k, token.v].map(|x| tensor::<B, 3>(x).unsqueeze_dim::<4>(2));
         let rank = tensor::<B, 2>(token.rank).unsqueeze_dim::<3>(2);
         let [batch, kv_heads, _] = rank.dims();

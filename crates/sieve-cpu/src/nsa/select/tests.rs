@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::nsa::slot_starts;
-use sieve_core::model::test_shapes::{infllm_v2, mean_key, msa};
+use sieve_core::model::test_shapes::{infllm_v2, mean_key, msa, qsa};
 use sieve_testing::{Random, threads, whole_rows, wide};
 
 /// A packed tensor in f64 with its sizes.
@@ -220,6 +220,39 @@ fn choices_equal_the_definition() {
             }
         };
         Case::new(sizes, choice, seed).check();
+    }
+}
+
+#[test]
+fn a_token_alone_chooses_as_among_the_others() {
+    let (batch, n, heads, d) = (2, 130, 4, 24);
+    for (seed, choice) in (0..).zip(choices().into_iter().chain([qsa(4, 3), qsa(16, 2)])) {
+        let kv_heads = if choice.rule == ChoiceRule::SumOfHeads { 1 } else { 2 };
+        let (mut random, blocks) = (Random(seed), choice.blocks);
+        let (slots, shape) = (blocks.num_slots(n), ScaledShape::new([batch, n], [heads, kv_heads], d));
+        let (q, keys) = (random.vector(batch * n * heads * d), random.vector(batch * slots * kv_heads * d));
+        let (start, end) = whole_rows(batch, n);
+        let (choosers, k) = (choice.num_choosers(heads, kv_heads), blocks.num_selected_blocks);
+        let mut all = vec![0; batch * n * choosers * k];
+        choose_key_blocks(shape, choice, &wide(&q), Documents::new(&start, &end), &wide(&keys), &mut all);
+        for token in [0, 1, 3, 4, 17, 63, 64, 100, n - 1] {
+            let count = blocks.num_compressed_blocks(token + 1);
+            let of_rows = |row: usize| &q[(row * n + token) * heads * d..][..heads * d];
+            let q: Vec<f32> = (0..batch).flat_map(of_rows).copied().collect();
+            let key = |list: usize, c: usize| {
+                let (row, head) = (list / kv_heads, list % kv_heads);
+                &keys[((row * slots + c) * kv_heads + head) * d..][..d]
+            };
+            let lists = (0..batch * kv_heads).flat_map(|list| (0..count).map(move |c| (list, c)));
+            let keys: Vec<f32> = lists.flat_map(|(list, c)| key(list, c)).copied().collect();
+            let chosen =
+                choose_token_blocks(ScaledShape::new([batch, 1], [heads, kv_heads], d), choice, &q, &keys, token + 1);
+            for (list, chosen) in chosen.iter().enumerate() {
+                let (row, chooser) = (list / choosers, list % choosers);
+                let at = ((row * n + token) * choosers + chooser) * k;
+                assert_eq!(chosen, &all[at..at + k], "{choice:?}, token {token}, row {row}, chooser {chooser}");
+            }
+        }
     }
 }
 

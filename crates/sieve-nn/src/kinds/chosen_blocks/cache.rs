@@ -4,10 +4,10 @@ use super::Packed;
 use crate::kinds::{KindCache, LayerCache, OTHER_CACHE};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, activation::softmax};
-use sieve_core::{BlockChoice, ChoiceRule};
+use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, KeyCache, RowsOf, TokenBuffer, TokenCache, attention_decode, choose_blocks,
-    indexer_spec, overlap_weight, split_heads,
+    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaCall, RowsOf, TokenBuffer, TokenCache, attention_decode,
+    choose_blocks, choose_token_blocks, indexer_spec, nsa_mean_pool, overlap_weight, split_heads,
 };
 
 /// Keys and values of all tokens, and the keys by which blocks are chosen.
@@ -35,12 +35,27 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     }
 }
 
+/// Means of the first `count` blocks of consecutive keys, `[batch, heads, count, head_dim]`, from the keys
+/// `[batch, heads, tokens, head_dim]`: on the host by the op that pools a whole text, to the bit.
+fn means_on_host<B: DeviceBackend>(keys: Tensor<B, 4>, blocks: NsaBlocks, count: usize) -> Tensor<B, 4> {
+    let keys = keys.swap_dims(1, TOKENS);
+    let [batch, len, heads, d] = keys.dims();
+    let documents = Documents::<B>::whole_rows([batch, len], &keys.device());
+    let call = NsaCall::new(documents.bounds(), AttentionSpec::dense([heads; 2], d), blocks);
+    // The op takes a packed tensor; its queries and values are not read.
+    let pooled = nsa_mean_pool(Tensor::cat(vec![keys; 3], 2), &call).narrow(0, 0, 1);
+    let pooled = pooled.reshape([batch, blocks.num_slots(len), heads, d]).narrow(1, 0, count);
+    pooled.swap_dims(1, TOKENS)
+}
+
 impl<B: Backend> ChosenCache<B> {
     /// Number of tokens processed so far.
     pub(super) fn num_tokens(&self) -> usize {
         self.keys.len()
     }
+}
 
+impl<B: DeviceBackend> ChosenCache<B> {
     /// The cache after a prompt; without `pools` the layer reads the blocks that another layer chose.
     pub(super) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice, pools: bool) -> Self {
         let [batch, seq_len, _, d] = packed.qkv.dims();
@@ -114,7 +129,10 @@ impl<B: Backend> ChosenCache<B> {
         }
         let keys = self.pooled.tokens().narrow(TOKENS, 0, blocks * size);
         let ([batch, _, _, d], dtype) = (keys.dims(), keys.dtype());
-        let means = at_least_f32(keys).reshape([batch, blocks, size, d]).mean_dim(2).cast(dtype);
+        let means = match B::ON_HOST {
+            true => means_on_host(keys, self.choice.blocks, blocks).swap_dims(1, TOKENS),
+            false => at_least_f32(keys).reshape([batch, blocks, size, d]).mean_dim(2).cast(dtype),
+        };
         let first = Tensor::<B, 1, Int>::arange(0..blocks as i64, &means.device()) * size as i64;
         Some((means, first.unsqueeze_dim::<2>(0).repeat_dim(0, batch)))
     }
@@ -132,6 +150,9 @@ impl<B: Backend> ChosenCache<B> {
         let (count, strides) = (end - first, size / stride);
         let num_strides = count + strides - 1;
         let keys = self.keys.k.tokens().narrow(TOKENS, first * stride, num_strides * stride);
+        if B::ON_HOST {
+            return Some(means_on_host(keys, blocks, count));
+        }
         let ([batch, heads, _, d], dtype) = (keys.dims(), keys.dtype());
         let keys = at_least_f32(keys).reshape([batch, heads, num_strides, stride, d]);
         let means = keys.mean_dim(3).reshape([batch, heads, num_strides, d]);
@@ -231,7 +252,7 @@ fn queries<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 3
 /// The blocks that the last of `num_tokens` tokens chooses by pooled keys, one list per row and chooser. Its queries
 /// `q` are `[batch, num_heads, head_dim]`. With [`ChoiceRule::SumOfHeads`] all heads choose together, and their list is
 /// repeated for each head of `q`. `pooled` is `None` before the first pooled key; all blocks then score 0.
-pub(in crate::kinds) fn chosen_blocks<B: Backend>(
+pub(in crate::kinds) fn chosen_blocks<B: DeviceBackend>(
     q: Tensor<B, 3>,
     pooled: Option<Tensor<B, 4>>,
     num_tokens: usize,
@@ -247,6 +268,10 @@ pub(in crate::kinds) fn chosen_blocks<B: Backend>(
         chosen
     };
     let copies = if choice.rule == ChoiceRule::SumOfHeads { num_heads } else { 1 };
+    if B::ON_HOST {
+        let chosen = choose_token_blocks(q, pooled, num_tokens, spec, choice);
+        return chosen.into_iter().flat_map(|chosen| vec![chosen; copies]).collect();
+    }
     let Some(pooled) = pooled else {
         return vec![choose(vec![0.0; own_block + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
     };

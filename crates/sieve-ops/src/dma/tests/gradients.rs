@@ -51,7 +51,8 @@ fn a_query_that_keeps_one_key_copies_its_value() {
         evaluate(&op, &inputs, 5, dtype, View::Contiguous)
     };
     let (fast, exact) = (run_in(DType::F32), run_in(DType::F64));
-    assert_close("o", &fast.output, &exact.output, 0.0);
+    // The one probability is between 0.7 and 1.4, by which the value is multiplied and divided.
+    assert_close("o", &fast.output, &exact.output, 1e-6);
     assert_close("dqkv", &fast.gradients[0], &exact.gradients[0], 2e-5);
     for n in [1, 2] {
         let zeros = vec![0.0; exact.gradients[n].len()];
