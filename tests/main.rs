@@ -29,6 +29,7 @@ mod operator;
 mod printed_commands;
 mod resume_kill;
 mod serve;
+mod serve_kept;
 mod serve_pages;
 mod sessions;
 mod train_faults;

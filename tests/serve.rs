@@ -97,7 +97,7 @@ impl Served {
     }
 
     /// A number of `/metrics`.
-    fn metric(&self, name: &str) -> u64 {
+    pub(crate) fn metric(&self, name: &str) -> u64 {
         let text = self.get("/metrics").1;
         let line = text.lines().find(|line| line.starts_with(&format!("{name} "))).expect(name);
         line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect("a number")

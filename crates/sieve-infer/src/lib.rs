@@ -13,6 +13,7 @@ mod continuation;
 mod conversation;
 mod generator;
 mod greedy;
+mod kept_texts;
 mod logit_rules;
 mod open_texts;
 mod sampler;
@@ -38,6 +39,7 @@ pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, tex
 pub use error::InferError;
 pub use generator::{GenerateConfig, Generator};
 pub use greedy::{AfterPrompt, Greedy};
+pub use kept_texts::KeptTexts;
 pub use logit_rules::LogitRules;
 pub use logits::logits;
 pub use open_texts::OpenTexts;

@@ -101,14 +101,41 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         prompt: &[u32],
         next: impl FnOnce(&mut Continuation<'a, B>, &[f32]) -> Result<Option<T>, InferError>,
     ) -> Result<(), InferError> {
-        check_row(prompt, prompt.len(), self.model.shape())?;
-        let mut text = self.empty.clone().with_copy_of(self.selection.as_ref());
+        let mut text = self.before(prompt)?;
         let logits = text.read(prompt)?;
         if let Some(owned) = next(&mut text, &logits)? {
-            text.join(&mut self.rows);
-            self.texts.push((text, owned));
+            self.add(text, owned);
         }
         Ok(())
+    }
+
+    /// A text that has read nothing, for a prompt that the caller reads, in parts perhaps, before the text is
+    /// [added](Self::add).
+    ///
+    /// # Errors
+    /// A prompt that is empty, too long, or has a token outside the vocabulary.
+    pub fn before(&self, prompt: &[u32]) -> Result<Continuation<'a, B>, InferError> {
+        check_row(prompt, prompt.len(), self.model.shape())?;
+        Ok(self.empty.clone().with_copy_of(self.selection.as_ref()))
+    }
+
+    /// Adds a text that has read its prompt to the others.
+    pub fn add(&mut self, mut text: Continuation<'a, B>, owned: T) {
+        text.join(&mut self.rows);
+        self.texts.push((text, owned));
+    }
+
+    /// Lets texts leave for which `has_ended` holds; `left` takes each with its owner's data. Where texts share the
+    /// rows of one cache, the text that leaves has none of its own.
+    pub fn let_leave(&mut self, mut has_ended: impl FnMut(&T) -> bool, mut left: impl FnMut(Continuation<'a, B>, T)) {
+        for (mut text, owned) in std::mem::take(&mut self.texts) {
+            if has_ended(&owned) {
+                text.leave(&mut self.rows);
+                left(text, owned);
+            } else {
+                self.texts.push((text, owned));
+            }
+        }
     }
 
     /// Reads the token of each text that `token_of` gives; a text without one leaves first. Then `next` takes each

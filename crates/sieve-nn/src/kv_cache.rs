@@ -3,7 +3,8 @@
 //!
 //! Tokens that join a cache together attend as one row: the keys that may still be seen, with queries of zero, and
 //! then the tokens. The keys are all earlier ones, a window's last, or DMA's slots by rising position; DMA's mask
-//! of that row is the one of the whole text. NSA takes tokens one by one, MLA attends over the latents.
+//! of that row is the one of the whole text. NSA takes tokens one by one, MLA attends over the latents. On a host, few
+//! tokens after many keys are taken one by one.
 mod text_rows;
 
 pub use text_rows::TextRows;
@@ -115,6 +116,26 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
             each(CachedRows { rows: [n * rows_per_cache, rows_per_cache], cache, scratch: self.scratch })
         });
         rows.collect()
+    }
+}
+
+/// Cached keys for each new token from which on a host takes the tokens one by one. A row with all of the keys has a
+/// query for each of them, so that its work grows with their square; one by one, the keys are read again for each token.
+const KEYS_OF_A_TOKEN: usize = 8;
+
+/// Whether `new` tokens after `cached` keys attend one by one.
+pub(crate) fn attend_one_by_one<B: DeviceBackend>(new: usize, cached: usize) -> bool {
+    new == 1 || (B::ON_HOST && KEYS_OF_A_TOKEN * new <= cached)
+}
+
+/// Calls `attend` with each token of a packed tensor, `[batch, 1, heads, head_dim]`, and joins what it returns.
+pub(crate) fn each_token<B: Backend>(
+    qkv: Tensor<B, 4>,
+    mut attend: impl FnMut(Tensor<B, 4>) -> Tensor<B, 4>,
+) -> Tensor<B, 4> {
+    match qkv.dims()[1] {
+        1 => attend(qkv),
+        _ => Tensor::cat(qkv.split(1, 1).into_iter().map(attend).collect(), 1),
     }
 }
 

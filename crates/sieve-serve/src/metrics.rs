@@ -11,6 +11,8 @@ pub(crate) struct Metrics {
     answers: Mutex<BTreeMap<(&'static str, u16), u64>>,
     /// Tokens of prompts that were read.
     pub(crate) prompt_tokens: AtomicU64,
+    /// Of these, tokens that an earlier text had read.
+    pub(crate) kept_tokens: AtomicU64,
     /// Tokens that were generated.
     pub(crate) new_tokens: AtomicU64,
     /// Texts that ended because their client had gone.
@@ -34,6 +36,7 @@ impl Metrics {
         }
         let numbers = [
             ("sieve_prompt_tokens_total", "counter", self.prompt_tokens.load(Relaxed)),
+            ("sieve_kept_prompt_tokens_total", "counter", self.kept_tokens.load(Relaxed)),
             ("sieve_new_tokens_total", "counter", self.new_tokens.load(Relaxed)),
             ("sieve_cancelled_texts_total", "counter", self.cancelled.load(Relaxed)),
             ("sieve_open_texts", "gauge", self.open.load(Relaxed)),

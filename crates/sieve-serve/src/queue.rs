@@ -38,6 +38,8 @@ pub(crate) enum Piece {
         /// Whether an end token or a stop text ended it, not `max_tokens`.
         has_stopped: bool,
         num_tokens: usize,
+        /// Tokens of the prompt that were not read again, because an earlier text began with them.
+        num_kept: usize,
     },
     /// The text cannot be continued.
     Failed(ApiError),

@@ -21,6 +21,8 @@ pub(crate) struct Reply {
     id: String,
     created: u64,
     choices: Vec<Choice>,
+    /// Tokens of the prompt that were not read again.
+    num_kept: usize,
     /// What is logged of the request, if anything is.
     serving: Option<Arc<Serving>>,
 }
@@ -87,7 +89,7 @@ impl Reply {
         if let Some(serving) = &serving {
             serving.has_prompts(asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum());
         }
-        Self { server, id, created, choices, asked, serving }
+        Self { server, id, created, choices, num_kept: 0, asked, serving }
     }
 
     /// Adds what happened to a text.
@@ -110,8 +112,9 @@ impl Reply {
                 choice.text += &more;
                 choice.show_all(&self.server, &scores, false);
             }
-            Piece::End { has_stopped, num_tokens } => {
+            Piece::End { has_stopped, num_tokens, num_kept } => {
                 choice.num_tokens = num_tokens;
+                self.num_kept = self.num_kept.max(num_kept);
                 choice.finish = Some(if has_stopped { "stop" } else { "length" });
             }
             Piece::Failed(error) => {
@@ -173,7 +176,7 @@ impl Reply {
         let longest = self.choices.iter().enumerate().map(read).max().unwrap_or(0);
         json!({
             "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-            "keys": self.server.keys(longest),
+            "prompt_tokens_details": {"cached_tokens": self.num_kept}, "keys": self.server.keys(longest),
         })
     }
 

@@ -1,17 +1,29 @@
 //! The thread that owns the model: takes texts from the queue and decodes all open ones as one batch.
+//!
+//! On a CPU a prompt is read in parts between the tokens of the open texts, so that these go on, and the caches of texts
+//! that have ended are kept for prompts that begin with them: there the logits of a text are the same however it is
+//! read. On a GPU they are not, so a prompt is read whole.
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::queue::{Piece, Taken, Text, Waiting};
 use crate::server::Engine;
 use sieve_data::Tokenizer;
-use sieve_infer::{InferError, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts};
+use sieve_infer::{Continuation, InferError, KeptTexts, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts};
 use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
 
-/// Tokens of prompts that are read before the open texts get their next token.
+/// Tokens of prompts that are read before the open texts get their next token, where prompts are read whole.
 const PROMPT_TOKENS: usize = 2048;
+/// Fewest and most tokens of a prompt that are read at a time.
+const PART: [usize; 2] = [16, 512];
+/// The time that the open texts wait for a part of a prompt, in steps of their own, and at least.
+const WAIT_STEPS: f64 = 2.0;
+const LEAST_WAIT: Duration = Duration::from_millis(50);
 
 /// Decodes the texts that requests send through the queue.
 pub(crate) struct Worker<'a, B: DeviceBackend> {
@@ -20,7 +32,45 @@ pub(crate) struct Worker<'a, B: DeviceBackend> {
     texts: Taken,
     num_waiting: Waiting,
     waiting: VecDeque<Text>,
+    /// The prompt that is being read.
+    reading: Option<Reading<'a, B>>,
     open: OpenTexts<'a, B, Writing<'a>>,
+    /// Texts that have ended, where a later prompt can go on from them.
+    kept: KeptTexts<'a, B>,
+    /// Most open and kept texts.
+    most_texts: usize,
+    pace: Pace,
+}
+
+/// A prompt that is being read, and the texts that begin with it: the samples of one request.
+struct Reading<'a, B: DeviceBackend> {
+    prompt: Arc<[u32]>,
+    text: Continuation<'a, B>,
+    num_read: usize,
+    texts: Vec<Writing<'a>>,
+}
+
+/// How long the last steps and parts of prompts took.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Seconds of a step.
+    step: f64,
+    /// Seconds of a prompt's token.
+    token: f64,
+}
+
+impl Pace {
+    /// Counts a new time, of which the next guess takes a part.
+    fn note(guess: &mut f64, seconds: f64) {
+        *guess = if *guess == 0.0 { seconds } else { 0.75 * *guess + 0.25 * seconds };
+    }
+
+    /// Tokens of a prompt that are read while the open texts wait.
+    fn part(&self) -> usize {
+        let wait = (WAIT_STEPS * self.step).max(LEAST_WAIT.as_secs_f64());
+        let [fewest, most] = PART;
+        if self.token == 0.0 { fewest } else { ((wait / self.token) as usize).clamp(fewest, most) }
+    }
 }
 
 impl<'a, B: DeviceBackend> Worker<'a, B> {
@@ -30,15 +80,30 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         metrics: &'a Metrics,
         (texts, num_waiting): (Taken, Waiting),
     ) -> Self {
-        let open = OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device);
-        Self { engine, metrics, texts, num_waiting, waiting: VecDeque::new(), open }
+        Self {
+            open: OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device),
+            waiting: VecDeque::new(),
+            reading: None,
+            kept: KeptTexts::default(),
+            most_texts: size[0],
+            pace: Pace::default(),
+            engine,
+            metrics,
+            texts,
+            num_waiting,
+        }
+    }
+
+    /// Whether a text has the same logits however it is read.
+    fn reads_in_parts(&self) -> bool {
+        B::ON_HOST && self.engine.selection.is_none()
     }
 
     /// Decodes until the queue has ended. Texts that are open then are dropped, which tells their requests that the
     /// server is stopping.
     pub(crate) fn run(mut self) {
         loop {
-            if self.open.is_empty() && self.waiting.is_empty() {
+            if self.open.is_empty() && self.waiting.is_empty() && self.reading.is_none() {
                 match self.texts.wait() {
                     Some(text) => self.waiting.push_back(text),
                     None => return,
@@ -68,37 +133,75 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         });
     }
 
-    /// Reads prompts while texts may join. The open texts wait for no more than about [`PROMPT_TOKENS`].
+    /// Reads prompts while texts may join. The open texts wait for no more than about [`PROMPT_TOKENS`], or for a part
+    /// of a prompt.
     fn begin_waiting(&mut self) {
-        let mut num_read = 0;
-        while num_read < PROMPT_TOKENS && self.open.has_room() {
-            let is_score = |text: &Text| text.scores_prompt && text.max_tokens <= 1;
-            let Some(first) = self.waiting.pop_front() else {
+        let mut left = match self.reads_in_parts() {
+            true if self.open.is_empty() => PART[1],
+            true => self.pace.part(),
+            false => PROMPT_TOKENS,
+        };
+        while left > 0 {
+            let Some(reading) = self.reading.take().or_else(|| self.next_prompt(&mut left)) else {
                 return;
             };
+            let num_tokens = match self.reads_in_parts() {
+                true => left.min(reading.prompt.len() - reading.num_read),
+                false => reading.prompt.len() - reading.num_read,
+            };
+            left = left.saturating_sub(num_tokens);
+            let senders = senders(reading.texts.iter().map(|writing| &writing.text));
+            self.or_fail(senders, |this| this.read_part(reading, num_tokens));
+        }
+    }
+
+    /// Takes the next prompt that is to be read. Prompts that are only scored are done here; `left` becomes less by
+    /// their tokens. `None` where no text waits, or may join.
+    fn next_prompt(&mut self, left: &mut usize) -> Option<Reading<'a, B>> {
+        let is_score = |text: &Text| text.scores_prompt && text.max_tokens <= 1;
+        while *left > 0 && self.open.has_room() {
+            let first = self.waiting.pop_front()?;
             let mut some = vec![first];
-            num_read += some[0].prompt.len();
-            // Scores and one token after them need no cache, so that many prompts share a pass.
-            while is_score(&some[0]) && num_read < PROMPT_TOKENS {
-                let is_next = self.waiting.front().is_some_and(is_score);
-                let Some(next) = is_next.then(|| self.waiting.pop_front()).flatten() else {
-                    break;
+            let (mut num_tokens, mut room) = (some[0].prompt.len(), self.most_texts - self.open.len());
+            // Scores and one token after them need no cache, so that many prompts share a pass. Texts of one prompt are
+            // read once.
+            let is_scored = is_score(&some[0]);
+            while let Some(next) = self.waiting.front() {
+                let is_next = match is_scored {
+                    true => is_score(next) && num_tokens < PROMPT_TOKENS,
+                    false => Arc::ptr_eq(&next.prompt, &some[0].prompt) && !next.scores_prompt && room > 1,
                 };
-                num_read += next.prompt.len();
-                some.push(next);
+                if !is_next {
+                    break;
+                }
+                num_tokens += if is_scored { next.prompt.len() } else { 0 };
+                room -= usize::from(!is_scored);
+                some.extend(self.waiting.pop_front());
             }
             some.iter().for_each(|_| self.num_waiting.has_left());
-            self.metrics.prompt_tokens.fetch_add(some.iter().map(|text| text.prompt.len() as u64).sum(), Relaxed);
-            let senders: Vec<_> = some.iter().map(|text| (text.index, text.pieces.clone())).collect();
-            let done = caught(|| match is_score(&some[0]) {
-                true => self.score(some),
-                false => some.into_iter().try_for_each(|text| self.begin(text)),
-            });
-            if let Err(error) = done {
-                for (index, pieces) in senders {
-                    // A client that has gone needs no error.
-                    let _ = pieces.send((index, Piece::Failed(error.clone())));
+            self.metrics.prompt_tokens.fetch_add(num_tokens as u64, Relaxed);
+            let mut reading = None;
+            self.or_fail(senders(some.iter()), |this| {
+                if is_scored {
+                    *left = left.saturating_sub(num_tokens);
+                    return this.score(some);
                 }
+                reading = this.begin(some)?;
+                Ok(())
+            });
+            if reading.is_some() {
+                return reading;
+            }
+        }
+        None
+    }
+
+    /// Does a part of the work; an error of it is sent to its texts.
+    fn or_fail(&mut self, senders: Senders, work: impl FnOnce(&mut Self) -> Result<(), InferError>) {
+        if let Err(error) = caught(|| work(self)) {
+            for (index, pieces) in senders {
+                // A client that has gone needs no error.
+                let _ = pieces.send((index, Piece::Failed(error.clone())));
             }
         }
     }
@@ -122,43 +225,97 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         Ok(())
     }
 
-    /// Reads a text's prompt and draws its first token.
-    fn begin(&mut self, text: Text) -> Result<(), InferError> {
-        let (engine, metrics) = (self.engine, self.metrics);
-        if text.scores_prompt {
-            let num_top = text.num_top.unwrap_or(0);
-            let scores = score_prompts(engine.model, &[&text.prompt], num_top, engine.device)?;
-            let tokens = scores.into_iter().next().map_or_else(Vec::new, |scores| scores.tokens);
-            let _ = text.pieces.send((text.index, Piece::Prompt(tokens)));
-        }
-        let prompt = text.prompt.clone();
-        let mut writing = Writing::new(text, &engine.tokenizer)?;
-        if writing.text.max_tokens == 0 {
-            writing.end();
-            return Ok(());
-        }
-        self.open.join(&prompt, |logits| {
-            writing.draw(logits, engine, metrics)?;
-            match writing.has_ended {
-                true => writing.end(),
-                false => return Ok(Some(writing)),
+    /// Begins texts of one prompt. `None` if they are done, because they have no tokens of their own.
+    fn begin(&mut self, texts: Vec<Text>) -> Result<Option<Reading<'a, B>>, InferError> {
+        let engine = self.engine;
+        let prompt = texts[0].prompt.clone();
+        let mut begun = Vec::with_capacity(texts.len());
+        for text in texts {
+            if text.scores_prompt {
+                let num_top = text.num_top.unwrap_or(0);
+                let scores = score_prompts(engine.model, &[&text.prompt], num_top, engine.device)?;
+                let tokens = scores.into_iter().next().map_or_else(Vec::new, |scores| scores.tokens);
+                let _ = text.pieces.send((text.index, Piece::Prompt(tokens)));
             }
-            Ok(None)
-        })
+            let mut writing = Writing::new(text, &engine.tokenizer)?;
+            match writing.text.max_tokens {
+                0 => writing.end(),
+                _ => begun.push(writing),
+            }
+        }
+        if begun.is_empty() {
+            return Ok(None);
+        }
+        let (num_read, text) = match self.kept.take(&prompt) {
+            Some(kept) => kept,
+            None => (0, self.open.before(&prompt)?),
+        };
+        self.metrics.kept_tokens.fetch_add(num_read as u64, Relaxed);
+        begun.iter_mut().for_each(|writing| writing.num_kept = num_read);
+        // Open and kept texts together have the caches that were planned.
+        self.kept.drop_all_but(self.most_texts.saturating_sub(self.open.len() + begun.len()));
+        Ok(Some(Reading { prompt, text, num_read, texts: begun }))
     }
 
-    /// Gives each open text its next token. Texts that have ended, or whose clients have gone, leave first.
+    /// Reads more tokens of a prompt, and draws the first token of its texts after the last.
+    fn read_part(&mut self, mut reading: Reading<'a, B>, num_tokens: usize) -> Result<(), InferError> {
+        let (engine, metrics) = (self.engine, self.metrics);
+        reading.texts.retain(|writing| writing.is_wanted(metrics));
+        if reading.texts.is_empty() {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let part = reading.num_read..reading.num_read + num_tokens;
+        let logits = reading.text.read(&reading.prompt[part.clone()])?;
+        Pace::note(&mut self.pace.token, begun.elapsed().as_secs_f64() / num_tokens.max(1) as f64);
+        reading.num_read = part.end;
+        if part.end < reading.prompt.len() {
+            self.reading = Some(reading);
+            return Ok(());
+        }
+        let Reading { text, texts, .. } = reading;
+        let mut going_on = Vec::with_capacity(texts.len());
+        for mut writing in texts {
+            match writing.draw(&logits, engine, metrics).map(|()| writing.has_ended) {
+                Ok(true) => writing.end(),
+                Ok(false) => going_on.push(writing),
+                Err(error) => writing.fail(error.into()),
+            }
+        }
+        // The last text takes the cache, those before it have copies.
+        let Some(last) = going_on.pop() else {
+            return Ok(());
+        };
+        going_on.into_iter().for_each(|writing| self.open.add(text.clone(), writing));
+        self.open.add(text, last);
+        Ok(())
+    }
+
+    /// Lets texts leave that have ended, or whose clients have gone; keeps what a later prompt can go on from.
+    fn let_leave(&mut self) {
+        let (metrics, keeps) = (self.metrics, self.reads_in_parts());
+        let kept = &mut self.kept;
+        self.open.let_leave(
+            |writing| writing.has_ended || !writing.is_wanted(metrics),
+            |text, writing| {
+                if keeps && !writing.has_failed {
+                    kept.keep(writing.into_read_tokens(), text);
+                }
+            },
+        );
+        self.kept.drop_all_but(self.most_texts.saturating_sub(self.open.len()));
+    }
+
+    /// Gives each open text its next token, after those have left that have ended.
     fn step(&mut self) {
+        self.let_leave();
+        if self.open.is_empty() {
+            return;
+        }
+        let begun = Instant::now();
         let (engine, metrics, open) = (self.engine, self.metrics, &mut self.open);
         let done = caught(|| {
-            let token = |writing: &Writing<'_>| {
-                let is_wanted = !writing.text.pieces.is_closed();
-                if !is_wanted && !writing.has_ended {
-                    metrics.cancelled.fetch_add(1, Relaxed);
-                }
-                // A text without a token to read leaves.
-                (is_wanted && !writing.has_ended).then_some(writing.last)
-            };
+            let token = |writing: &Writing<'_>| Some(writing.last);
             let settled = |writing: &mut Writing<'_>, done: Result<(), InferError>| match done {
                 Ok(()) if writing.has_ended => writing.end(),
                 Ok(()) => {}
@@ -177,10 +334,18 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 settled(writing, done);
             })
         });
-        if let Err(error) = done {
-            self.open.clear().iter_mut().for_each(|writing| writing.fail(error.clone()));
+        match done {
+            Ok(()) => Pace::note(&mut self.pace.step, begun.elapsed().as_secs_f64()),
+            Err(error) => self.open.clear().iter_mut().for_each(|writing| writing.fail(error.clone())),
         }
     }
+}
+
+/// Where the pieces of texts go.
+type Senders = Vec<(usize, UnboundedSender<(usize, Piece)>)>;
+
+fn senders<'t>(texts: impl Iterator<Item = &'t Text>) -> Senders {
+    texts.map(|text| (text.index, text.pieces.clone())).collect()
 }
 
 /// Runs a part of the work. A panic in it becomes an error of the requests it was for.
@@ -199,9 +364,15 @@ struct Writing<'t> {
     stream: Option<StoppedText<'t>>,
     /// The last token, which the model has not read yet.
     last: u32,
+    /// The tokens before it that were drawn.
+    read: Vec<u32>,
+    /// Tokens of the prompt that were kept from an earlier text.
+    num_kept: usize,
     num_tokens: usize,
     has_stopped: bool,
     has_ended: bool,
+    /// Whether it has ended with an error.
+    has_failed: bool,
 }
 
 impl<'t> Writing<'t> {
@@ -210,11 +381,28 @@ impl<'t> Writing<'t> {
             sampler: Sampler::with_rules(text.sampling, text.rules, &text.prompt)?,
             stream: Some(text.stop.until(tokenizer.decode_stream(&text.prompt)?)),
             last: 0,
+            read: Vec::new(),
+            num_kept: 0,
             num_tokens: 0,
             has_stopped: false,
             has_ended: false,
+            has_failed: false,
             text,
         })
+    }
+
+    /// Whether a client still waits for the text; one that has gone is counted.
+    fn is_wanted(&self, metrics: &Metrics) -> bool {
+        let is_wanted = !self.text.pieces.is_closed();
+        if !is_wanted && !self.has_ended {
+            metrics.cancelled.fetch_add(1, Relaxed);
+        }
+        is_wanted
+    }
+
+    /// The tokens that the model has read: the prompt, and all that were drawn but the last.
+    fn into_read_tokens(self) -> Vec<u32> {
+        self.text.prompt.iter().copied().chain(self.read).collect()
     }
 
     fn send(&self, piece: Piece) {
@@ -246,6 +434,9 @@ impl<'t> Writing<'t> {
         let num_read = self.text.prompt.len() + self.num_tokens;
         let token = token.ok_or(InferError::NotFinite(num_read))?;
         metrics.new_tokens.fetch_add(1, Relaxed);
+        if self.num_tokens > 0 {
+            self.read.push(self.last);
+        }
         (self.last, self.num_tokens) = (token, self.num_tokens + 1);
         let mut shown = String::new();
         if engine.ends.contains(&token) {
@@ -273,11 +464,12 @@ impl<'t> Writing<'t> {
                 self.send(Piece::More(shown, Vec::new()));
             }
         }
-        self.send(Piece::End { has_stopped: self.has_stopped, num_tokens: self.num_tokens });
+        let Self { has_stopped, num_tokens, num_kept, .. } = *self;
+        self.send(Piece::End { has_stopped, num_tokens, num_kept });
     }
 
     fn fail(&mut self, error: ApiError) {
-        self.has_ended = true;
+        (self.has_ended, self.has_failed) = (true, true);
         self.send(Piece::Failed(error));
     }
 }

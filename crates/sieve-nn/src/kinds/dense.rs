@@ -1,7 +1,7 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window, and its cache of recent keys.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{by_key, with_values};
-use crate::kv_cache::{CachedRows, last};
+use crate::kv_cache::{CachedRows, attend_one_by_one, each_token, last};
 use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
@@ -203,8 +203,9 @@ fn attend_recent<B: DeviceBackend>(
         panic!("a layer of grouped queries decodes after a prompt");
     };
     let [batch, new, _, _] = qkv.dims();
-    if new == 1 {
-        return cached_attention(keys, qkv, sinks, spec, cached.scratch);
+    if attend_one_by_one::<B>(new, keys.len()) {
+        let one = |qkv: Tensor<B, 4>| cached_attention(keys, qkv, sinks.clone(), spec, cached.scratch);
+        return each_token(qkv, one);
     }
     // A window includes the query's own token, so the first new token sees one cached token fewer.
     let earlier = spec.window_size.map_or(keys.len(), |window| keys.len().min(window - 1));

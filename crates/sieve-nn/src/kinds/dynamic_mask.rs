@@ -1,7 +1,7 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), which selects single tokens.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{self, by_key, with_values};
-use crate::kv_cache::CachedRows;
+use crate::kv_cache::{CachedRows, attend_one_by_one, each_token};
 use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, LayerOutput, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
@@ -283,13 +283,16 @@ fn attend_selected<B: DeviceBackend>(
         origin: PositionOrigin::At { position: first, shape: [batch, new], device: device.clone() },
     });
     let rank = dma_ranks(qkv.clone(), layer, spec, recency).unwrap_or_else(|error| panic!("{error}"));
-    if new == 1 {
-        let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
-        let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
-        let token = DmaToken { q, k, v, rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(), position: first };
-        let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, cached.scratch);
-        let o = o.unwrap_or_else(|error| panic!("{error}"));
-        return o.unsqueeze_dim(1);
+    if attend_one_by_one::<B>(new, cache.len()) {
+        let mut ranks = rank.split(1, 2).into_iter().zip(first..);
+        return each_token(qkv, |qkv| {
+            let (rank, position) = ranks.next().expect("a rank of each token");
+            let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
+            let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
+            let token = DmaToken { q, k, v, rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(), position };
+            let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, cached.scratch);
+            o.unwrap_or_else(|error| panic!("{error}")).unsqueeze_dim(1)
+        });
     }
     let slots = cache.in_order();
     let earlier = slots.len();
