@@ -20,7 +20,7 @@ mod suggest;
 mod target;
 mod time;
 
-pub use cache::{CachePlan, cache_plan};
+pub use cache::{CachePlan, cache_on, cache_plan};
 pub use disk::DiskPlan;
 pub use memory::{
     FittingSetting, InferenceSize, MemoryParts, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,

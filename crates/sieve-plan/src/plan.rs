@@ -4,8 +4,8 @@ use crate::context_parallel::RowShare;
 use crate::disk::{DiskPlan, orthogonalised};
 use crate::memory::{memory_plan_within, shards_weights};
 use crate::{
-    CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, Target, cache_plan, check_gpu_attention,
-    memory_plan, op_plans, time,
+    CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, Target, cache_on, check_gpu_attention, memory_plan,
+    op_plans, time,
 };
 use serde::Serialize;
 
@@ -199,7 +199,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         ranks: most_together,
         zero_stages,
         memory,
-        cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
+        cache: cache_on(&last_shape, last.training.seq_len, target),
         assumption: seconds.and(target.flops_per_second()).map(|peak| assumption(target, peak, ranks.size)),
         seconds,
         refused: match target {

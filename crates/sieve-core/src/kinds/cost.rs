@@ -39,6 +39,11 @@ pub trait Cost {
     /// The KV cache of one layer: bytes that one more token adds while it grows, and bytes at `seq_len` tokens.
     fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2];
 
+    /// As [`cache`](Self::cache), on a CPU.
+    fn cache_on_host(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        self.cache(layer, seq_len, value_bytes)
+    }
+
     /// Size of a window if the cache of a single text holds only its keys; a cache of several texts holds all tokens.
     fn cached_window(&self) -> Option<usize> {
         None

@@ -208,6 +208,12 @@ impl Cost for MlaShape {
         [token, token * seq_len as u64]
     }
 
+    /// Keys and values of each head, with which a token has the probability of a pass over the whole text.
+    fn cache_on_host(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        let token = (2 * layer.q_width() + layer.num_heads * self.qk_rope_head_dim) as u64 * value_bytes;
+        [token, token * seq_len as u64]
+    }
+
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {
         let (q, heads) = (layer.q_width() as u64, layer.num_heads as u64);
         let (rank, rope) = (self.kv_lora_rank as u64, self.qk_rope_head_dim as u64);

@@ -2,7 +2,7 @@
 
 use super::activations::{F32, block_kept, logit_bytes, plain_score_bytes, times};
 use super::{MemoryParts, MemoryPlan, block_parameters};
-use crate::{Target, cache_plan};
+use crate::{Target, cache_on};
 use sieve_core::Keeping;
 use sieve_core::kinds::ParamSpec;
 use sieve_core::model::ModelShape;
@@ -44,12 +44,11 @@ impl InferenceSize {
 /// some files have it, and in the model's type. Of several ranks each keeps its shard of a tensor before it reads the
 /// next one, and its passes hold the weights of a block or of the largest matrix whole.
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
-    let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
     let cache_bytes = match size.cached_tokens {
         0 => 0,
         cached => {
-            let one = cache_plan(shape, cached, value_bytes).bytes_at_seq_len;
+            let one = cache_on(shape, cached, target).bytes_at_seq_len;
             times(size.num_caches.max(1) as u64, one)
         }
     };

@@ -2,7 +2,7 @@
 mod shares;
 
 use super::*;
-use crate::{InferenceSize, MemoryVerdict, gpu_attention_gap, import_memory, inference_memory};
+use crate::{InferenceSize, MemoryVerdict, cache_on, cache_plan, gpu_attention_gap, import_memory, inference_memory};
 use sieve_core::KeepOLow;
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
@@ -73,6 +73,8 @@ fn cache_of_each_kind() {
     // Latent of 8, rotated key of 2, a factor for each of 4 heads.
     let mut shape = tiny_mla();
     assert_eq!(cache_plan(&shape, 9, 2).bytes_at_seq_len, 3 * 9 * (10 * 2 + 4 * 4));
+    // On a CPU keys of 6 + 2 and values of 6 for each of 4 heads.
+    assert_eq!(cache_on(&shape, 9, &CPU).bytes_at_seq_len, 3 * 9 * 4 * (8 + 6) * 4);
     if let Attention::Mla(mla) = &mut shape.attention {
         mla.qk_norm = false;
     }
