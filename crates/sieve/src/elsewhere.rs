@@ -50,7 +50,7 @@ const fn flag(commands: &'static [&'static str], names: &'static [&'static str],
 }
 
 /// Flags of other programs, mostly trainers, and the hint for each.
-const FLAGS: [Flag; 64] = [
+const FLAGS: [Flag; 66] = [
     flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
     flag(
         OF_RECIPES,
