@@ -1,10 +1,11 @@
-//! Caches of earlier tokens: the keys and values that the attention can still see, or (MLA) the latents that they are
-//! computed from. The file of each kind has its layer's cache.
+//! Caches of earlier tokens: the keys and values that the attention can still see, or (MLA on a GPU) the latents that
+//! they are computed from. The file of each kind has its layer's cache.
 //!
 //! Tokens that join a cache together attend as one row: the keys that may still be seen, with queries of zero, and
 //! then the tokens. The keys are all earlier ones, a window's last, or DMA's slots by rising position; DMA's mask
-//! of that row is the one of the whole text. NSA takes tokens one by one, MLA attends over the latents. On a host, few
-//! tokens after many keys are taken one by one.
+//! of that row is the one of the whole text. NSA takes tokens one by one, MLA attends over the latents, on a CPU over
+//! the keys and values that it caches there instead. On a CPU few tokens after many keys are taken one by one, and a
+//! token's output has the same bits in any such division.
 mod text_rows;
 
 pub use text_rows::TextRows;

@@ -66,8 +66,10 @@ pub fn attention_decode<B: Backend>(
         logits = Tensor::cat(vec![logits, sinks.expand([batch, num_kv_heads, group_size, 1])], 3);
     }
     let p = softmax(logits, 3).narrow(3, 0, seen);
+    // Values may be narrower than keys.
+    let width = v.dims()[3];
     let o = p.matmul(v);
-    primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
+    primitive(o.reshape([batch, num_heads, width]).cast(dtype))
 }
 
 /// Reference of [`crate::cached_attention`].
