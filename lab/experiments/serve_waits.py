@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 
 
@@ -70,6 +71,15 @@ def main():
     words.add_argument("--stream-tokens", type=int, default=300)
     args, flags = words.parse_known_args()
     server = Server(args.sieve, args.checkpoint, flags)
+    try:
+        measure(server, args)
+    finally:
+        server.process.terminate()
+        server.process.wait()
+
+
+def measure(server, args):
+    """Asks the server, and prints what it took."""
     resident = [server.resident()]
     question = {"prompt": "The capital of France is", "max_tokens": 8}
     first, again = [server.ask(question)[1] for _ in range(2)]
@@ -87,7 +97,8 @@ def main():
     prompt_beside = server.ask(long_prompt(2))[1]
     ended = time.monotonic()
     reader.join()
-    beside = [moment for moment in times if moment <= ended]
+    # With the piece that came behind the prompt's end, if the stream waited for that.
+    beside = times[:1 + sum(moment <= ended for moment in times)]
 
     turns = [{"role": "user", "content": "Tell me about the sea, in many words. " * 12}]
     try:
@@ -99,11 +110,9 @@ def main():
         _, whole_seconds = server.ask({"messages": turns, "max_tokens": 1})
         usage = second["usage"]
         turn = {"seconds": round(second_seconds, 3), "seconds_without": round(whole_seconds, 3),
-                "tokens": usage["prompt_tokens"], "kept": usage["prompt_tokens_details"]["cached_tokens"]}
+                "tokens": usage["prompt_tokens"], "kept": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)}
     except urllib.error.HTTPError as error:
         turn = json.load(error)["error"]["message"]
-    server.process.terminate()
-    server.process.wait()
     print(json.dumps({
         "first_answer": round(first, 3), "next_answer": round(again, 3), "resident_mib": resident,
         "stream_alone": pauses(alone), "stream_beside_prompt": pauses(beside),

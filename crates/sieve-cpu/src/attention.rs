@@ -42,15 +42,32 @@ pub fn attention_forward(
     o: &mut [f32],
     lse: &mut [f32],
 ) {
+    attention_from(0, shape, qkv, documents, mask, o, lse);
+}
+
+/// As [`attention_forward`], of the tokens from `first` on in each row: those before them have keys and values alone. The
+/// other rows of o and lse may be computed or not.
+///
+/// # Panics
+/// As [`attention_forward`].
+pub fn attention_from(
+    first: usize,
+    shape: ScaledShape,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
     shape.check(documents, mask);
     shape.check_operands("attention_forward", qkv, o, lse);
     if shape.seq_len == 0 {
         return;
     }
     match tile::panel_width(shape.head_dim) {
-        16 => forward::run::<16>(shape, qkv, documents, mask, o, lse),
-        32 => forward::run::<32>(shape, qkv, documents, mask, o, lse),
-        _ => forward::run::<64>(shape, qkv, documents, mask, o, lse),
+        16 => forward::run::<16>(first, shape, qkv, documents, mask, o, lse),
+        32 => forward::run::<32>(first, shape, qkv, documents, mask, o, lse),
+        _ => forward::run::<64>(first, shape, qkv, documents, mask, o, lse),
     }
 }
 

@@ -43,7 +43,9 @@ pub use adamw::adamw;
 pub use attention::decode::{DecodeBias, DecodeKeys, DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::sinks::{join_sinks, sinks_backward};
-pub use attention::{ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward};
+pub use attention::{
+    ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward, attention_from,
+};
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use draw::{draw, draw_rows};
 pub use embedding::{embedding_backward, embedding_forward};

@@ -4,8 +4,8 @@
 //! Tokens that join a cache together attend as one row: the keys that may still be seen, with queries of zero, and
 //! then the tokens. The keys are all earlier ones, a window's last, or DMA's slots by rising position; DMA's mask
 //! of that row is the one of the whole text. NSA takes tokens one by one, MLA attends over the latents, on a CPU over
-//! the keys and values that it caches there instead. On a CPU few tokens after many keys are taken one by one, and a
-//! token's output has the same bits in any such division.
+//! the keys and values that it caches there instead. On a CPU queries of zero are not computed, DMA takes few
+//! tokens after many keys one by one, and a token's output has the same bits in any such division.
 mod text_rows;
 
 pub use text_rows::TextRows;

@@ -369,6 +369,8 @@ device_ops! {
         /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit
         /// is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
+        /// The op [`crate::attention_of_last`].
+        fn attention_of_last(qkv: Float<Self>, spec: AttentionSpec, first: usize) -> Float<Self>;
         /// The op [`crate::attention_decode`].
         fn attention_decode(
             q: Float<Self>,

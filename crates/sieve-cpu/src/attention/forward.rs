@@ -138,8 +138,10 @@ struct Task<'t> {
     lse: Vec<&'t mut [f32]>,
 }
 
-/// Runs [`attention_forward`](super::attention_forward) with panels of W columns, one task for each tile of tokens.
+/// Runs [`attention_from`](super::attention_from) with panels of W columns, one task for each tile of tokens. A tile of
+/// tokens before `first` is left out.
 pub(crate) fn run<const W: usize>(
+    first: usize,
     shape: ScaledShape,
     qkv: &[f32],
     documents: Documents<'_>,
@@ -156,7 +158,9 @@ pub(crate) fn run<const W: usize>(
             lse.chunks_exact_mut(shape.seq_len).map(|head| head.chunks_mut(keys.tile_tokens())).collect();
         for (tile, o) in o.chunks_mut(keys.tile_tokens() * o_len).enumerate() {
             let lse = lse.iter_mut().filter_map(Iterator::next).collect();
-            tasks.push(Task { row, first: tile * keys.tile_tokens(), o, lse });
+            if (tile + 1) * keys.tile_tokens() > first {
+                tasks.push(Task { row, first: tile * keys.tile_tokens(), o, lse });
+            }
         }
     }
     let pool = Pool::new(|head_dim| (TileState::<W>::new(head_dim), Vec::new()), shape.head_dim);

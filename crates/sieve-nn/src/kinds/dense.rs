@@ -1,7 +1,7 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window, and its cache of recent keys.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{by_key, with_values};
-use crate::kv_cache::{CachedRows, attend_one_by_one, each_token, last};
+use crate::kv_cache::{CachedRows, last};
 use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
@@ -12,7 +12,7 @@ use sieve_core::ModelShape;
 use sieve_core::kinds::Dense;
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, Documents, KeyCache, RowsOf, SelectorCache,
-    SieveBackend, TokenAttention, TokenCache, cached_attention, split_heads,
+    SieveBackend, TokenAttention, TokenCache, attention_of_last, cached_attention, split_heads,
 };
 
 /// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
@@ -203,19 +203,23 @@ fn attend_recent<B: DeviceBackend>(
         panic!("a layer of grouped queries decodes after a prompt");
     };
     let [batch, new, _, _] = qkv.dims();
-    if attend_one_by_one::<B>(new, keys.len()) {
-        let one = |qkv: Tensor<B, 4>| cached_attention(keys, qkv, sinks.clone(), spec, cached.scratch);
-        return each_token(qkv, one);
+    if new == 1 {
+        return cached_attention(keys, qkv, sinks, spec, cached.scratch);
     }
     // A window includes the query's own token, so the first new token sees one cached token fewer.
     let earlier = spec.window_size.map_or(keys.len(), |window| keys.len().min(window - 1));
     let row = keys.before(&qkv, earlier);
-    let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
-    let o = attend(row, sinks, &documents, spec);
+    let o = match sinks {
+        None if B::ON_HOST => attention_of_last(row, spec, earlier),
+        sinks => {
+            let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
+            attend(row, sinks, &documents, spec).narrow(1, earlier, new)
+        }
+    };
     let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
     keys.reserve(new, earlier);
     keys.append(k, v);
-    o.narrow(1, earlier, new)
+    o
 }
 
 /// The cache of a dense layer under a decode selector.

@@ -57,7 +57,8 @@ pub(crate) fn shape_of([batch, seq_len, _, head_dim]: [usize; 4], spec: Attentio
     }
 }
 
-fn window(spec: AttentionSpec) -> Mask<'static> {
+/// The mask of dense or sliding-window attention.
+pub(crate) fn window(spec: AttentionSpec) -> Mask<'static> {
     spec.window_size.map_or(Mask::Causal, Mask::Window)
 }
 
