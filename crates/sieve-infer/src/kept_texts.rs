@@ -55,12 +55,12 @@ impl<'a, B: DeviceBackend> KeptTexts<'a, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_model::model;
+    use crate::test_model::tiny_model;
     use burn_flex::{Flex, FlexDevice};
 
     #[test]
     fn the_longest_beginning_is_taken_once_and_the_oldest_go_first() {
-        let model = model();
+        let model = tiny_model(sieve_core::Attention::DENSE, 32);
         let text = || Continuation::<Flex>::new(&model, 32, &FlexDevice);
         let mut kept = KeptTexts::default();
         for tokens in [vec![1, 2], vec![1, 2, 3], vec![9], vec![1, 2, 3, 4]] {
