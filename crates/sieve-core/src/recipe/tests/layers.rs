@@ -145,7 +145,7 @@ fn dense_steps_are_spread_evenly_and_need_a_kind_that_chooses_blocks() {
     };
     for kind in AttentionKind::ALL {
         let lines = format!("kind = {:?}", kind.name());
-        if !kind.example().as_kind().block_choice().is_some() {
+        if kind.example().as_kind().block_choice().is_none() {
             let Err(error) = load(&lines, 0.5) else { panic!("{lines} takes dense steps") };
             says(&error.to_string(), &format!("does not go with {lines}, whose queries choose no blocks"));
             continue;
