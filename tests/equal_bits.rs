@@ -202,8 +202,8 @@ impl<'a> Case<'a> {
         let mut cache = KvCache::new(self.model.layers.len());
         self.model.next_logits(ids(&tokens[..prompt]), &mut cache, &rope);
         cache.repeat(rows);
-        for read in prompt..tokens.len() {
-            let next = vec![tokens[read] as i32; rows];
+        for (read, &token) in tokens.iter().enumerate().skip(prompt) {
+            let next = vec![token as i32; rows];
             let next = Tensor::from_data(TensorData::new(next, [rows, 1]), &Default::default());
             let logits: Vec<f32> = self.model.next_logits(next, &mut cache, &rope).into_data().into_vec().expect("f32");
             for logits in logits.chunks(VOCAB_SIZE) {
