@@ -1,5 +1,5 @@
-// pooled_scores: one new token per row joins its key-value cache, with the pooled key that ends at it; the token's
-// queries against every pooled key, by which blocks are chosen.
+// pooled_scores: appends one new token per row to its key-value cache, with the pooled key that ends at it, and scores
+// every pooled key with the token's queries; blocks are chosen by these scores.
 // Math       pooled_c = mean of k_j over c stride <= j < c stride + size, rounded to bf16 (written where token `length`
 //            is the last of these j); scores[h, c] = softmax_scale q_h . pooled_c over the c that have ended
 //            (arXiv:2509.24663; arXiv:2502.13189)

@@ -1,7 +1,8 @@
 //! On a CPU a token has one log-probability, to the bit, whoever asks: the trainer's pass over whole rows, `eval`,
 //! `generate`, and `serve` with any neighbours, for every kind of attention and for f32 and bf16 weights.
 use crate::random_model::{
-    CONTEXT, VOCAB_SIZE, ids, kinds, random_model, random_model_of, recipe, recipe_with_context, write_checkpoint,
+    CONTEXT, EIGHT, VOCAB_SIZE, ids, kinds, random_model, random_model_of, recipe, recipe_with_context,
+    write_checkpoint,
 };
 use crate::serve::Served;
 use crate::tiny_run::TinyRun;
@@ -20,9 +21,6 @@ const ARRIVALS: [[usize; 2]; 3] = [[1, CONTEXT], [3, 40], [16, 14]];
 
 /// Tokens of a long text: more than a tile of queries or a block of gathered keys has.
 const LONG: usize = 330;
-
-/// One variant of each kind, which is also compared on a long text; every second one by `sieve serve` too.
-const EIGHT: [&str; 8] = ["mha", "swa_sinks", "mla_norm", "nsa_mean", "dma_recency", "infllm_v2", "moba_shared", "msa"];
 
 /// MSA whose indexer has one key per block, which transformers' parity does not cover.
 const QSA: [&str; 3] = [

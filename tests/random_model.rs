@@ -17,6 +17,10 @@ use std::path::Path;
 /// Number of rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
+/// One variant of each kind, by its name in [`kinds`], for tests that take long.
+pub(crate) const EIGHT: [&str; 8] =
+    ["mha", "swa_sinks", "mla_norm", "nsa_mean", "dma_recency", "infllm_v2", "moba_shared", "msa"];
+
 /// Name, `[model]` lines and `[attention]` lines of each tested model: the kinds of attention (MLA in three forms, NSA
 /// in two), the published architectures, and published architectures with sparse layers. Windows are far shorter than
 /// any tested text.

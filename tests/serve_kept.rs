@@ -1,12 +1,9 @@
 //! What `sieve serve` keeps on a CPU: a prompt that begins with an earlier text is read from there on, samples of one
 //! prompt read it once, and no bit of an answer shows it.
-use crate::random_model::{kinds, random_model, recipe, write_checkpoint};
+use crate::random_model::{EIGHT, kinds, random_model, recipe, write_checkpoint};
 use crate::serve::Served;
 use crate::tiny_run::TinyRun;
 use serde_json::{Value, json};
-
-/// One variant of each kind.
-const EIGHT: [&str; 8] = ["mha", "swa", "mla", "nsa_mean", "dma_recency", "infllm_v2", "moba", "msa"];
 
 /// The answer to a completion.
 fn asked(served: &Served, more: Value) -> Value {

@@ -17,8 +17,8 @@ DEVICE u64 wgmma_along(u32 shared) { return (u64)0x40000040u << 32 | (shared >> 
 DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) {
   return (u64)0x40000040u << 32 | (shared >> 4 | block_bytes >> 4 << 16);
 }
-// Descriptor of a tile of 8 columns without a swizzle, rows of 16 bytes side by side. It covers 8 of the K = 16
-// columns; columns 8 to 15 read the same data again, so A must be zero there.
+// Descriptor of an operand (A or B) of 8 columns along K, without a swizzle, rows of 16 bytes side by side. A step sums
+// K = 16: columns 8 to 15 read the same 8 again, so every product is counted twice (split_step.cuh halves its numbers).
 DEVICE u64 wgmma_unswizzled(u32 shared) { return (u64)8 << 32 | shared >> 4; }
 // Moves a descriptor `bytes` further; the sum never carries from the address into the other fields.
 DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor >> 32 << 32 | ((u32)descriptor + (bytes >> 4)); }

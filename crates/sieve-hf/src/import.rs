@@ -204,7 +204,8 @@ pub(crate) fn load<B: Backend>(
     })
 }
 
-/// The recipe, the sizes and the tensors of a folder of `transformers`.
+/// Reads a folder of `transformers`. Returns the recipe and the sizes of the model to make, under the overrides
+/// `settings`, and the folder's tensors with the sizes of the folder's own model.
 fn read_model(
     from: &Path,
     settings: &[String],
@@ -225,6 +226,7 @@ fn read_model(
     let mut found = find_tensors(&config, weights, &wanted, source_shape, kept)?;
     let has_scales = config.residual_scale || (is_doge && !found.drop_unit_scales()?);
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
+    // The folder's own sizes again, now that it is known whether it has residual scales.
     let no_settings = [];
     (_, found.shape) = recipe_and_shape(from, &config, has_scales, &no_settings)?;
     Ok((recipe, shape, found))

@@ -43,8 +43,9 @@ pub struct SamplingDefaults {
     pub min_p: Option<f64>,
     /// What the logits of tokens that a text has already are divided by.
     pub repetition_penalty: Option<f64>,
-    /// Other settings of the file that change how text is drawn, which Sieve does not have, as `key = value`.
-    pub others: Vec<String>,
+    /// `max_new_tokens` of the file, which `sieve serve` does not follow and names in a warning. Other settings are
+    /// ignored.
+    pub max_new_tokens: Option<u64>,
 }
 
 impl SamplingDefaults {
@@ -61,14 +62,13 @@ impl SamplingDefaults {
         // transformers draws from all tokens with 0, vLLM with -1 too.
         let is_count = |count: f64| count.fract() == 0.0 && (-1.0..=f64::from(u32::MAX)).contains(&count);
         let top_k = number("top_k", "a whole number from -1", is_count)?;
-        let most_tokens = key("max_new_tokens").map(|value| format!("max_new_tokens = {value}"));
         Ok(Self {
             temperature: number("temperature", "a number from 0", |number| number >= 0.0)?,
             top_p: number("top_p", "a number above 0 and up to 1", |number| number > 0.0 && number <= 1.0)?,
             top_k: top_k.map(|count| (count >= 1.0).then_some(count as usize)),
             min_p: number("min_p", "a number from 0 to 1", |number| (0.0..=1.0).contains(&number))?,
             repetition_penalty: number("repetition_penalty", "a number above 0", |number| number > 0.0)?,
-            others: most_tokens.into_iter().collect(),
+            max_new_tokens: key("max_new_tokens").and_then(Value::as_u64),
         })
     }
 }
@@ -247,14 +247,11 @@ mod tests {
             top_k: Some(Some(20)),
             min_p: Some(0.0),
             repetition_penalty: Some(1.0),
-            others: vec![],
+            max_new_tokens: None,
         };
         assert_eq!(of(all), Ok(set));
         let all = of(json!({"top_k": 0, "repetition_penalty": 1.05, "max_new_tokens": 9})).expect("it is valid");
-        assert_eq!(
-            (all.top_k, all.repetition_penalty, all.others.join(", ").as_str()),
-            (Some(None), Some(1.05), "max_new_tokens = 9")
-        );
+        assert_eq!((all.top_k, all.repetition_penalty, all.max_new_tokens), (Some(None), Some(1.05), Some(9)));
         for (name, value) in [
             ("temperature", json!(-1)),
             ("temperature", json!("hot")),

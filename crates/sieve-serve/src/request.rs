@@ -219,7 +219,7 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt
         return Err(invalid(&format!("prompt is a list of more than {MOST_PROMPTS}")));
     }
     let read = |prompt: Value| match prompt {
-        Value::String(text) => Ok(Prompt::new(encoded(&text, server)?, Some(text), true, server)),
+        Value::String(text) => Ok(Prompt::new(prompt_tokens("prompt", &text, server)?, Some(text), true, server)),
         Value::Array(ids) => {
             let most = server.settings.vocab_size as u64;
             let id = |id: &Value| id.as_u64().filter(|id| *id < most).map(|id| id as u32);
@@ -233,7 +233,9 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt
     prompts.into_iter().map(read).collect()
 }
 
-fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
+/// The tokens of a prompt's text; names of special tokens in it become these tokens. Refuses a text that cannot fit into
+/// the context, and a token beyond the rows of the model's embedding, as a fault of the request's field `param`.
+fn prompt_tokens(param: &str, text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
     // What cannot fit is refused before it is cut into tokens, which takes seconds for megabytes.
     let context = server.settings.context;
     if let Some(longest) = server.longest_token
@@ -241,10 +243,9 @@ fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
     {
         return Err(ApiError::too_many_bytes(text.len(), longest, context));
     }
-    let tokens =
-        server.tokenizer.encode_marked(text).map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
+    let tokens = server.tokenizer.encode_marked(text).map_err(|error| ApiError::invalid(param, error.to_string()))?;
     match tokens.iter().find(|token| **token as usize >= server.settings.vocab_size) {
-        Some(token) => Err(ApiError::invalid("prompt", format!("the model has no row for token {token}"))),
+        Some(token) => Err(ApiError::invalid(param, format!("the model has no row for token {token}"))),
         None => Ok(tokens),
     }
 }
@@ -271,7 +272,7 @@ fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError>
         ApiError::invalid(&place, format!("{place}: {}", refusal.what))
     })?;
     let text = template.render_chat(&chat).map_err(|error| invalid(&error))?;
-    Ok(Prompt::new(encoded(&text, server)?, None, true, server))
+    Ok(Prompt::new(prompt_tokens("messages", &text, server)?, None, true, server))
 }
 
 fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {

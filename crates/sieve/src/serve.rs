@@ -291,7 +291,7 @@ fn request_log(as_json: bool) -> Result<Option<RequestLog>> {
 /// How a request samples that does not say it: as `generation_config.json` says, of which a line tells, else from the
 /// model's own distribution.
 fn sampling(defaults: &SamplingDefaults) -> (Sampling, LogitRules) {
-    let SamplingDefaults { temperature, top_p, top_k, min_p, repetition_penalty, others } = defaults;
+    let SamplingDefaults { temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens } = defaults;
     let all = |top_k: &Option<usize>| top_k.map_or_else(|| "all".to_owned(), |top_k| top_k.to_string());
     let set = [
         temperature.map(|value| format!("temperature {value}")),
@@ -305,9 +305,10 @@ fn sampling(defaults: &SamplingDefaults) -> (Sampling, LogitRules) {
         let set = set.join(", ");
         terminal::line(&format!("sampling of requests that do not set it: {set} (generation_config.json)"));
     }
-    if !others.is_empty() {
-        let others = others.join(", ");
-        terminal::warning(&format!("generation_config.json has {others}, which this server does not follow"));
+    if let Some(max_new_tokens) = max_new_tokens {
+        terminal::warning(&format!(
+            "generation_config.json has max_new_tokens = {max_new_tokens}, which this server does not follow"
+        ));
     }
     let [temperature, top_p] = [temperature, top_p].map(|value| value.unwrap_or(1.0));
     let rules = LogitRules {

@@ -43,7 +43,8 @@ impl DmaScoresBackward {
     }
 }
 
-/// rank, doc_start, doc_end → expire, and lists where `keep` is below the tokens of a row
+/// rank, doc_start, doc_end → expire (first position that no longer sees the key), lists? (the key lists of
+/// `dma_attention_forward`; absent if `keep` is at least `seq_len`, because then every key is kept)
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DmaSelect {

@@ -29,7 +29,7 @@ keys! {
     pub struct RopeScaling {
         /// Which formula.
         pub rope_type: RopeType,
-        /// What low frequencies are divided by.
+        /// What frequencies are divided by: all with `"linear"`, the low ones with `"llama3"` and `"yarn"`.
         #[key(between(FACTORS[0], FACTORS[1], A_FACTOR))]
         pub factor: f64,
         /// Positions of the first training, of `"llama3"` and `"yarn"`. Absent: `max_position_embeddings`.

@@ -25,7 +25,8 @@ impl<B: TrainBackend> Trainer<B> {
             && self.progress.step < self.recipe.training.steps as u64
     }
 
-    /// Writes a text for each prompt, into the log and TensorBoard. All ranks call it; rank 0 writes.
+    /// Writes a text for each prompt, into the log and TensorBoard. All ranks call it, because the weights of the last
+    /// update are gathered from all of them; only rank 0 has a writer.
     pub(super) fn sample(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         self.finish_leaves()?;
         let Some(mut write) = self.lines.samples.take() else {
@@ -34,6 +35,7 @@ impl<B: TrainBackend> Trainer<B> {
         let model = self.model().valid();
         let written = write(&model, &self.stage.shape, &self.data.tokenizer);
         self.lines.samples = Some(write);
+        // Writing may take long: the other ranks learn that this one is alive.
         self.ranks.tick();
         match written {
             Ok(texts) => {

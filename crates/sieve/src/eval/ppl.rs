@@ -168,8 +168,9 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
 }
 
 impl PplArgs {
-    /// The text of `--data`. Rows are read by `--text-column`, or else by the columns that hold the answers of the
-    /// model's run.
+    /// The documents of `--data`. With `--text-column`, the text of that column. Without it, the columns that the model
+    /// was trained on (chats, or prompts and answers, of which only the answers are predicted), or else the column
+    /// "text".
     fn corpus<B: DeviceBackend>(&self, loaded: &LoadedModel<B>) -> Result<Corpus> {
         let text_column = self.text_column.as_deref().unwrap_or("text");
         let corpus = text::open(&self.data, self.format, text_column, self.skip_invalid)?;

@@ -72,6 +72,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs `sieve eval mqar`: a model's accuracy on multi-query associative recall.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
+    // Refuses a --save that cannot name its file, before the work begins.
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
