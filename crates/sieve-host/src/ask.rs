@@ -18,7 +18,7 @@ pub struct Ask {
 
 impl Ask {
     /// Asks with `words`; if they hold a control character such as a line break, with the beginning of their first line
-    /// that is not blank. Without usable words, asks with [`MESSAGE`] or [`BEGINNING`].
+    /// that is not blank. Without usable words, asks with `MESSAGE` or `BEGINNING`.
     pub fn with(is_chat: bool, words: Option<&str>) -> Self {
         let words = words.and_then(|words| match words.contains(char::is_control) {
             true => first_words(words, MOST_CHARACTERS),
