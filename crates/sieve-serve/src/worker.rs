@@ -275,17 +275,23 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             self.reading = Some(reading);
             return Ok(());
         }
-        let Reading { text, texts, .. } = reading;
-        let mut going_on = Vec::with_capacity(texts.len());
+        let Reading { prompt, text, texts, .. } = reading;
+        let (mut going_on, mut has_failed) = (Vec::with_capacity(texts.len()), false);
         for mut writing in texts {
             match writing.draw(&logits, engine, metrics).map(|()| writing.has_ended) {
                 Ok(true) => writing.end(),
                 Ok(false) => going_on.push(writing),
-                Err(error) => writing.fail(error.into()),
+                Err(error) => {
+                    writing.fail(error.into());
+                    has_failed = true;
+                }
             }
         }
         // The last text takes the cache, those before it have copies.
         let Some(last) = going_on.pop() else {
+            if self.reads_in_parts() && !has_failed {
+                self.kept.keep(prompt.to_vec(), text);
+            }
             return Ok(());
         };
         going_on.into_iter().for_each(|writing| self.open.add(text.clone(), writing));
