@@ -1,5 +1,5 @@
-//! The command `sieve chat`: its answers are those of `generate` and of a server, it reads only what is new, and what it
-//! saves is a chat data set.
+//! The command `sieve chat`: its answers are those of `generate` and of a server, it reads only what is new, and what
+//! it saves is a chat data set.
 use crate::serve::{Served, dense};
 use crate::tiny_run::{TinyRun, json, refused, spawned, succeed, text};
 use serde_json::{Value, json};
@@ -48,7 +48,8 @@ fn answers_are_those_of_generate_and_of_the_server_and_only_new_tokens_are_read(
     assert!(remarks.contains("no command /nothing"), "{remarks}");
     let served = Served::new(&tiny, "model", "");
     let body = json!({"temperature": 0, "max_tokens": 6, "messages": [
-        {"role": "user", "content": "t5 t9"}, {"role": "assistant", "content": first}, {"role": "user", "content": "t11"},
+        {"role": "user", "content": "t5 t9"}, {"role": "assistant", "content": first},
+        {"role": "user", "content": "t11"},
     ]});
     let answer = served.send("POST", "/v1/chat/completions", "", body.to_string().as_bytes());
     let answer = serde_json::from_str::<Value>(&answer.1).expect("JSON");

@@ -1,5 +1,5 @@
-//! The page of `sieve serve`, which other pages may use it, under which names it answers, what it logs, and what changes
-//! logits.
+//! The page of `sieve serve`, which other pages may use it, under which names it answers, what it logs, and what
+//! changes logits.
 use crate::serve::{Served, dense};
 use serde_json::{Value, json};
 

@@ -1,8 +1,8 @@
 // split_step: adds a number per row and a number per column to a wgmma GEMM by one extra K step: each f32 is split into
 // three bf16 that are multiplied by ones, so that nothing is left to add after the GEMM. Operands lie in shared memory,
 // 16 bytes a row or column, side by side (wgmma_unswizzled): eight columns, where a step sums K = 16. The step reads
-// these eight twice, so the numbers, not the ones, are stored halved. As the first K step it adds its numbers to zero accumulators, so
-// that where two large ones cancel, the difference is exact.
+// these eight twice, so the numbers, not the ones, are stored halved. As the first K step it adds its numbers to zero
+// accumulators, so that where two large ones cancel, the difference is exact.
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/wgmma.cuh"

@@ -45,8 +45,8 @@ pub fn attention_forward(
     attention_from(0, shape, qkv, documents, mask, o, lse);
 }
 
-/// As [`attention_forward`], of the tokens from `first` on in each row: those before them have keys and values alone. The
-/// other rows of o and lse may be computed or not.
+/// As [`attention_forward`], of the tokens from `first` on in each row: those before them have keys and values alone.
+/// The other rows of o and lse may be computed or not.
 ///
 /// # Panics
 /// As [`attention_forward`].

@@ -36,8 +36,8 @@ pub use weight::Weight;
 const MIN_GEMM_ROWS: usize = 8;
 const MIN_GEMM_SIDE: usize = 65;
 
-/// Up to this many outputs, and up to this many inputs, the `gemm` crate runs other code for some numbers of rows, which
-/// adds in another order. Such weights have a kernel of their own.
+/// Up to this many outputs, and up to this many inputs, the `gemm` crate runs other code for some numbers of rows,
+/// which adds in another order. Such weights have a kernel of their own.
 const NARROW_OUTPUTS: usize = 3;
 const NARROW_INPUTS: usize = 2;
 

@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 /// Texts that have ended, with their caches, the oldest first.
 ///
 /// A prompt is compared with the tokens that a text has read, one by one, so that no other text's cache can be taken.
-/// Where a text has the same logits however it was read, which holds on a CPU, a prompt that goes on from a kept text has
-/// the logits of one that was read whole, to the bit.
+/// Where a text has the same logits however it was read, which holds on a CPU, a prompt that goes on from a kept text
+/// has the logits of one that was read whole, to the bit.
 #[derive(Debug)]
 pub struct KeptTexts<'a, B: DeviceBackend> {
     texts: VecDeque<(Vec<u32>, Continuation<'a, B>)>,

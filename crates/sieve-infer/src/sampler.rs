@@ -75,8 +75,8 @@ impl Sampler {
         self.sampling.temperature == 0.0
     }
 
-    /// The next draw, which takes the next random number. A greedy draw takes none. A device that is given it follows no
-    /// [rules](Self::needs_logits).
+    /// The next draw, which takes the next random number. A greedy draw takes none. A device that is given it follows
+    /// no [rules](Self::needs_logits).
     pub fn next_draw(&mut self) -> Draw {
         let Sampling { temperature, top_p, top_k, .. } = self.sampling;
         match self.is_greedy() {

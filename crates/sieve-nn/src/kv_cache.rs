@@ -121,7 +121,8 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
 }
 
 /// Cached keys for each new token from which on a host takes the tokens one by one. A row with all of the keys has a
-/// query for each of them, so that its work grows with their square; one by one, the keys are read again for each token.
+/// query for each of them, so that its work grows with their square; one by one, the keys are read again for each
+/// token.
 const KEYS_OF_A_TOKEN: usize = 8;
 
 /// Whether `new` tokens after `cached` keys attend one by one.

@@ -41,7 +41,8 @@ pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> Cache
     of_kinds(shape, seq_len, |part| part.attention.as_kind().cache(part, seq_len, value_bytes))
 }
 
-/// The cache of all layers. `of_layer` gives the bytes that a token adds to a layer's, and its bytes at `seq_len` tokens.
+/// The cache of all layers. `of_layer` gives the bytes that a token adds to a layer's, and its bytes at `seq_len`
+/// tokens.
 fn of_kinds(shape: &ModelShape, seq_len: usize, of_layer: impl Fn(&ModelShape) -> [u64; 2]) -> CachePlan {
     let kinds = shape.by_kind();
     let of_kind = |part: &ModelShape| {

@@ -233,8 +233,8 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt
     prompts.into_iter().map(read).collect()
 }
 
-/// The tokens of a prompt's text; names of special tokens in it become these tokens. Refuses a text that cannot fit into
-/// the context, and a token beyond the rows of the model's embedding, as a fault of the request's field `param`.
+/// The tokens of a prompt's text; names of special tokens in it become these tokens. Refuses a text that cannot fit
+/// into the context, and a token beyond the rows of the model's embedding, as a fault of the request's field `param`.
 fn prompt_tokens(param: &str, text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
     // What cannot fit is refused before it is cut into tokens, which takes seconds for megabytes.
     let context = server.settings.context;

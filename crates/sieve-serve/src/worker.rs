@@ -1,8 +1,8 @@
 //! The thread that owns the model: takes texts from the queue and decodes all open ones as one batch.
 //!
-//! On a CPU a prompt is read in parts between the tokens of the open texts, so that these go on, and the caches of texts
-//! that have ended are kept for prompts that begin with them: there the logits of a text are the same however it is
-//! read. On a GPU they are not, so a prompt is read whole.
+//! On a CPU a prompt is read in parts between the tokens of the open texts, so that these go on, and the caches of
+//! texts that have ended are kept for prompts that begin with them: there the logits of a text are the same however it
+//! is read. On a GPU they are not, so a prompt is read whole.
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::queue::{Piece, Taken, Text, Waiting};

@@ -40,8 +40,8 @@ pub(crate) struct ChatArgs {
     /// 0 takes the likeliest token each time; the model's generation_config.json when absent, else 0.8
     #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Draw only from the likeliest tokens that together have this probability; generation_config.json when absent, else
-    /// 0.95
+    /// Draw only from the likeliest tokens that together have this probability; generation_config.json when absent,
+    /// else 0.95
     #[arg(long)]
     top_p: Option<f64>,
     /// Draw only from the N likeliest tokens; generation_config.json when absent, else all
@@ -60,8 +60,8 @@ pub(crate) fn run(mut args: ChatArgs) -> Result<()> {
     // A model without a template is said before it is loaded.
     let template = ChatTemplate::of_model(&args.checkpoint)?.with_context(|| {
         format!(
-            "{} has no chat template\n  hint: sieve generate continues a text; or put the model's chat_template.jinja next \
-             to its tokenizer.json",
+            "{} has no chat template\n  hint: sieve generate continues a text; or put the model's chat_template.jinja \
+             next to its tokenizer.json",
             args.checkpoint.shown()
         )
     })?;

@@ -90,8 +90,8 @@ impl<'a> Map<'a> {
     }
 }
 
-/// Checks a crate that depends on the crates `uses`. Those of the workspace must be exactly the map's arrows, except for
-/// the crates of `TOP`. A crate of `WITHOUT_BURN` must use neither Burn nor CubeCL, and cudarc only if it is of
+/// Checks a crate that depends on the crates `uses`. Those of the workspace must be exactly the map's arrows, except
+/// for the crates of `TOP`. A crate of `WITHOUT_BURN` must use neither Burn nor CubeCL, and cudarc only if it is of
 /// `LAUNCHING`.
 fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String>) {
     if !TOP.contains(&name) {
