@@ -11,8 +11,10 @@ use indicatif::ProgressBar;
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::Tokenizer;
 use sieve_hf::{
-    ChatTemplate, CheckpointError, Kept, LoadedModel, importable_families, load_model, load_model_then, peek_model,
+    ChatTemplate, CheckpointError, Kept, LoadedModel, SamplingDefaults, importable_families, load_model,
+    load_model_then, peek_model,
 };
+use sieve_infer::LogitRules;
 use sieve_plan::InferenceSize;
 use std::path::Path;
 
@@ -147,12 +149,21 @@ pub fn load<B: Backend>(checkpoint: &Path, device: &B::Device, kept: Kept) -> Re
     Ok((loaded, tokenizer))
 }
 
-/// The chat template of the model in a folder, for the flag that asks for it.
-pub fn chat_template(checkpoint: &Path, flag: &str) -> Result<ChatTemplate> {
+/// What the `generation_config.json` of a model says of logits before a token is drawn.
+pub fn logit_rules(defaults: &SamplingDefaults) -> LogitRules {
+    let none = LogitRules::NONE;
+    LogitRules {
+        min_p: defaults.min_p.unwrap_or(none.min_p),
+        repetition_penalty: defaults.repetition_penalty.unwrap_or(none.repetition_penalty),
+        ..none
+    }
+}
+
+/// The chat template of the model in a folder. `instead` is what the hint of the error says to do without one.
+pub fn chat_template(checkpoint: &Path, instead: &str) -> Result<ChatTemplate> {
     ChatTemplate::of_model(checkpoint)?.with_context(|| {
         format!(
-            "{} has no chat template\n  hint: leave {flag} out, or put the model's chat_template.jinja next to its \
-             tokenizer.json",
+            "{} has no chat template\n  hint: {instead}, or put the model's chat_template.jinja next to its tokenizer.json",
             checkpoint.shown()
         )
     })

@@ -59,7 +59,7 @@ impl Sampler {
     /// As [`new`](Self::new), with rules for the logits of a text that begins with `prompt`.
     ///
     /// # Errors
-    /// Also those of [`LogitRules::check`].
+    /// As [`new`](Self::new), and the errors of [`LogitRules::check`].
     pub fn with_rules(sampling: Sampling, rules: LogitRules, prompt: &[u32]) -> Result<Self, InferError> {
         rules.check()?;
         Ok(Self { rules: TextRules::new(rules, prompt), ..Self::new(sampling)? })

@@ -120,27 +120,6 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
     }
 }
 
-/// Cached keys for each new token from which on a host takes the tokens one by one. A row with all of the keys has a
-/// query for each of them, so that its work grows with their square; one by one, the keys are read again for each
-/// token.
-const KEYS_OF_A_TOKEN: usize = 8;
-
-/// Whether `new` tokens after `cached` keys attend one by one.
-pub(crate) fn attend_one_by_one<B: DeviceBackend>(new: usize, cached: usize) -> bool {
-    new == 1 || (B::ON_HOST && KEYS_OF_A_TOKEN * new <= cached)
-}
-
-/// Calls `attend` with each token of a packed tensor, `[batch, 1, heads, head_dim]`, and joins what it returns.
-pub(crate) fn each_token<B: Backend>(
-    qkv: Tensor<B, 4>,
-    mut attend: impl FnMut(Tensor<B, 4>) -> Tensor<B, 4>,
-) -> Tensor<B, 4> {
-    match qkv.dims()[1] {
-        1 => attend(qkv),
-        _ => Tensor::cat(qkv.split(1, 1).into_iter().map(attend).collect(), 1),
-    }
-}
-
 /// The last `count` tokens of `[batch, tokens, heads, head_dim]`, or all if there are fewer.
 pub(crate) fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
     let len = x.dims()[1];

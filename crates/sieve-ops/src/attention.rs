@@ -28,6 +28,30 @@ pub fn attention<B: SieveBackend>(qkv: Tensor<B, 4>, documents: &Documents<B>, s
     tensor(B::node([&qkv], output.o.clone(), move |d_o| [B::Inner::attention_backward(x, &call, output, d_o)]))
 }
 
+/// Attention of the tokens from `first` on in rows of one document each, without a graph; the tokens before them have
+/// keys and values alone. Each has the output of [`attention`], or with sinks of [`attention_with_sinks`], on a CPU to
+/// the bit.
+///
+/// # Shapes
+/// - qkv: `[batch, tokens, num_heads + 2 * num_kv_heads, head_dim]`
+/// - sinks: `[num_heads]`
+/// - returns: `[batch, tokens - first, num_heads, head_dim]`
+pub fn attention_of_last<B: DeviceBackend>(
+    qkv: Tensor<B, 4>,
+    sinks: Option<Tensor<B, 1>>,
+    spec: AttentionSpec,
+    first: usize,
+) -> Tensor<B, 4> {
+    let [batch, tokens, ..] = qkv.dims();
+    let documents = Documents::<B>::whole_rows([batch, tokens], &qkv.device());
+    let output = B::attention_of_last(primitive(qkv), &AttentionCall::new(documents.bounds(), spec), first);
+    let output = match sinks {
+        Some(sinks) => B::join_sinks(output, primitive(sinks)),
+        None => output,
+    };
+    tensor::<B, 4>(output.o).narrow(1, first, tokens - first)
+}
+
 /// As [`attention`], with a sink (gpt-oss, arXiv:2508.10925): each query head has one more, learned logit in its
 /// softmax, with a zero vector as its value, so that the weights of the keys sum to less than 1.
 ///

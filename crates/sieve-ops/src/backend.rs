@@ -229,6 +229,9 @@ device_ops! {
     attention {
         /// The op [`crate::attention`].
         fn attention(qkv: Float<Self>, call: &AttentionCall<Self>) -> AttentionOutput<Self>;
+        /// As [`attention`](Self::attention), of the tokens from `first` on in each row; the outputs of the others may
+        /// hold anything.
+        fn attention_of_last(qkv: Float<Self>, call: &AttentionCall<Self>, first: usize) -> AttentionOutput<Self>;
         /// Gradient `dqkv` of [`crate::attention`].
         fn attention_backward(
             qkv: Float<Self>,
@@ -369,8 +372,6 @@ device_ops! {
         /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit
         /// is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
-        /// The op [`crate::attention_of_last`].
-        fn attention_of_last(qkv: Float<Self>, spec: AttentionSpec, first: usize) -> Float<Self>;
         /// The op [`crate::attention_decode`].
         fn attention_decode(
             q: Float<Self>,

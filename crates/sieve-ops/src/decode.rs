@@ -44,18 +44,6 @@ pub fn attention_decode<B: DeviceBackend>(
     tensor(B::attention_decode(primitive(q), keys, delta, softmax_scale, scratch))
 }
 
-/// Dense or sliding-window attention of the tokens from `first` on in rows of one document each; the tokens before them
-/// have keys and values alone. Each of these tokens has the output of [`attention`](crate::attention), on a CPU to the
-/// bit.
-///
-/// # Shapes
-/// - qkv: `[batch, tokens, num_heads + 2 * num_kv_heads, head_dim]`
-/// - returns: `[batch, tokens - first, num_heads, head_dim]`
-pub fn attention_of_last<B: DeviceBackend>(qkv: Tensor<B, 4>, spec: AttentionSpec, first: usize) -> Tensor<B, 4> {
-    let new = qkv.dims()[1] - first;
-    tensor::<B, 4>(B::attention_of_last(primitive(qkv), spec, first)).narrow(1, first, new)
-}
-
 /// Adds the keys and values of one token a sequence to the cache, then attends with the token's queries over all cached
 /// keys, or the last `spec.window_size`. Keys outside the window are dropped only when the buffer is full.
 ///

@@ -35,7 +35,9 @@ mod tensors;
 #[cfg(test)]
 mod testing;
 
-pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention, attention_with_sinks};
+pub use attention::{
+    AttentionCall, AttentionOutput, AttentionSpec, attention, attention_of_last, attention_with_sinks,
+};
 pub use backend::{BackwardPass, DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
     AttentionLayer, AttentionLayerOutput, FeedForward, KeptAttention, LayerTokens, MaskAndRanks, PassFor, Residual,
@@ -49,8 +51,8 @@ pub use chosen::{
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, RowsOf, SelectorCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache,
-    TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, attention_of_last, cached_attention, dma_decode,
-    draw, draw_on_host, first_of_largest, mla_decode, repeat_token_step, token_loss_on_host, token_step,
+    TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, draw,
+    draw_on_host, first_of_largest, mla_decode, repeat_token_step, token_loss_on_host, token_step,
 };
 #[cfg(feature = "cuda")]
 pub use device::cuda::Cuda;

@@ -239,11 +239,7 @@ async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result
         return Ok(typed("text/event-stream", stream(reply, pieces)));
     }
     while !reply.is_whole() {
-        let Some((text, piece)) = pieces.recv().await else {
-            let error = ApiError::stopping();
-            reply.has_failed(&error);
-            return Err(error);
-        };
+        let (text, piece) = pieces.recv().await.ok_or_else(ApiError::stopping)?;
         reply.add(text, piece)?;
     }
     Ok(json_response(&reply.whole()))

@@ -117,24 +117,21 @@ impl Reply {
                 self.num_kept = self.num_kept.max(num_kept);
                 choice.finish = Some(if has_stopped { "stop" } else { "length" });
             }
-            Piece::Failed(error) => {
-                self.has_failed(&error);
-                return Err(error);
-            }
+            Piece::Failed(error) => return Err(error),
         }
         if let Some(serving) = &self.serving {
             serving.has_text();
             if choice.finish.is_some() {
                 serving.has_ended(choice.num_tokens);
-            }
-            if self.is_whole() {
-                serving.is_whole();
+                if self.is_whole() {
+                    serving.is_whole();
+                }
             }
         }
         Ok(())
     }
 
-    /// The answer ends with an error.
+    /// The answer's stream ends with an error.
     pub(crate) fn has_failed(&self, error: &ApiError) {
         if let Some(serving) = &self.serving {
             serving.has_failed(error);

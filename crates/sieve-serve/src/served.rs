@@ -120,7 +120,7 @@ impl Serving {
         self.request().problem = None;
     }
 
-    /// The answer ends with an error.
+    /// The answer's stream ends with an error. Any other answer says by its status that it does.
     pub(crate) fn has_failed(&self, error: &ApiError) {
         self.request().problem = Some(format!("ended with status {}", error.status.as_u16()));
     }

@@ -62,7 +62,7 @@ struct Pace {
 }
 
 impl Pace {
-    /// Counts a new time, of which the next guess takes a part.
+    /// Moves a guess a quarter of the way to a new time; the first time is taken whole.
     fn note(guess: &mut f64, seconds: f64) {
         *guess = if *guess == 0.0 { seconds } else { 0.75 * *guess + 0.25 * seconds };
     }

@@ -8,7 +8,7 @@ use sieve_hf::{ChatMessage, ChatTemplate, Kept};
 use sieve_host::exit::Exit;
 use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
 use sieve_host::{hub, loaded, terminal};
-use sieve_infer::{AnswerConfig, Conversation, LogitRules, Sampler, Sampling, StopTexts, prompt_part};
+use sieve_infer::{AnswerConfig, Conversation, Sampler, Sampling, StopTexts, prompt_part};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::fs::OpenOptions;
@@ -58,13 +58,7 @@ pub(crate) struct ChatArgs {
 pub(crate) fn run(mut args: ChatArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
     // A model without a template is said before it is loaded.
-    let template = ChatTemplate::of_model(&args.checkpoint)?.with_context(|| {
-        format!(
-            "{} has no chat template\n  hint: sieve generate continues a text; or put the model's chat_template.jinja \
-             next to its tokenizer.json",
-            args.checkpoint.shown()
-        )
-    })?;
+    let template = loaded::chat_template(&args.checkpoint, "sieve generate continues a text")?;
     let max_context = args.max_context.map(|context| context as usize);
     let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| {
         let context = max_context.unwrap_or(shape.max_seq_len).min(shape.max_seq_len);
@@ -118,11 +112,7 @@ fn run_on<B: DeviceBackend>(
             top_k: asked.top_k.or(own.top_k.flatten()),
             seed: asked.seed,
         },
-        rules: LogitRules {
-            min_p: own.min_p.unwrap_or(LogitRules::NONE.min_p),
-            repetition_penalty: own.repetition_penalty.unwrap_or(LogitRules::NONE.repetition_penalty),
-            ..LogitRules::NONE
-        },
+        rules: loaded::logit_rules(&own),
         ends: loaded.end_ids(eos_id)?,
         num_tokens: tokenizer.vocab_size(),
     };

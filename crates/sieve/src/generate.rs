@@ -141,7 +141,7 @@ fn chats(args: &GenerateArgs, prompts: &[String]) -> Result<Option<Vec<String>>>
     if !args.chat {
         return Ok(None);
     }
-    let template = loaded::chat_template(&args.checkpoint, "--chat")?;
+    let template = loaded::chat_template(&args.checkpoint, "leave --chat out")?;
     let system = args.system.as_deref().map(|content| ChatMessage { role: "system", content });
     let texts = prompts.iter().map(|content| {
         let user = ChatMessage { role: "user", content };

@@ -311,11 +311,7 @@ fn sampling(defaults: &SamplingDefaults) -> (Sampling, LogitRules) {
         ));
     }
     let [temperature, top_p] = [temperature, top_p].map(|value| value.unwrap_or(1.0));
-    let rules = LogitRules {
-        min_p: min_p.unwrap_or(LogitRules::NONE.min_p),
-        repetition_penalty: repetition_penalty.unwrap_or(LogitRules::NONE.repetition_penalty),
-        ..LogitRules::NONE
-    };
+    let rules = loaded::logit_rules(defaults);
     (Sampling { temperature, top_p, top_k: top_k.flatten(), seed: 0 }, rules)
 }
 

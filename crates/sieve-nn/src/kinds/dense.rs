@@ -202,20 +202,14 @@ fn attend_recent<B: DeviceBackend>(
     let LayerCache::Recent(RecentCache { keys, .. }) = cached.cache else {
         panic!("a layer of grouped queries decodes after a prompt");
     };
-    let [batch, new, _, _] = qkv.dims();
+    let new = qkv.dims()[1];
     if new == 1 {
         return cached_attention(keys, qkv, sinks, spec, cached.scratch);
     }
     // A window includes the query's own token, so the first new token sees one cached token fewer.
     let earlier = spec.window_size.map_or(keys.len(), |window| keys.len().min(window - 1));
     let row = keys.before(&qkv, earlier);
-    let o = match sinks {
-        None if B::ON_HOST => attention_of_last(row, spec, earlier),
-        sinks => {
-            let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
-            attend(row, sinks, &documents, spec).narrow(1, earlier, new)
-        }
-    };
+    let o = attention_of_last(row, sinks, spec, earlier);
     let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
     keys.reserve(new, earlier);
     keys.append(k, v);

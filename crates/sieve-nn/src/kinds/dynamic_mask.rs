@@ -1,7 +1,7 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), which selects single tokens.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{self, by_key, with_values};
-use crate::kv_cache::{CachedRows, attend_one_by_one, each_token};
+use crate::kv_cache::CachedRows;
 use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, LayerOutput, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
@@ -260,6 +260,24 @@ fn cache_of_seen_keys<B: Backend>(
     let gather = |x: Tensor<B, 4>| x.swap_dims(1, 2).gather(2, of_heads.clone());
     let rank = rank.gather(2, keys.clone());
     DmaCache::new([gather(k), gather(v)], rank, positions.gather(2, keys), window)
+}
+
+/// Cached keys for each new token from which on a host takes the tokens one by one. A row with all of the keys has a
+/// query for each of them, so that its work grows with their square; one by one, the keys are read again for each
+/// token.
+const KEYS_OF_A_TOKEN: usize = 8;
+
+/// Whether `new` tokens after `cached` keys attend one by one.
+fn attend_one_by_one<B: DeviceBackend>(new: usize, cached: usize) -> bool {
+    new == 1 || (B::ON_HOST && KEYS_OF_A_TOKEN * new <= cached)
+}
+
+/// Calls `attend` with each token of a packed tensor, `[batch, 1, heads, head_dim]`, and joins what it returns.
+fn each_token<B: Backend>(qkv: Tensor<B, 4>, mut attend: impl FnMut(Tensor<B, 4>) -> Tensor<B, 4>) -> Tensor<B, 4> {
+    match qkv.dims()[1] {
+        1 => attend(qkv),
+        _ => Tensor::cat(qkv.split(1, 1).into_iter().map(attend).collect(), 1),
+    }
 }
 
 /// DMA of `new` tokens; returns `[batch, new, num_heads, head_dim]`. Several new tokens attend in a row of their

@@ -7,9 +7,13 @@ use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::{Mask, ScaledShape};
 
 pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> AttentionOutput<Flex> {
+    attention_of_last(qkv, call, 0)
+}
+
+pub(crate) fn attention_of_last(qkv: FlexTensor, call: &AttentionCall<Flex>, first: usize) -> AttentionOutput<Flex> {
     unless_f32!(&qkv, call.spec.num_heads, "attention": reference::attention::<Flex>(qkv, call));
     let qkv = contiguous(qkv);
-    forward(&qkv, attention_shape(&qkv, call.spec), window(call.spec), &call.documents)
+    forward_from(first, &qkv, attention_shape(&qkv, call.spec), window(call.spec), &call.documents)
 }
 
 pub(crate) fn attention_backward(
@@ -57,8 +61,7 @@ pub(crate) fn shape_of([batch, seq_len, _, head_dim]: [usize; 4], spec: Attentio
     }
 }
 
-/// The mask of dense or sliding-window attention.
-pub(crate) fn window(spec: AttentionSpec) -> Mask<'static> {
+fn window(spec: AttentionSpec) -> Mask<'static> {
     spec.window_size.map_or(Mask::Causal, Mask::Window)
 }
 
@@ -77,11 +80,22 @@ pub(crate) fn forward(
     mask: Mask<'_>,
     bounds: &DocumentBounds<Flex>,
 ) -> AttentionOutput<Flex> {
+    forward_from(0, qkv, shape, mask, bounds)
+}
+
+/// As [`forward`], of the tokens from `first` on in each row; the outputs of the others may hold anything.
+fn forward_from(
+    first: usize,
+    qkv: &FlexTensor,
+    shape: ScaledShape,
+    mask: Mask<'_>,
+    bounds: &DocumentBounds<Flex>,
+) -> AttentionOutput<Flex> {
     let bounds = contiguous_bounds(bounds);
     let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
     let mut lse = vec![0.0; batch * seq_len * heads];
     let mut o = sieve_cpu::zeros(lse.len() * shape.head_dim_v);
-    sieve_cpu::attention_forward(shape, floats(qkv), documents(&bounds), mask, &mut o, &mut lse);
+    sieve_cpu::attention_from(first, shape, floats(qkv), documents(&bounds), mask, &mut o, &mut lse);
     AttentionOutput::new(from_vec(o, [batch, seq_len, heads, shape.head_dim_v]), from_vec(lse, [batch, heads, seq_len]))
 }
 

@@ -14,6 +14,11 @@ pub(crate) fn attention(qkv: Float, call: &AttentionCall<Cuda>) -> AttentionOutp
     kernel_or_scores("attention", attempt, score_matrix, || reference::attention::<Cuda>(qkv, call))
 }
 
+/// All tokens attend, by the kernels of whole rows.
+pub(crate) fn attention_of_last(qkv: Float, call: &AttentionCall<Cuda>, _first: usize) -> AttentionOutput<Cuda> {
+    attention(qkv, call)
+}
+
 pub(crate) fn attention_backward(
     qkv: Float,
     call: &AttentionCall<Cuda>,

@@ -2,7 +2,6 @@
 use super::reference::Logits;
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, TokensBefore, reference};
 use crate::AttentionSpec;
-use crate::attention::cpu::{attention_shape, window};
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32};
 use crate::dma::dma_bias;
 use crate::tensors::{primitive, tensor};
@@ -32,19 +31,6 @@ pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
     let ids: Vec<i32> = rows.map(of_row).collect();
     let shape = [ids.len(), 1];
     from_vec(ids, shape)
-}
-
-pub(crate) fn attention_of_last(qkv: FlexTensor, spec: AttentionSpec, first: usize) -> FlexTensor {
-    unless_f32!(&qkv, "attention_of_last": reference::attention_of_last::<Flex>(qkv, spec));
-    let qkv = contiguous(qkv);
-    let shape = attention_shape(&qkv, spec);
-    let tokens = shape.batch * shape.seq_len;
-    let mut lse = vec![0.0; tokens * shape.num_heads];
-    let mut o = sieve_cpu::zeros(lse.len() * shape.head_dim_v);
-    let [start, end] = [0, shape.seq_len as i32].map(|bound| vec![bound; tokens]);
-    let documents = sieve_cpu::Documents::new(&start, &end);
-    sieve_cpu::attention_from(first, shape, floats(&qkv), documents, window(spec), &mut o, &mut lse);
-    from_vec(o, [shape.batch, shape.seq_len, shape.num_heads, shape.head_dim_v])
 }
 
 pub(crate) fn attention_decode(

@@ -23,11 +23,6 @@ pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
     kernel_or("likeliest", attempt.map(ToBurn::burn), || reference::likeliest::<Cuda>(logits, num_tokens))
 }
 
-/// All tokens attend, by the kernels of whole rows.
-pub(crate) fn attention_of_last(qkv: Float, spec: AttentionSpec, _first: usize) -> Float {
-    reference::attention_of_last::<Cuda>(qkv, spec)
-}
-
 pub(crate) fn attention_decode(
     q: Float,
     keys: &KeyCache<Cuda>,

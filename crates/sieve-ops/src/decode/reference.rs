@@ -1,9 +1,8 @@
 //! Attention of one new query in plain Burn operations.
 use super::{DmaCache, DmaToken, KeyCache};
-use crate::attention::AttentionCall;
 use crate::dma::dma_bias;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
-use crate::{AttentionSpec, DeviceBackend, Documents};
+use crate::{AttentionSpec, DeviceBackend};
 use burn::tensor::activation::softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
@@ -38,14 +37,6 @@ pub struct Logits<B: Backend> {
     /// Attention sinks, `[num_heads]`: one more logit per query head in the softmax, with a value of zero. `None`:
     /// none.
     pub sinks: Option<Float<B>>,
-}
-
-/// Attention of all tokens of whole rows, among them those that [`crate::attention_of_last`] asks for.
-pub(crate) fn attention_of_last<B: DeviceBackend>(qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
-    let qkv = tensor::<B, 4>(qkv);
-    let [batch, tokens, ..] = qkv.dims();
-    let documents = Documents::<B>::whole_rows([batch, tokens], &qkv.device()).bounds();
-    <B as DeviceBackend>::attention(primitive(qkv), &AttentionCall { documents, spec }).o
 }
 
 /// One query per sequence over the last `seen` keys of the cache; see [`crate::attention_decode`].

@@ -17,7 +17,7 @@ pub(super) fn with_columns_of<B: DeviceBackend>(corpus: Corpus, loaded: &LoadedM
         return Ok(corpus);
     }
     if let Some(column) = &data.messages_column {
-        let template = sieve_host::loaded::chat_template(&loaded.path, "--data")?;
+        let template = sieve_host::loaded::chat_template(&loaded.path, "leave --data out")?;
         return chats(config, column, template);
     }
     if let Some(column) = &data.prompt_column {

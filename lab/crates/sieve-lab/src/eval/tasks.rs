@@ -117,7 +117,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     let (recipe, shape) = peek_model(&checkpoint)?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe, &shape)?;
     let template = match args.apply_chat_template {
-        true => Some(loaded::chat_template(&checkpoint, "--apply-chat-template")?),
+        true => Some(loaded::chat_template(&checkpoint, "leave --apply-chat-template out")?),
         false => None,
     };
     let render = |turns: &[Turn<'_>]| {
