@@ -163,7 +163,8 @@ pub fn logit_rules(defaults: &SamplingDefaults) -> LogitRules {
 pub fn chat_template(checkpoint: &Path, instead: &str) -> Result<ChatTemplate> {
     ChatTemplate::of_model(checkpoint)?.with_context(|| {
         format!(
-            "{} has no chat template\n  hint: {instead}, or put the model's chat_template.jinja next to its tokenizer.json",
+            "{} has no chat template\n  hint: {instead}, or put the model's chat_template.jinja next to its \
+             tokenizer.json",
             checkpoint.shown()
         )
     })
