@@ -23,6 +23,10 @@ const HELP: &str = "/reset begins again, /save FILE appends the conversation to 
                     /help prints this, /quit ends\na line that ends with \\ goes on in the next one; Ctrl-C stops an \
                     answer";
 
+/// How answers are drawn where neither a flag nor the model's `generation_config.json` says it.
+const TEMPERATURE: f64 = 0.8;
+const TOP_P: f64 = 0.95;
+
 /// Arguments of `sieve chat`.
 #[derive(Args, Debug)]
 pub(crate) struct ChatArgs {
@@ -56,6 +60,13 @@ pub(crate) struct ChatArgs {
 
 /// Runs `sieve chat`: reads messages from standard input and answers each.
 pub(crate) fn run(mut args: ChatArgs) -> Result<()> {
+    // A temperature that no text can be drawn at is refused before a model is loaded.
+    Sampler::new(Sampling {
+        temperature: args.temperature.unwrap_or(TEMPERATURE),
+        top_p: args.top_p.unwrap_or(TOP_P),
+        top_k: args.top_k,
+        seed: args.seed,
+    })?;
     args.checkpoint = hub::folder(&args.checkpoint)?;
     // A model without a template is said before it is loaded.
     let template = loaded::chat_template(&args.checkpoint, "sieve generate continues a text")?;
@@ -107,8 +118,8 @@ fn run_on<B: DeviceBackend>(
     let config = AnswerConfig {
         max_new_tokens: asked.max_new_tokens,
         sampling: Sampling {
-            temperature: asked.temperature.or(own.temperature).unwrap_or(0.8),
-            top_p: asked.top_p.or(own.top_p).unwrap_or(0.95),
+            temperature: asked.temperature.or(own.temperature).unwrap_or(TEMPERATURE),
+            top_p: asked.top_p.or(own.top_p).unwrap_or(TOP_P),
             top_k: asked.top_k.or(own.top_k.flatten()),
             seed: asked.seed,
         },
@@ -116,8 +127,6 @@ fn run_on<B: DeviceBackend>(
         ends: loaded.end_ids(eos_id)?,
         num_tokens: tokenizer.vocab_size(),
     };
-    // A temperature that no text can be drawn at is said before the first message.
-    Sampler::with_rules(config.sampling, config.rules, &[])?;
     let mut talk = Talk {
         conversation: Conversation::new(&loaded.model, asked.max_context, device),
         tokenizer: &tokenizer,

@@ -282,8 +282,7 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
         ErrorKind::ValueValidation => {
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
             let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {
-                true if error.to_string().contains(" 0 is not in 1..") => "1 or more".to_owned(),
-                true => return None,
+                true => numbers_of_range(&error.to_string())?,
                 // The file's name only looks like a short form of a number.
                 false if error.source().is_some_and(|why| why.is::<CannotWrite>()) => return None,
                 false => sieve_core::number_of_short_form(&value)?,
@@ -292,6 +291,15 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
         }
         _ => None,
     }
+}
+
+/// The numbers that a flag takes, in words, from clap's message of one that is too small. `None` for a range with an
+/// upper end, which the message says well, unless the number is 0 and the flag counts from 1.
+fn numbers_of_range(message: &str) -> Option<String> {
+    let (number, range) = message.split_once(" is not in ")?;
+    let (least, most) = range.lines().next()?.split_once("..")?;
+    let is_meant = most == u64::MAX.to_string() || (least == "1" && number.ends_with(" 0"));
+    is_meant.then(|| format!("{least} or more"))
 }
 
 /// The hint for the value of a flag that begins with one dash, such as a prompt that is an item of a list, and for a
