@@ -65,9 +65,10 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
             .map(|model| values(logits(model, &tokens, &device).expect("tokens of the vocabulary")));
         let largest = of_wide.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
         // Rounded inputs may swap chosen blocks of keys, which changes some tokens' logits by more than rounding.
-        let (difference, tolerance) = match inputs_are_rounded() {
-            true => (median_difference(&of_model, &of_wide), 2e-2),
-            false => (max_difference(&of_model, &of_wide), 1e-5),
+        let (difference, tolerance) = if inputs_are_rounded() {
+            (median_difference(&of_model, &of_wide), 2e-2)
+        } else {
+            (max_difference(&of_model, &of_wide), 1e-5)
         };
         assert!(difference <= tolerance * largest, "{kind}: {difference} of {largest}");
         assert!(max_difference(&of_model, &unrounded) > 1e-4 * largest, "{kind}: nothing was rounded");
@@ -104,10 +105,11 @@ fn selectors_and_decode_methods_choose_as_with_the_rounded_weights_in_f32() {
             let generator = generator.with_selection(selection);
             generator.collect::<Result<_, _>>().expect("finite")
         });
-        match inputs_are_rounded() {
+        if inputs_are_rounded() {
             // Rounded inputs may swap tokens that are almost equally likely, and all tokens behind them.
-            true => assert_eq!(text[0], expected[0], "{selector}"),
-            false => assert_eq!(text, expected, "{selector}"),
+            assert_eq!(text[0], expected[0], "{selector}")
+        } else {
+            assert_eq!(text, expected, "{selector}")
         }
     }
 }

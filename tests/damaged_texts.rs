@@ -49,10 +49,7 @@ pub(crate) fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str
 /// A temporary folder, in memory (/dev/shm) if possible, because ten thousand files are written.
 pub(crate) fn quick_dir() -> TempDir {
     let memory = Path::new("/dev/shm");
-    let made = match memory.is_dir() {
-        true => tempfile::tempdir_in(memory),
-        false => tempfile::tempdir(),
-    };
+    let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
     made.expect("a temporary folder")
 }
 

@@ -217,9 +217,10 @@ fn check_kind([kind, model_lines, attention]: [&str; 3], kept: Kept, seed: u64) 
     let mut counts = [0, 0];
     let long = [1, LONG];
     for arrivals in ARRIVALS.into_iter().chain(EIGHT.contains(&kind).then_some(long)) {
-        let recipe = match arrivals == long {
-            true => recipe_with_context(model_lines, attention, LONG + 4),
-            false => recipe(model_lines, attention),
+        let recipe = if arrivals == long {
+            recipe_with_context(model_lines, attention, LONG + 4)
+        } else {
+            recipe(model_lines, attention)
         };
         let model = random_model_of::<Flex>(&recipe, seed, kept);
         // The trainer's weights are f32.

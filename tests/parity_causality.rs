@@ -41,10 +41,8 @@ fn assert_same(model: &Qwen3<Flex>, a: &[f32], b: &[f32], what: &str) {
 
 /// `tokens` with every token from `from` on replaced by a different one.
 fn changed_from(tokens: &[u32], from: usize) -> Vec<u32> {
-    let change = |(n, &token): (usize, &u32)| match n < from {
-        true => token,
-        false => (token + 1 + n as u32 % 90) % VOCAB_SIZE as u32,
-    };
+    let change =
+        |(n, &token): (usize, &u32)| if n < from { token } else { (token + 1 + n as u32 % 90) % VOCAB_SIZE as u32 };
     tokens.iter().enumerate().map(change).collect()
 }
 

@@ -36,10 +36,7 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
         let out = format!("killed-{round}");
         loop {
             // `--resume` is refused until the recipe is in the folder.
-            let more = match tiny.path(&out).join("config.toml").exists() {
-                true => "--resume",
-                false => "",
-            };
+            let more = if tiny.path(&out).join("config.toml").exists() { "--resume" } else { "" };
             let mut command = tiny.train(&out, more);
             if kills == NUM_KILLS {
                 succeed(&mut command);

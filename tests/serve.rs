@@ -74,10 +74,7 @@ impl Served {
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer:?}"));
         let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
         let head = head.to_lowercase();
-        let body = match head.contains("transfer-encoding: chunked") {
-            true => unchunked(body),
-            false => body.to_owned(),
-        };
+        let body = if head.contains("transfer-encoding: chunked") { unchunked(body) } else { body.to_owned() };
         Answer(status, body, head)
     }
 

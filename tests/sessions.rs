@@ -91,10 +91,8 @@ fn read(file: &str) -> Vec<Session> {
             match &rows {
                 Some(prefix) => {
                     let (row, words) = expected.split_once("=> ").expect(&place);
-                    let command = match prefix.contains("_ ") {
-                        true => prefix.replacen('_', row, 1),
-                        false => format!("{prefix} {row}"),
-                    };
+                    let command =
+                        if prefix.contains("_ ") { prefix.replacen('_', row, 1) } else { format!("{prefix} {row}") };
                     let words = match refusal(words) {
                         Some(_) => words.to_owned(),
                         None => format!("1|2: {words}"),

@@ -157,9 +157,12 @@ impl TinyRun {
     /// As [`assert_same_end`](Self::assert_same_end), after an earlier step.
     pub(crate) fn assert_same_at(&self, out: &str, reference: &str, step: u64) {
         let folder = self.path(out).join(format!("checkpoint/step-{step}"));
-        let read = |run: &str| match folder.join("model.safetensors").exists() {
-            true => self.checkpoint(run, step),
-            false => self.checkpoint_like(run, reference, step),
+        let read = |run: &str| {
+            if folder.join("model.safetensors").exists() {
+                self.checkpoint(run, step)
+            } else {
+                self.checkpoint_like(run, reference, step)
+            }
         };
         let found = read(out);
         for (name, expected) in read(reference) {

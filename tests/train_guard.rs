@@ -93,10 +93,7 @@ pub(crate) fn disturbed_rank(
     let mut data = data.prepare(&recipe, &place.0, place.1, &mut |_| {}).expect("prepared");
     data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {}).expect("prepared");
     let name = &recipe.checkpoint.folder;
-    let start = match RunFolder::holds_run(&run.path(out)) {
-        true => Start::Resume,
-        false => Start::New,
-    };
+    let start = if RunFolder::holds_run(&run.path(out)) { Start::Resume } else { Start::New };
     let mut folder = match &group {
         Some((mesh, _)) if mesh.world().rank > 0 => RunFolder::of_group(&run.path(out), name),
         _ => RunFolder::open(&run.path(out), name, &start).expect("free"),

@@ -173,9 +173,10 @@ impl Collectives<B> for Cut {
     }
 
     fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
-        match self.0.mesh.world().rank == 1 && IS_CUT.load(Ordering::Acquire) {
-            true => Err(TrainError::Collective("the wire is cut".to_owned())),
-            false => Collectives::<B>::sum(&self.0, tensors),
+        if self.0.mesh.world().rank == 1 && IS_CUT.load(Ordering::Acquire) {
+            Err(TrainError::Collective("the wire is cut".to_owned()))
+        } else {
+            Collectives::<B>::sum(&self.0, tensors)
         }
     }
 

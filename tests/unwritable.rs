@@ -111,9 +111,10 @@ fn helps(tiny: &TinyRun, words: &str) -> Vec<(String, String)> {
     let names = below.into_iter().flat_map(str::lines).filter_map(|line| line.strip_prefix("  "));
     let names = names.filter(|line| !line.starts_with(' ')).filter_map(|line| line.split_whitespace().next());
     let names = names.filter(|name| *name != "help").map(str::to_owned).collect::<Vec<_>>();
-    match names.is_empty() {
-        true => vec![(words.to_owned(), help)],
-        false => names.iter().flat_map(|name| helps(tiny, format!("{words} {name}").trim())).collect(),
+    if names.is_empty() {
+        vec![(words.to_owned(), help)]
+    } else {
+        names.iter().flat_map(|name| helps(tiny, format!("{words} {name}").trim())).collect()
     }
 }
 

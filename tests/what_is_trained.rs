@@ -220,12 +220,11 @@ fn run_of(form: Form, kept: usize, stages: bool) -> TinyRun {
         recipe = recipe.replace("num_key_value_heads = 1", "num_key_value_heads = 2");
     }
     recipe = recipe.replace("warmup_steps = 4", "warmup_steps = 1");
-    recipe = match stages {
-        true => {
-            let stages = "[[stage]]\nsteps = 2\n\n[[stage]]\nsteps = 1\nseq_len = 16\n\n[optimizer]";
-            recipe.replace("steps = 40\n", "").replace("[optimizer]", stages)
-        }
-        false => recipe.replace("steps = 40\n", "steps = 3\n"),
+    recipe = if stages {
+        let stages = "[[stage]]\nsteps = 2\n\n[[stage]]\nsteps = 1\nseq_len = 16\n\n[optimizer]";
+        recipe.replace("steps = 40\n", "").replace("[optimizer]", stages)
+    } else {
+        recipe.replace("steps = 40\n", "steps = 3\n")
     };
     run.write("tiny.toml", recipe);
     run

@@ -111,10 +111,7 @@ fn result(result: AttentionResult, only_o: bool) -> Outputs {
 
 /// When a forward pass also returns `o_low`, what bf16 o lacks of the f32 output: only if a backward pass may follow.
 fn o_low(only_o: bool) -> KeepOLow {
-    match only_o {
-        true => KeepOLow::Never,
-        false => KeepOLow::ShortRows,
-    }
+    if only_o { KeepOLow::Never } else { KeepOLow::ShortRows }
 }
 
 /// The tensors of a request, and whether the op has read each.

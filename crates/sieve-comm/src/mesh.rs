@@ -337,10 +337,7 @@ impl Mesh {
     /// The content of the next message, which must be of this kind.
     fn expect(&self, peer: &Peer, kind: u8) -> Result<Vec<u8>, CommError> {
         let (found, bytes) = receive(&peer.data).map_err(|e| self.lost(peer, &e))?;
-        match found == kind {
-            true => Ok(bytes),
-            false => Err(out_of_step(peer, found, kind)),
-        }
+        if found == kind { Ok(bytes) } else { Err(out_of_step(peer, found, kind)) }
     }
 
     /// Fills `values` from the next message, which must have as many.
@@ -375,9 +372,10 @@ impl Mesh {
         let unknown = || Failure {
             rank: peer.rank,
             place: peer.place.clone(),
-            loss: match self.watch.is_gone(peer.rank) {
-                true => Loss::Error("it finished before the others".to_owned()),
-                false => Loss::Error(format!("its connection broke: {error}")),
+            loss: if self.watch.is_gone(peer.rank) {
+                Loss::Error("it finished before the others".to_owned())
+            } else {
+                Loss::Error(format!("its connection broke: {error}"))
             },
         };
         CommError::Lost(self.watch.failure(REASON_WAIT).unwrap_or_else(unknown))

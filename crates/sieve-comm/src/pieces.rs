@@ -26,10 +26,7 @@ impl Pieces {
 
     /// First element of a rank's piece. For `rank == size` the end of the last piece, which has the remainder.
     fn start(&self, rank: usize) -> usize {
-        match rank == self.size {
-            true => self.len,
-            false => self.len / UNIT * rank / self.size * UNIT,
-        }
+        if rank == self.size { self.len } else { self.len / UNIT * rank / self.size * UNIT }
     }
 }
 

@@ -227,10 +227,8 @@ impl Watch {
             // each waits for its GPU, and the GPUs wait for one that hangs.
             if let Some((limit, since)) = own.update(&beat) {
                 // In a step the rank's own limit is at most `silence`; in longer work it is `long`.
-                let all_still = match limit <= timeouts.silence {
-                    true => timeouts.still,
-                    false => timeouts.long + timeouts.silence,
-                };
+                let all_still =
+                    if limit <= timeouts.silence { timeouts.still } else { timeouts.long + timeouts.silence };
                 if since.elapsed() > all_still + head_start {
                     return self.lose(Failure {
                         // Rank 0 need not be at fault: all ranks that notice this must report the same failure.

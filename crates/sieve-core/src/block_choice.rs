@@ -108,18 +108,12 @@ impl BlockChoice {
 
     /// Query and key heads that scores are computed with: the layer's own `[num_heads, num_kv_heads]`, or an indexer's.
     pub fn scored_heads(&self, [num_heads, num_kv_heads]: [usize; 2]) -> [usize; 2] {
-        match self.has_indexer() {
-            true => [num_kv_heads, 1],
-            false => [num_heads, num_kv_heads],
-        }
+        if self.has_indexer() { [num_kv_heads, 1] } else { [num_heads, num_kv_heads] }
     }
 
     /// Number of separate choices that these scored heads make: one for each query head or for each KV head.
     pub fn num_choosers(&self, num_heads: usize, num_kv_heads: usize) -> usize {
-        match self.rule.takes_scores() {
-            true => num_heads,
-            false => num_kv_heads,
-        }
+        if self.rule.takes_scores() { num_heads } else { num_kv_heads }
     }
 
     /// Number of choices per token that attention reads, in a layer of `heads`, `[num_heads, num_kv_heads]`. A choice
@@ -152,10 +146,7 @@ impl BlockChoice {
     /// (Query, key) pairs of one query head in a document of `seq_len` tokens. A pooled key has a score and no value,
     /// so it counts half. An indexer's pairs are not counted here.
     pub fn pairs(&self, seq_len: usize) -> f64 {
-        let scored = match self.has_indexer() {
-            true => 0.0,
-            false => self.blocks.compressed_pairs(seq_len) / 2.0,
-        };
+        let scored = if self.has_indexer() { 0.0 } else { self.blocks.compressed_pairs(seq_len) / 2.0 };
         self.blocks.selected_pairs(seq_len) + scored
     }
 
@@ -173,10 +164,11 @@ impl BlockChoice {
             ..self.blocks
         };
         let gap = self.attended().cuda_gap(head_dim, group_size);
-        match self.has_indexer() {
+        if self.has_indexer() {
             // An indexer's kernels score blocks of any size.
-            true => gap,
-            false => gap.or_else(|| scored.cuda_gap(head_dim, group_size)),
+            gap
+        } else {
+            gap.or_else(|| scored.cuda_gap(head_dim, group_size))
         }
     }
 }

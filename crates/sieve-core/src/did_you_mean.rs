@@ -9,10 +9,7 @@ pub fn did_you_mean(name: &str, known: &[&str]) -> String {
     let name = name.to_lowercase();
     let similarity = |candidate: &&str| {
         let candidate = candidate.to_lowercase();
-        let [short, long] = match name.len() < candidate.len() {
-            true => [&name, &candidate],
-            false => [&candidate, &name],
-        };
+        let [short, long] = if name.len() < candidate.len() { [&name, &candidate] } else { [&candidate, &name] };
         let num_changes = strsim::osa_distance(&name, &candidate);
         let is_part = 5 * short.len() >= 2 * long.len() && long.contains(short.as_str());
         let is_close = 3 * num_changes <= long.chars().count() || is_part;

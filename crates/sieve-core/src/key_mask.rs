@@ -461,10 +461,7 @@ fn tile_order(tiles: Tiles, row_ptr: &[i32], col_ptr: &[i32]) -> Vec<i32> {
 
 /// Unless `fits`, the error that `array` breaks the rule that `problem` tells.
 fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) -> Result<(), MaskError> {
-    match fits {
-        true => Ok(()),
-        false => Err(MaskError { array, problem: problem() }),
-    }
+    if fits { Ok(()) } else { Err(MaskError { array, problem: problem() }) }
 }
 
 /// Checks that `order` is empty, or has a permutation of `0..len` for each head, with one of the numbers of heads in

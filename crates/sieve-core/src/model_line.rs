@@ -199,10 +199,8 @@ const MOST_NAMES: usize = 8;
 fn layer_words(shape: &ModelShape) -> Option<String> {
     let counts = layer_counts(shape).collect::<Vec<_>>().join(", ");
     let period = shape.layers.types().len();
-    let names = (0..period).map(|layer| match shape.is_shared_layer(layer) {
-        true => SHARED_LAYER,
-        false => shape.attention_of(layer).kind().name(),
-    });
+    let names = (0..period)
+        .map(|layer| if shape.is_shared_layer(layer) { SHARED_LAYER } else { shape.attention_of(layer).kind().name() });
     let names = names.collect::<Vec<_>>().join(", ");
     // A published model may list all of its layers.
     let names = if (1..=MOST_NAMES).contains(&period) { format!(" (layers {names})") } else { String::new() };
@@ -240,9 +238,12 @@ fn density_of(attention: Attention, shape: &ModelShape, seq_len: usize) -> Strin
     {
         let others_are_dense = others.iter().all(|(other, _)| *other == Attention::DENSE);
         let which = if others_are_dense { "with the dense layers" } else { "over all layers" };
-        let density = |layer: Attention| match layer == shape.attention {
-            true => only.density,
-            false => layer.densities(seq_len).iter().map(|branch| branch.density).sum(),
+        let density = |layer: Attention| {
+            if layer == shape.attention {
+                only.density
+            } else {
+                layer.densities(seq_len).iter().map(|branch| branch.density).sum()
+            }
         };
         words += &format!(" ({} {which})", share(shape.mean_over_layers(density)));
     }

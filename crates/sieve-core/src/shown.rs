@@ -8,20 +8,15 @@ use std::path::Path;
 /// The text with each control character but newline and tab written as `\x1b`, its code in hexadecimal.
 pub fn shown_text(text: &str) -> Cow<'_, str> {
     let is_shown = |char: char| !char.is_control() || char == '\n' || char == '\t';
-    match text.chars().all(is_shown) {
-        true => Cow::Borrowed(text),
-        false => {
-            let mut shown = String::with_capacity(text.len() + 16);
-            for char in text.chars() {
-                let written = match is_shown(char) {
-                    true => shown.write_char(char),
-                    false => write_code(&mut shown, char),
-                };
-                written.expect("a String takes all");
-            }
-            Cow::Owned(shown)
-        }
+    if text.chars().all(is_shown) {
+        return Cow::Borrowed(text);
     }
+    let mut shown = String::with_capacity(text.len() + 16);
+    for char in text.chars() {
+        let written = if is_shown(char) { shown.write_char(char) } else { write_code(&mut shown, char) };
+        written.expect("a String takes all");
+    }
+    Cow::Owned(shown)
 }
 
 /// Paths for messages.
@@ -47,10 +42,7 @@ impl Display for Shown<'_> {
         if !self.0.contains(char::is_control) {
             return f.pad(&self.0);
         }
-        self.0.chars().try_for_each(|char| match char.is_control() {
-            true => write_code(f, char),
-            false => f.write_char(char),
-        })
+        self.0.chars().try_for_each(|char| if char.is_control() { write_code(f, char) } else { f.write_char(char) })
     }
 }
 
@@ -61,10 +53,7 @@ fn write_code(to: &mut impl Write, char: char) -> Result {
 /// A path as one word of a shell; see [`shell_word`]. With a dash at its beginning it would be read as a flag.
 pub fn quoted(path: &Path) -> String {
     let text = path.to_string_lossy();
-    match text.starts_with('-') {
-        true => shell_word(&format!("./{text}")),
-        false => shell_word(&text),
-    }
+    if text.starts_with('-') { shell_word(&format!("./{text}")) } else { shell_word(&text) }
 }
 
 /// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and in the form

@@ -123,10 +123,7 @@ fn dots_simd<S: Simd>(simd: S, x: &[f32], weight: &[f32], y: &mut [f32]) {
 
 /// Computes `yᵀ = W xᵀ`; x is padded with rows of zeros where it is too short for a fixed order of sums.
 fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y: &mut [f32]) {
-    let rows = rows.max(match d_out < MIN_GEMM_SIDE {
-        true => MIN_GEMM_SIDE,
-        false => MIN_GEMM_ROWS,
-    });
+    let rows = rows.max(if d_out < MIN_GEMM_SIDE { MIN_GEMM_SIDE } else { MIN_GEMM_ROWS });
     let mut padded = x.to_vec();
     padded.resize(rows * d_in, 0.0);
     let x = Matrix::new(&padded, rows, d_in).t();
@@ -257,10 +254,7 @@ mod tests {
                 let y = run(&x, Weight::F32(&wide), sizes);
                 assert_close_relative(&format!("{sizes:?} f32"), &y, &expected(&x), TOLERANCE);
                 let y = run(&x, Weight::Bf16(&rounded), sizes);
-                let x = match x_is_rounded() {
-                    true => x.iter().map(|&x| round_bf16(x)).collect(),
-                    false => x,
-                };
+                let x = if x_is_rounded() { x.iter().map(|&x| round_bf16(x)).collect() } else { x };
                 assert_close_relative(&format!("{sizes:?} bf16"), &y, &expected(&x), TOLERANCE);
             }
         });

@@ -261,10 +261,8 @@ fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
         for (head, ((dx, x), dy)) in heads.zip(dy.chunks_exact(head_dim)).enumerate() {
             let sign = -1.0;
             rotate(dy, cos, sin, sign, &mut d_norm[..head_dim]);
-            let (weight, d_weight) = match head < op.num_heads {
-                true => (op.q_weight, &mut *d_q_weight),
-                false => (op.k_weight, &mut *d_k_weight),
-            };
+            let (weight, d_weight) =
+                if head < op.num_heads { (op.q_weight, &mut *d_q_weight) } else { (op.k_weight, &mut *d_k_weight) };
             norm_row_backward(simd, x, weight, op.eps, &d_norm, dx, d_weight);
         }
         dx[rotated..].copy_from_slice(&dy[rotated..]);

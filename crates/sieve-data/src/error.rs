@@ -14,9 +14,10 @@ pub enum DataError {
     File(#[from] FileError),
     /// A path or glob matches no file.
     #[error(
-        "{pattern:?} matches no file{searched}\n  hint: {}", match pattern.ends_with("**") {
-            true => format!("** at the end matches only folders: write {pattern}/*"),
-            false => "check the path; in folders only files with a known ending are taken, a glob takes any".to_owned(),
+        "{pattern:?} matches no file{searched}\n  hint: {}", if pattern.ends_with("**") {
+            format!("** at the end matches only folders: write {pattern}/*")
+        } else {
+            "check the path; in folders only files with a known ending are taken, a glob takes any".to_owned()
         }
     )]
     NoFiles {

@@ -18,9 +18,10 @@ use crate::{Corpus, CorpusConfig, DataError};
 /// A temporary folder, in memory if the system has one: tests write thousands of small files and fsync often.
 pub(crate) fn quick_dir() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
-    match memory.is_dir() {
-        true => tempfile::tempdir_in(memory).or_else(|_| tempfile::tempdir()).unwrap(),
-        false => tempfile::tempdir().unwrap(),
+    if memory.is_dir() {
+        tempfile::tempdir_in(memory).or_else(|_| tempfile::tempdir()).unwrap()
+    } else {
+        tempfile::tempdir().unwrap()
     }
 }
 

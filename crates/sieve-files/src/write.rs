@@ -97,10 +97,7 @@ pub fn write_pieces_synced<E: From<FileError>>(
     let mut file = File::create(path).map_err(FileError::on("create", path))?;
     pieces(&mut |piece| file.write_all(piece).map_err(FileError::on("write", path)))?;
     let is_file = file.metadata().map_err(FileError::on("read", path))?.is_file();
-    match is_file {
-        true => Ok(file.sync_all().map_err(FileError::on("sync", path))?),
-        false => Ok(()),
-    }
+    if is_file { Ok(file.sync_all().map_err(FileError::on("sync", path))?) } else { Ok(()) }
 }
 
 /// Makes renames inside `folder` durable. The empty path is the current folder.
@@ -108,10 +105,7 @@ pub fn write_pieces_synced<E: From<FileError>>(
 /// # Errors
 /// An error of the file system.
 pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
-    let folder = match folder.as_os_str().is_empty() {
-        true => Path::new("."),
-        false => folder,
-    };
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     File::open(folder).and_then(|file| file.sync_all()).map_err(FileError::on("sync", folder))
 }
 

@@ -494,13 +494,14 @@ impl Problems {
         let lacking = |name: &&String| known(&format!("{BASE_PREFIX}{name}"));
         let folder = from.shown();
         if are_most(self.unknown.iter().filter(lacking).count()) {
-            let output = match known(OUTPUT) {
-                true => format!("the folder has no {OUTPUT}: take the model that AutoModelForCausalLM saved"),
-                false => format!(
+            let output = if known(OUTPUT) {
+                format!("the folder has no {OUTPUT}: take the model that AutoModelForCausalLM saved")
+            } else {
+                format!(
                     "transformers adds it: AutoModelForCausalLM.from_pretrained({:?}).save_pretrained(\"NEW\"), and \
-                     copy the tokenizer there",
+                 copy the tokenizer there",
                     folder.to_string()
-                ),
+                )
             };
             return Some(format!("the names lack {BASE_PREFIX:?}, as those of a saved AutoModel do; {output}"));
         }

@@ -134,9 +134,10 @@ pub fn end_ids(path: &Path, recipe: &Recipe, eos_id: u32) -> Result<Vec<u32>, Ch
 /// # Errors
 /// As [`load_model`].
 pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> {
-    match is_of_transformers(path) {
-        true => crate::imported_model(path, None, &[]),
-        false => Checkpoint::peek(path)?.recipe_and_shape(),
+    if is_of_transformers(path) {
+        crate::imported_model(path, None, &[])
+    } else {
+        Checkpoint::peek(path)?.recipe_and_shape()
     }
 }
 
@@ -145,9 +146,10 @@ pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> 
 /// # Errors
 /// No checkpoint in the folder.
 pub fn peek_tokenizer(path: &Path) -> Result<PathBuf, CheckpointError> {
-    match is_of_transformers(path) {
-        true => Ok(path.join("tokenizer.json")),
-        false => Ok(Checkpoint::peek(path)?.tokenizer_path()),
+    if is_of_transformers(path) {
+        Ok(path.join("tokenizer.json"))
+    } else {
+        Ok(Checkpoint::peek(path)?.tokenizer_path())
     }
 }
 

@@ -208,13 +208,13 @@ impl<B: Backend, E> ModuleMapper<B> for ParameterLoader<'_, '_, E> {
             Ok(data) => {
                 let (id, device) = (param.id, param.lazy_device());
                 let dtype = self.kept.dtype(&name);
-                let loaded = match data.dtype == dtype {
-                    true => Tensor::<B, D>::from_data(data, (&device, dtype)),
+                let loaded = if data.dtype == dtype {
+                    Tensor::<B, D>::from_data(data, (&device, dtype))
+                } else {
                     // Other types go to the device as f32 and are cast there.
-                    false => {
-                        let data = data.convert_dtype(DType::F32);
-                        Tensor::<B, D>::from_data(data, (&device, DType::F32)).cast(dtype)
-                    }
+
+                    let data = data.convert_dtype(DType::F32);
+                    Tensor::<B, D>::from_data(data, (&device, DType::F32)).cast(dtype)
                 };
                 param.transform_for_load(loaded, id)
             }
@@ -250,10 +250,7 @@ pub struct LoadedThen<'a, 'b, 'm, E, M> {
 impl<B: Backend, E, M: ModuleMapper<B>> ModuleMapper<B> for LoadedThen<'_, '_, '_, E, M> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let param = self.loader.map_float(param);
-        match self.loader.has_failed() {
-            true => param,
-            false => self.then.map_float(param),
-        }
+        if self.loader.has_failed() { param } else { self.then.map_float(param) }
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {

@@ -20,9 +20,8 @@ impl Ask {
     /// Asks with `words`; if they hold a control character such as a line break, with the beginning of their first line
     /// that is not blank. Without usable words, asks with `MESSAGE` or `BEGINNING`.
     pub fn with(is_chat: bool, words: Option<&str>) -> Self {
-        let words = words.and_then(|words| match words.contains(char::is_control) {
-            true => first_words(words, MOST_CHARACTERS),
-            false => Some(words.to_owned()),
+        let words = words.and_then(|words| {
+            if words.contains(char::is_control) { first_words(words, MOST_CHARACTERS) } else { Some(words.to_owned()) }
         });
         let usual = if is_chat { MESSAGE } else { BEGINNING };
         Self { is_chat, words: words.unwrap_or_else(|| usual.to_owned()) }

@@ -90,10 +90,11 @@ pub fn connected(
     let nccl = Nccl::join(&mesh, device, parallelism.shard_ranks, on)?;
     check_sum(&nccl, one, size)?;
     let degree = parallelism.context_parallel_degree;
-    let links = match degree > 1 && size.is_multiple_of(degree) {
+    let links = if degree > 1 && size.is_multiple_of(degree) {
         // On Burn's stream: attention needs the other ranks' keys at once, and nothing could overlap with it.
-        true => Some(join(&mesh, device, ShardGroup::new(rank, size, degree).ranks(), NcclStream::Burns)?),
-        false => None,
+        Some(join(&mesh, device, ShardGroup::new(rank, size, degree).ranks(), NcclStream::Burns)?)
+    } else {
+        None
     };
     let watches = nccl.groups().chain(&links).map(NcclGroup::watch);
     watch_nccl(&mesh, watches.collect(), events.clone())?;

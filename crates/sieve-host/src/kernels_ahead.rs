@@ -150,10 +150,10 @@ fn compile_all(arch: &str, kernels: &[SourceKernel], keys: &[u128], cubins: &Cub
                         // Another thread has taken the last kernel.
                         break;
                     };
-                    let outcome = match cubins.has(keys[index]) {
-                        true => Outcome::Kept,
-                        false => compile_into(kernel, keys[index], arch, cubins)
-                            .map_or_else(Outcome::Failed, Outcome::Compiled),
+                    let outcome = if cubins.has(keys[index]) {
+                        Outcome::Kept
+                    } else {
+                        compile_into(kernel, keys[index], arch, cubins).map_or_else(Outcome::Failed, Outcome::Compiled)
                     };
                     // The receiver is gone where the caller panicked.
                     if send.send((index, outcome)).is_err() {

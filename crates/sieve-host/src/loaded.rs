@@ -121,11 +121,10 @@ pub fn load_with_bar<B: Backend>(
     kept: Kept,
 ) -> Result<LoadedModel<B>, CheckpointError> {
     let num_bytes = peek_model(checkpoint).map_or(0, |(_, shape)| shape.parameters().total() * F32_BYTES);
-    match num_bytes < BAR_BYTES {
-        true => load_model(checkpoint, device, kept),
-        false => {
-            terminal::with_bytes_bar(num_bytes, |bar| load_model_then(checkpoint, device, kept, &mut Counted(bar)))
-        }
+    if num_bytes < BAR_BYTES {
+        load_model(checkpoint, device, kept)
+    } else {
+        terminal::with_bytes_bar(num_bytes, |bar| load_model_then(checkpoint, device, kept, &mut Counted(bar)))
     }
 }
 

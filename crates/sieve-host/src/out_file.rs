@@ -25,12 +25,13 @@ fn check_is_here(path: &Path) -> Result<(), CannotWrite> {
     };
     let is_scheme = scheme.starts_with(|first: char| first.is_ascii_alphabetic())
         && scheme.chars().all(|letter| letter.is_ascii_alphanumeric() || "+.-".contains(letter));
-    match is_scheme {
-        false => Ok(()),
-        true => Err(CannotWrite(format!(
+    if !is_scheme {
+        Ok(())
+    } else {
+        Err(CannotWrite(format!(
             "{scheme}:// names another machine, and files are written on this one\n  \
-             hint: name a path here, and copy or mount: rclone, hf upload, s3fs"
-        ))),
+         hint: name a path here, and copy or mount: rclone, hf upload, s3fs"
+        )))
     }
 }
 

@@ -68,9 +68,10 @@ impl MemoryArgs {
         // Other replicas of the shards write nothing.
         let writers = sharers.min(recipe.parallelism.num_shards(ranks)) as u64;
         warnings.extend(self.decide_host_copies(&memory, writers, MemoryProbe::Process.available())?);
-        let hint = match memory.would_fit.is_empty() {
-            true => saving_hint(recipe, vocab_size, &target, ranks)?,
-            false => fitting_settings_hint(&memory),
+        let hint = if memory.would_fit.is_empty() {
+            saving_hint(recipe, vocab_size, &target, ranks)?
+        } else {
+            fitting_settings_hint(&memory)
         };
         Ok(Admitted { warnings, keeping: memory.keeping, advice: format!("{}\n{hint}", parts(&memory)) })
     }
@@ -212,9 +213,10 @@ pub fn need(memory: &MemoryPlan) -> String {
 
 /// Printed if none of the settings that the plan tries makes a run fit.
 pub fn nothing_fits(memory: &MemoryPlan) -> String {
-    let (what, instead) = match memory.fits_without_rows() {
-        true => ("activations and workspace of a single row", "lower training.seq_len"),
-        false => ("the weights and the optimizer's state", "make the model smaller"),
+    let (what, instead) = if memory.fits_without_rows() {
+        ("activations and workspace of a single row", "lower training.seq_len")
+    } else {
+        ("the weights and the optimizer's state", "make the model smaller")
     };
     format!(
         "no local_batch_size and no activation_checkpoint.mode makes it fit: {what} are too large; {instead}, or use a \
@@ -242,9 +244,10 @@ fn saving_hint(recipe: &Recipe, vocab_size: usize, target: &Target, ranks: usize
     let settings = settings_that_save(&alone, &alone.model_shape(vocab_size)?, target, ranks);
     let settings: Vec<String> =
         settings.iter().map(|saving| format!("{} ({})", saving.setting, gib(saving.total_bytes))).collect();
-    Ok(match settings.is_empty() {
-        true => "  hint: every key that takes less is set: take more GPUs, shorter rows or a smaller model".to_owned(),
-        false => format!("  hint: less is needed with {}", settings.join(", or with ")),
+    Ok(if settings.is_empty() {
+        "  hint: every key that takes less is set: take more GPUs, shorter rows or a smaller model".to_owned()
+    } else {
+        format!("  hint: less is needed with {}", settings.join(", or with "))
     })
 }
 

@@ -179,10 +179,8 @@ pub fn paths(paths: &[LayerPath]) -> String {
 
 /// `layer 2`, `layers 0-3` or `layers 2, 5`.
 pub fn layers<'a>(ranges: impl Iterator<Item = &'a LayerPath>) -> String {
-    let ranges = ranges.map(|of| match of.first == of.last {
-        true => of.first.to_string(),
-        false => format!("{}-{}", of.first, of.last),
-    });
+    let ranges =
+        ranges.map(|of| if of.first == of.last { of.first.to_string() } else { format!("{}-{}", of.first, of.last) });
     let ranges = ranges.collect::<Vec<_>>().join(", ");
     let is_one = ranges.parse::<usize>().is_ok();
     format!("{} {ranges}", if is_one { "layer" } else { "layers" })

@@ -208,10 +208,7 @@ fn errors(text: &str) {
 
 /// The text as a terminal may show it, in `colours`; or as it is for a file or a pipe.
 fn for_stream(is_terminal: bool, text: &str, colours: impl FnOnce(Cow<'_, str>) -> Cow<'_, str>) -> Cow<'_, str> {
-    match is_terminal {
-        true => colours(shown_text(text)),
-        false => Cow::Borrowed(text),
-    }
+    if is_terminal { colours(shown_text(text)) } else { Cow::Borrowed(text) }
 }
 
 /// An error's message followed by its causes and a hint. A cause whose text the message already contains is left out.
@@ -289,9 +286,10 @@ const MODEL_COLUMNS: usize = 200;
 /// a file or a pipe gets all.
 pub fn model_line(words: &str) -> String {
     let line = format!("model: {words}");
-    match is_verbose() || !std::io::stdout().is_terminal() {
-        true => line,
-        false => sieve_core::fitted_model_line(&line, MODEL_COLUMNS),
+    if is_verbose() || !std::io::stdout().is_terminal() {
+        line
+    } else {
+        sieve_core::fitted_model_line(&line, MODEL_COLUMNS)
     }
 }
 
@@ -327,10 +325,7 @@ pub fn short_count(number: f64) -> String {
 
 /// A perplexity with `digits` digits behind the point; from ten million on, as of a run that diverges, a power of ten.
 pub fn perplexity(value: f64, digits: usize) -> String {
-    match value < 1e7 {
-        true => format!("{value:.digits$}"),
-        false => format!("{value:.2e}"),
-    }
+    if value < 1e7 { format!("{value:.digits$}") } else { format!("{value:.2e}") }
 }
 
 /// Formats a time in seconds: `1m 05s`, `2h 03m`.

@@ -352,10 +352,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
         // Copies of the text are one batch, but a selector that acts in decoding has caches for one text.
-        let together = match self.selection.as_ref().is_some_and(Selection::acts_in_decode) {
-            true => 1,
-            false => together,
-        };
+        let together = if self.selection.as_ref().is_some_and(Selection::acts_in_decode) { 1 } else { together };
         for some in order.chunks(together) {
             // The other endings are single tokens, which `logits` has scored.
             if endings[some[0]].len() == 1 {
@@ -380,9 +377,10 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
             }
             copies.add_totals_to(self.selection.as_mut());
         }
-        match found.iter().all(|ending| ending.log_likelihood.is_finite()) {
-            true => Ok(found),
-            false => Err(InferError::NotFinite(self.cache.num_tokens)),
+        if found.iter().all(|ending| ending.log_likelihood.is_finite()) {
+            Ok(found)
+        } else {
+            Err(InferError::NotFinite(self.cache.num_tokens))
         }
     }
 }

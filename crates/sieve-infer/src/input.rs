@@ -29,10 +29,7 @@ pub fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -> Resul
 /// Fails for more tokens than the model has positions.
 pub fn check_length(num_tokens: usize, shape: &ModelShape) -> Result<(), InferError> {
     let context = shape.max_seq_len;
-    match num_tokens > context {
-        true => Err(InferError::TooLong { num_tokens, context }),
-        false => Ok(()),
-    }
+    if num_tokens > context { Err(InferError::TooLong { num_tokens, context }) } else { Ok(()) }
 }
 
 /// Checks windows by [`check_row`]; all tokens of a window but the last are inputs. Returns the number of inputs of the

@@ -45,10 +45,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     pub fn clear(&mut self) -> Vec<T> {
         let [max_texts, room] = self.size;
         let acts_in_decode = self.selection.as_ref().is_some_and(Selection::acts_in_decode);
-        self.rows = match acts_in_decode {
-            true => None,
-            false => rows_of_texts(self.model.shape(), max_texts, room),
-        };
+        self.rows = if acts_in_decode { None } else { rows_of_texts(self.model.shape(), max_texts, room) };
         self.texts.drain(..).map(|(_, owned)| owned).collect()
     }
 

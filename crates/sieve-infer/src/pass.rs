@@ -70,10 +70,7 @@ fn pass<B: DeviceBackend>(
     let prefill_ms = milliseconds(started);
     let losses = model.token_losses_of(hidden.clone(), labels).into_data();
     let nats: f64 = losses.iter::<f64>().sum();
-    match nats.is_finite() {
-        true => Ok(Pass { hidden, nats, prefill_ms }),
-        false => Err(InferError::NotFinite(num_tokens)),
-    }
+    if nats.is_finite() { Ok(Pass { hidden, nats, prefill_ms }) } else { Err(InferError::NotFinite(num_tokens)) }
 }
 
 /// How far the predictions under a selector agree with the dense model's. All fields are sums over positions.

@@ -390,10 +390,7 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
             self.sums.add(place, loss);
         }
         self.speed.add(self.sums.num_tokens() - before, started.elapsed());
-        match self.sums.nats().is_finite() {
-            true => Ok(()),
-            false => Err(InferError::NotFinite(self.sums.num_tokens() as usize)),
-        }
+        if self.sums.nats().is_finite() { Ok(()) } else { Err(InferError::NotFinite(self.sums.num_tokens() as usize)) }
     }
 }
 

@@ -79,10 +79,7 @@ impl Sampler {
     /// no [rules](Self::needs_logits).
     pub fn next_draw(&mut self) -> Draw {
         let Sampling { temperature, top_p, top_k, .. } = self.sampling;
-        match self.is_greedy() {
-            true => Draw::LIKELIEST,
-            false => Draw::new(temperature, top_k, top_p, self.random.next_u64()),
-        }
+        if self.is_greedy() { Draw::LIKELIEST } else { Draw::new(temperature, top_k, top_p, self.random.next_u64()) }
     }
 
     /// The next draw; for a text that has ended any draw, without taking a random number.

@@ -258,13 +258,14 @@ impl Selection {
     /// # Errors
     /// No layer has a method that reads token by token.
     pub fn as_stream(self) -> Result<Self, InferError> {
-        match self.is_token_by_token() {
-            true => Ok(Self { streams: true, ..self }),
-            false => Err(InferError::setting(
+        if self.is_token_by_token() {
+            Ok(Self { streams: true, ..self })
+        } else {
+            Err(InferError::setting(
                 "stream",
                 format!("true with {}, which reads a prompt whole", self.selectors.name()),
                 "leave --stream out, or use a decode method",
-            )),
+            ))
         }
     }
 
@@ -360,9 +361,10 @@ impl Selection {
             let pairs = dense_pairs(tokens, operands.num_heads);
             let totals = &mut self.totals[layer];
             totals.add_step(pairs, pairs);
-            match has_sparse_attention(&operands.qkv) {
-                true => totals.kernel_calls += 1,
-                false => totals.seconds += started.elapsed().as_secs_f64(),
+            if has_sparse_attention(&operands.qkv) {
+                totals.kernel_calls += 1
+            } else {
+                totals.seconds += started.elapsed().as_secs_f64()
             }
             return Ok(o);
         }
@@ -441,9 +443,10 @@ impl Selection {
                 return Ok(o);
             }
             let o = device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
-            return match self.selects_prompts(layer) {
-                true => self.attend(operands),
-                false => Ok(o.unwrap_or_else(|| dense(operands).o)),
+            return if self.selects_prompts(layer) {
+                self.attend(operands)
+            } else {
+                Ok(o.unwrap_or_else(|| dense(operands).o))
             };
         }
         let (o, pairs, is_chosen) = device_steps::step(self.steps.of(layer), operands, num_tokens, cache, scratch)?;
@@ -503,10 +506,11 @@ impl Selection {
 
 /// Bytes that a layer's operands take when they are copied to the host.
 pub fn copied_bytes<B: DeviceBackend>(operands: &LayerOperands<B>) -> u64 {
-    match has_sparse_attention(&operands.qkv) {
-        true => (operands.qkv.shape().num_elements() * operands.qkv.dtype().size()) as u64,
+    if has_sparse_attention(&operands.qkv) {
+        (operands.qkv.shape().num_elements() * operands.qkv.dtype().size()) as u64
+    } else {
         // The CPU backend's operands are in host memory already.
-        false => 0,
+        0
     }
 }
 

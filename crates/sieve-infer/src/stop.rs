@@ -99,9 +99,10 @@ impl Pattern {
 
     /// The bytes of text that this state has met.
     fn num_bytes(&self, state: usize) -> usize {
-        match self.has_special {
-            false => state,
-            true => self.symbols[..state].iter().filter(|symbol| matches!(symbol, Symbol::Byte(_))).count(),
+        if !self.has_special {
+            state
+        } else {
+            self.symbols[..state].iter().filter(|symbol| matches!(symbol, Symbol::Byte(_))).count()
         }
     }
 }
@@ -174,9 +175,8 @@ impl StoppedText<'_> {
         }
         self.num_ahead = self.num_ahead.saturating_sub(piece.len());
         self.waiting += piece;
-        let held_back = self.patterns.iter().zip(&self.states).map(|(pattern, state)| match pattern.has_special {
-            true => pattern.num_bytes(*state).saturating_sub(self.num_ahead),
-            false => *state,
+        let held_back = self.patterns.iter().zip(&self.states).map(|(pattern, state)| {
+            if pattern.has_special { pattern.num_bytes(*state).saturating_sub(self.num_ahead) } else { *state }
         });
         let shown = self.waiting.len().saturating_sub(held_back.max().unwrap_or(0));
         let rest = self.waiting.split_off(self.waiting.floor_char_boundary(shown));
@@ -251,11 +251,10 @@ mod tests {
         }
         // In GPT-2's alphabet é is written as the characters of its two bytes.
         let written = |word: &str| if is_byte_level { word.replace('é', "Ã©") } else { word.to_owned() };
-        let single = match is_byte_level {
-            true => ["Ã", "©", "<", "s"].map(str::to_owned).to_vec(),
-            false => {
-                "abé<s>".bytes().map(|byte| format!("<0x{byte:02X}>")).chain(["<", "s"].map(str::to_owned)).collect()
-            }
+        let single = if is_byte_level {
+            ["Ã", "©", "<", "s"].map(str::to_owned).to_vec()
+        } else {
+            "abé<s>".bytes().map(|byte| format!("<0x{byte:02X}>")).chain(["<", "s"].map(str::to_owned)).collect()
         };
         let mut vocab = Map::new();
         for token in SPECIAL.map(str::to_owned).into_iter().chain(single).chain(words.iter().map(|word| written(word)))
@@ -272,9 +271,10 @@ mod tests {
                     "normalized": false, "special": true})
             })
             .collect();
-        let decoder = match is_byte_level {
-            true => json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}),
-            false => json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}),
+        let decoder = if is_byte_level {
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true})
+        } else {
+            json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]})
         };
         let json = json!({
             "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": added,

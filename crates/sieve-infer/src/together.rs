@@ -166,10 +166,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             }
             let token = token.ok_or_else(|| InferError::NotFinite(self.num_read(at)))?;
             self.last[at] = token;
-            match self.ends.contains(&token) {
-                true => self.is_done[at] = true,
-                false => tokens[at] = Some(token),
-            }
+            if self.ends.contains(&token) { self.is_done[at] = true } else { tokens[at] = Some(token) }
         }
         Ok(tokens)
     }

@@ -214,10 +214,7 @@ unsafe fn read_record(record: *const CUpti_Activity) -> Option<KernelRecord> {
             CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL => {
                 let kernel: *const CUpti_ActivityKernel9 = record.cast();
                 let name = addr_of!((*kernel).name).read_unaligned();
-                let name = match name.is_null() {
-                    true => "unknown".into(),
-                    false => CStr::from_ptr(name).to_string_lossy(),
-                };
+                let name = if name.is_null() { "unknown".into() } else { CStr::from_ptr(name).to_string_lossy() };
                 (name, times!(CUpti_ActivityKernel9))
             }
             CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMCPY => ("memcpy".into(), times!(CUpti_ActivityMemcpy5)),

@@ -126,10 +126,7 @@ pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
 
 /// Fails if NVRTC is newer than the driver, which loads only PTX of its own CUDA version or an older one.
 fn check_versions(driver: CudaVersion, nvrtc: CudaVersion) -> Result<(), KernelError> {
-    match nvrtc > driver {
-        true => Err(KernelError::nvrtc_too_new(nvrtc, driver)),
-        false => Ok(()),
-    }
+    if nvrtc > driver { Err(KernelError::nvrtc_too_new(nvrtc, driver)) } else { Ok(()) }
 }
 
 /// The include folder that CubeCL passes to NVRTC. Fails if one of [`HEADERS`] is missing there.

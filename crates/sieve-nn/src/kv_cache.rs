@@ -123,8 +123,5 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
 /// The last `count` tokens of `[batch, tokens, heads, head_dim]`, or all if there are fewer.
 pub(crate) fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
     let len = x.dims()[1];
-    match len > count {
-        true => x.narrow(1, len - count, count),
-        false => x,
-    }
+    if len > count { x.narrow(1, len - count, count) } else { x }
 }

@@ -143,9 +143,12 @@ impl<B: SieveBackend> Qwen3<B> {
                 let [batch, seq_len, heads, head_dim] = qkv.dims();
                 let rows = qkv.reshape([1, batch * seq_len, heads, head_dim]);
                 let of = |range: &Range<usize>| rows.clone().narrow(1, range.start, range.len());
-                let parts = documents.iter().map(|range| match is_read(range) {
-                    true => attend(&self.operands(index, mha, of(range))),
-                    false => Ok(of(range).narrow(2, 0, mha.spec().num_heads).zeros_like()),
+                let parts = documents.iter().map(|range| {
+                    if is_read(range) {
+                        attend(&self.operands(index, mha, of(range)))
+                    } else {
+                        Ok(of(range).narrow(2, 0, mha.spec().num_heads).zeros_like())
+                    }
                 });
                 let mut parts = parts.collect::<Result<Vec<_>, E>>()?;
                 Ok(match parts.len() {

@@ -45,8 +45,5 @@ pub enum PassFor {
 
 /// `keeping`, or nothing where there is no backward pass.
 fn kept_by<B: SieveBackend>(keeping: Keeping) -> Keeping {
-    match B::HAS_GRAPH {
-        true => keeping,
-        false => Keeping::NOTHING,
-    }
+    if B::HAS_GRAPH { keeping } else { Keeping::NOTHING }
 }

@@ -97,10 +97,7 @@ impl ContextParallel {
             };
             let document = |position: usize| {
                 let [start, end] = self.document(row, position);
-                let start = match start < first {
-                    true => pads,
-                    false => halo + start - first,
-                };
+                let start = if start < first { pads } else { halo + start - first };
                 [start, halo + end.min(first + len) - first]
             };
             (0..pads).for_each(|_| push([0, pads]));

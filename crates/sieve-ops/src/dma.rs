@@ -67,10 +67,7 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
     let [w_dt, a] = layer.weights();
     let call = AttentionCall::new(documents.bounds(), spec);
     let inputs = layer.values().inputs(B::value(qkv.clone()), &call);
-    let o_low = match B::HAS_GRAPH {
-        true => KeepOLow::default(),
-        false => KeepOLow::Never,
-    };
+    let o_low = if B::HAS_GRAPH { KeepOLow::default() } else { KeepOLow::Never };
     let found = forward::<B::Inner>(&inputs, o_low);
     let (rank, expire) = (found.rank.clone(), found.selection.expire.clone());
     let o = B::node([&qkv, &w_dt, &a], found.output.o.clone(), move |d_o| backward(&inputs, found, d_o));

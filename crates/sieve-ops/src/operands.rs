@@ -61,9 +61,10 @@ impl Operands {
         got: impl ToString,
         hint: impl Into<String>,
     ) -> Result<(), OperandError> {
-        match holds {
-            true => Ok(()),
-            false => Err(OperandError::Value { op: self.0, name, got: got.to_string(), hint: hint.into() }),
+        if holds {
+            Ok(())
+        } else {
+            Err(OperandError::Value { op: self.0, name, got: got.to_string(), hint: hint.into() })
         }
     }
 }

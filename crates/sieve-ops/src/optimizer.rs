@@ -66,9 +66,10 @@ pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
         let gram = B::gemm(kind, old.clone(), old.clone(), None);
         let polynomial = B::gemm(GemmKind::Nt, gram.clone(), gram.clone(), Some(([c, b], gram)));
         let sum = Some(([1.0, a], old.clone()));
-        x = tensor(match is_wide {
-            true => B::gemm(GemmKind::Nn, polynomial, old, sum),
-            false => B::gemm(GemmKind::Nt, old, polynomial, sum),
+        x = tensor(if is_wide {
+            B::gemm(GemmKind::Nn, polynomial, old, sum)
+        } else {
+            B::gemm(GemmKind::Nt, old, polynomial, sum)
         });
     }
     x

@@ -113,10 +113,7 @@ pub(crate) mod cuda {
 
     /// Whether a kernel may overwrite its inputs: only if nothing else reads them.
     pub(crate) fn reuse(is_free: bool) -> Reuse {
-        match is_free {
-            true => Reuse::InPlace,
-            false => Reuse::Copy,
-        }
+        if is_free { Reuse::InPlace } else { Reuse::Copy }
     }
 }
 

@@ -328,9 +328,10 @@ pub(crate) fn check_other_documents_change_nothing<const N: usize>(inputs: [Inpu
         let [before, after] = rows_with_others(&inputs, &document, &[50, 1, 33], op);
         for (row, (before, after)) in before.iter().zip(&after).enumerate() {
             let what = format!("{document:?} changed, row {row}");
-            match document.contains(&row) {
-                true => assert!(before != after, "{what}"),
-                false => assert_close(&what, after, before, tolerance),
+            if document.contains(&row) {
+                assert!(before != after, "{what}")
+            } else {
+                assert_close(&what, after, before, tolerance)
             }
         }
     }

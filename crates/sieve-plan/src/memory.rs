@@ -279,18 +279,12 @@ impl GradientBytes {
             return Self { loss, new_in_loss, last_block: loss, first_block: all, embedding: all + tied };
         }
         // Sharded sums of earlier micro-batches exist in addition to the gradients being reduced.
-        let reduced = |bytes: u64| match has_micro_batches {
-            true => bytes + bytes / num_shards,
-            false => bytes,
-        };
+        let reduced = |bytes: u64| if has_micro_batches { bytes + bytes / num_shards } else { bytes };
         let most = reduced(times(num_parameters, F32));
         Self {
             loss,
             new_in_loss,
-            last_block: match has_micro_batches {
-                true => shard + reduced(head) + block,
-                false => loss,
-            },
+            last_block: if has_micro_batches { shard + reduced(head) + block } else { loss },
             first_block: shard + (tied + reduced(SUMS_UNDER_WAY * block)).min(most),
             embedding: shard + (head + reduced((SUMS_UNDER_WAY - 1) * block)).min(most),
         }
@@ -324,10 +318,7 @@ fn points_of_step(
         times(tokens, block).saturating_add_signed(fp8) + rows.kept_bytes(&layer, target.value_bytes())
     };
     let last = shape.num_layers.saturating_sub(1);
-    let recomputed_last = match recipe.activation_checkpoint.recomputes(last) {
-        true => kept_by(last),
-        false => 0,
-    };
+    let recomputed_last = if recipe.activation_checkpoint.recomputes(last) { kept_by(last) } else { 0 };
     let written = match target {
         Target::Cpu { .. } => snapshot_bytes(recipe, shape, ranks),
         Target::Gpu(_) => 0,

@@ -223,13 +223,13 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
         _ => RowShare::of(recipe).micro_batches(recipe.training.global_batch_size, ranks.size),
     };
     let num_parameters = shape.parameters().total();
-    let num_gathered = match shards_weights(recipe, ranks.size) {
+    let num_gathered = if shards_weights(recipe, ranks.size) {
         // The first block's weights stay from one micro-batch to the next.
-        true => {
-            let block = shape.parameters().non_embedding() / shape.num_layers.max(1) as u64;
-            num_sums as u64 * (gathered_by_pass(recipe, shape) - block) + block
-        }
-        false => num_parameters,
+
+        let block = shape.parameters().non_embedding() / shape.num_layers.max(1) as u64;
+        num_sums as u64 * (gathered_by_pass(recipe, shape) - block) + block
+    } else {
+        num_parameters
     };
     // A rank sends its piece of each of Muon's updates to the rank that orthogonalises it, which returns as much.
     let num_shards = recipe.parallelism.num_shards(ranks.size) as u64;
@@ -311,10 +311,7 @@ fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
     };
     match target {
         Target::Gpu(gpu) => {
-            let limit = match time::is_measured(gpu) {
-                true => "",
-                false => "; the estimate is not fitted to this GPU",
-            };
+            let limit = if time::is_measured(gpu) { "" } else { "; the estimate is not fitted to this GPU" };
             format!(
                 "the shares of {:.0} TFLOP/s and {:.2} TB/s that an H200 was measured to reach, on {devices}{limit}",
                 peak / 1e12,
@@ -426,9 +423,10 @@ fn speed_alone(
 ) -> Option<f64> {
     let speed = |shape: &ModelShape| time::tokens_per_second(shape, spared_flops, size, gpu);
     let own = speed(shape);
-    match recipe.training.dense_steps > 0.0 {
-        true => own.zip(speed(&shape.dense())).map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense)),
-        false => own,
+    if recipe.training.dense_steps > 0.0 {
+        own.zip(speed(&shape.dense())).map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense))
+    } else {
+        own
     }
 }
 

@@ -61,10 +61,7 @@ impl Ranks {
 
     /// Bytes per second between ranks that divide weights `num_shards` ways.
     fn rate_within(self, num_shards: usize) -> f64 {
-        match (self.size / self.hosts.max(1)).is_multiple_of(num_shards) {
-            true => HOST_RATE,
-            false => self.rate(),
-        }
+        if (self.size / self.hosts.max(1)).is_multiple_of(num_shards) { HOST_RATE } else { self.rate() }
     }
 
     /// Communication of a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over all

@@ -79,10 +79,11 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
         let flops = part.executed_flops_per_token(size.seq_len);
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
         if let Some(indexer) = part.indexer() {
-            let loss = match indexer.warms_up {
+            let loss = if indexer.warms_up {
                 // The loss runs attention forward and backward, with the indexer's keys as values.
-                true => 3.0 * flops.attention / rate,
-                false => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
+                3.0 * flops.attention / rate
+            } else {
+                (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS
             };
             pairs += (flops.index_scores / INDEX_SCORES + loss) / gpu.bf16_flops;
             if indexer.scores == IndexScores::Qsa {

@@ -114,9 +114,10 @@ impl Selected {
             if !tiles.diagonal(i).all(|j| row.binary_search(&(j as i32)).is_ok()) {
                 return Err(format!("a diagonal tile is missing: {row:?}"));
             }
-            return match row.last().is_some_and(|&j| j as usize >= tiles.admissible(i)) {
-                true => Err(format!("a tile after the last row: {row:?}")),
-                false => Ok(()),
+            return if row.last().is_some_and(|&j| j as usize >= tiles.admissible(i)) {
+                Err(format!("a tile after the last row: {row:?}"))
+            } else {
+                Ok(())
             };
         }
         let kept: std::collections::HashSet<usize> = kept_keys(mask, list, i).collect();

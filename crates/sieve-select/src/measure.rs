@@ -20,10 +20,7 @@ pub struct Density {
 /// Counts the tiles and pairs that a selection computes.
 pub fn density(selected: &Selected) -> Density {
     let (mask, shape) = (&selected.mask, selected.mask.shape);
-    let row_pairs = |row: usize| match mask.causal {
-        true => shape.context() + row + 1,
-        false => shape.num_keys,
-    };
+    let row_pairs = |row: usize| if mask.causal { shape.context() + row + 1 } else { shape.num_keys };
     let of_rows = |rows: &mut dyn Iterator<Item = usize>| (shape.num_heads * rows.map(row_pairs).sum::<usize>()) as f64;
     let total = of_rows(&mut (0..shape.num_queries));
     if total == 0.0 {
@@ -58,19 +55,19 @@ pub fn density(selected: &Selected) -> Density {
 fn pairs_of_tile(mask: &KeyMask, list: usize, i: usize) -> usize {
     let heads = mask.heads_of(list);
     // Unless queries are permuted, all heads of the list have the same rows in a tile: one is counted for all.
-    let (factor, counted_heads) = match mask.query_order().is_empty() {
-        true => (heads.len(), 1),
-        false => (1, heads.len()),
-    };
+    let (factor, counted_heads) = if mask.query_order().is_empty() { (heads.len(), 1) } else { (1, heads.len()) };
     let pairs_of_head = |head: usize| -> usize {
         let rows = mask.tiles.rows(i).map(|slot| mask.query_row(head, slot));
         let rows = rows.filter(|&row| !mask.is_dense_row(row));
         let mut positions: Vec<i64> = rows.map(|row| (mask.shape.context() + row) as i64).collect();
         positions.sort_unstable();
         let before = |end: i64| positions.partition_point(|&a| a < end);
-        let rows_that_see = |key: usize| match mask.causal {
-            true => before(mask.expire(list, key).into()).saturating_sub(before(key as i64)),
-            false => positions.len(),
+        let rows_that_see = |key: usize| {
+            if mask.causal {
+                before(mask.expire(list, key).into()).saturating_sub(before(key as i64))
+            } else {
+                positions.len()
+            }
         };
         kept_keys(mask, list, i).map(rows_that_see).sum()
     };

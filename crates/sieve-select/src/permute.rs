@@ -125,10 +125,7 @@ pub(crate) fn select(
     let permute_seconds = started.elapsed().as_secs_f64();
     // A row that runs dense because of a NaN keeps all tiles up to the end of its own segment. Keys are permuted inside
     // a segment, so that a key of its past may be in any of them.
-    let end = |i| match causal {
-        true => segments.own(i).end,
-        false => tiles.num_key_tiles(),
-    };
+    let end = |i| if causal { segments.own(i).end } else { tiles.num_key_tiles() };
     let lists = gqa::mask_as_selected(call, tiles, gqa, |heads| rows(heads, &orders), |i| (0..end(i)).collect());
     let mut chosen = orders.mask(lists, causal);
     chosen.stats.permute_seconds = permute_seconds;

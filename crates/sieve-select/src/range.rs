@@ -61,10 +61,7 @@ impl Rules {
 
     /// Refuses a number that is not above 0.
     pub(crate) fn above_zero(self, key: &str, value: f64, hint: &str) -> Result<(), SelectError> {
-        match value > 0.0 {
-            true => Ok(()),
-            false => self.fail(format!("{key}={value} is not positive"), hint),
-        }
+        if value > 0.0 { Ok(()) } else { self.fail(format!("{key}={value} is not positive"), hint) }
     }
 
     /// Refuses sizes of 0, and a `value` that does not divide `whole`.

@@ -98,9 +98,10 @@ impl Fields {
         [least, most]: [f64; 2],
         is_open: bool,
     ) -> Result<Option<f64>, ApiError> {
-        let wanted = match is_open {
-            true => format!("a number above {least} and up to {most}"),
-            false => format!("a number from {least} to {most}"),
+        let wanted = if is_open {
+            format!("a number above {least} and up to {most}")
+        } else {
+            format!("a number from {least} to {most}")
         };
         let is_in = |number: &f64| (least..=most).contains(number) && !(is_open && *number == least);
         self.of_type(name, &wanted, |value| value.as_f64().filter(is_in))

@@ -191,9 +191,10 @@ async fn model(
 ) -> Response<Body> {
     // A name that is not UTF-8 is shown as it was sent.
     let name = name.map_or_else(|_| uri.path().replacen("/v1/models/", "", 1), |Path(name)| name);
-    match name == server.settings.name {
-        true => json_response(&about(&server)),
-        false => ApiError::unknown_model(&name, &server.settings.name).response(),
+    if name == server.settings.name {
+        json_response(&about(&server))
+    } else {
+        ApiError::unknown_model(&name, &server.settings.name).response()
     }
 }
 
@@ -213,9 +214,10 @@ async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result
     let asked = {
         // Long texts take long to cut into tokens, and much memory. Few are read at a time, so that a reader is left
         // for short ones.
-        let _turn = match body.len() > LONG_BYTES {
-            true => Some(server.long_requests.acquire().await.map_err(|_| ApiError::stopping())?),
-            false => None,
+        let _turn = if body.len() > LONG_BYTES {
+            Some(server.long_requests.acquire().await.map_err(|_| ApiError::stopping())?)
+        } else {
+            None
         };
         tokio::task::spawn_blocking(move || Asked::read(form, &body, &asking)).await
     };
@@ -261,15 +263,9 @@ async fn read(request: Request) -> Result<Vec<u8>, ApiError> {
             // The error of a connection that broke off, where no client reads the answer.
             let part = part.map_err(|error| ApiError::invalid("", format!("the body broke off: {error}")))?;
             num_bytes += part.len();
-            match num_bytes <= MOST_BYTES {
-                true => body.extend_from_slice(&part),
-                false => body.clear(),
-            }
+            if num_bytes <= MOST_BYTES { body.extend_from_slice(&part) } else { body.clear() }
         }
-        match num_bytes <= MOST_BYTES {
-            true => Ok(body),
-            false => Err(ApiError::too_large(MOST_BYTES)),
-        }
+        if num_bytes <= MOST_BYTES { Ok(body) } else { Err(ApiError::too_large(MOST_BYTES)) }
     };
     let body = tokio::time::timeout(Duration::from_secs(BODY_SECONDS), read);
     body.await.map_err(|_| ApiError::too_slow(BODY_SECONDS))?

@@ -119,9 +119,10 @@ impl Asked {
         let most = server.queue.most();
         // Prompts that fit by themselves are too many by `n`.
         let param = if asked.prompts.len() > most { "prompt" } else { "n" };
-        match asked.num_texts() > most {
-            true => Err(ApiError::invalid(param, format!("the request asks for more than {most} completions"))),
-            false => Ok(asked),
+        if asked.num_texts() > most {
+            Err(ApiError::invalid(param, format!("the request asks for more than {most} completions")))
+        } else {
+            Ok(asked)
         }
     }
 
@@ -195,9 +196,10 @@ impl Prompt {
     /// A prompt without room for new tokens yet. An empty one becomes the end-of-document token, as in
     /// `sieve generate`.
     fn new(tokens: Vec<u32>, text: Option<String>, has_special_names: bool, server: &Server) -> Self {
-        match tokens.is_empty() {
-            true => Self { tokens: [server.settings.eos_id].into(), text, has_special_names: false, max_tokens: 0 },
-            false => Self { tokens: tokens.into(), text, has_special_names, max_tokens: 0 },
+        if tokens.is_empty() {
+            Self { tokens: [server.settings.eos_id].into(), text, has_special_names: false, max_tokens: 0 }
+        } else {
+            Self { tokens: tokens.into(), text, has_special_names, max_tokens: 0 }
         }
     }
 }
@@ -206,9 +208,12 @@ impl Prompt {
 fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Prompt>, ApiError> {
     let invalid = |message: &str| ApiError::invalid("prompt", message);
     let is_chat = fields.has("messages");
-    let missing = || match is_chat {
-        true => invalid("prompt is missing; chats (messages) are answered at /v1/chat/completions"),
-        false => invalid("prompt is missing"),
+    let missing = || {
+        if is_chat {
+            invalid("prompt is missing; chats (messages) are answered at /v1/chat/completions")
+        } else {
+            invalid("prompt is missing")
+        }
     };
     let prompts = match fields.take("prompt").ok_or_else(missing)? {
         Value::Array(values) if values.iter().any(|value| !value.is_number()) => values,
@@ -254,9 +259,10 @@ fn prompt_tokens(param: &str, text: &str, server: &Server) -> Result<Vec<u32>, A
 fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError> {
     let invalid = |message: &str| ApiError::invalid("messages", message);
     let Some(Value::Array(messages)) = fields.take("messages") else {
-        return Err(match fields.has("prompt") {
-            true => invalid("messages is missing; a prompt is continued at /v1/completions"),
-            false => invalid("messages is missing, or not a list"),
+        return Err(if fields.has("prompt") {
+            invalid("messages is missing; a prompt is continued at /v1/completions")
+        } else {
+            invalid("messages is missing, or not a list")
         });
     };
     let Some(template) = &server.settings.template else {

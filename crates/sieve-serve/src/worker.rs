@@ -147,9 +147,10 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             let Some(reading) = self.reading.take().or_else(|| self.next_prompt(&mut left)) else {
                 return;
             };
-            let num_tokens = match self.reads_in_parts() {
-                true => left.min(reading.prompt.len() - reading.num_read),
-                false => reading.prompt.len() - reading.num_read,
+            let num_tokens = if self.reads_in_parts() {
+                left.min(reading.prompt.len() - reading.num_read)
+            } else {
+                reading.prompt.len() - reading.num_read
             };
             left = left.saturating_sub(num_tokens);
             let senders = senders(reading.texts.iter().map(|writing| &writing.text));
@@ -169,9 +170,10 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             // read once.
             let is_scored = is_score(&some[0]);
             while let Some(next) = self.waiting.front() {
-                let is_next = match is_scored {
-                    true => is_score(next) && num_tokens < PROMPT_TOKENS,
-                    false => Arc::ptr_eq(&next.prompt, &some[0].prompt) && !next.scores_prompt && room > 1,
+                let is_next = if is_scored {
+                    is_score(next) && num_tokens < PROMPT_TOKENS
+                } else {
+                    Arc::ptr_eq(&next.prompt, &some[0].prompt) && !next.scores_prompt && room > 1
                 };
                 if !is_next {
                     break;

@@ -166,11 +166,10 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         let received = wanted.into_iter().map(|(place, count)| {
             let rank = first + place;
             let values = floats_of(&found[rank]);
-            match values.len() == count {
-                true => Ok(values),
-                false => {
-                    Err(TrainError::Collective(format!("rank {rank} has sent {} values of {count}", values.len())))
-                }
+            if values.len() == count {
+                Ok(values)
+            } else {
+                Err(TrainError::Collective(format!("rank {rank} has sent {} values of {count}", values.len())))
             }
         });
         let received = received.collect::<Result<Vec<_>, _>>()?;

@@ -353,9 +353,10 @@ impl TrainingData {
             // Gives equal shards the checkpoint's fingerprint, which is compared below.
             is_known(prepared, saved);
         }
-        match data.base_fingerprint() == saved[0] {
-            true => Ok(data),
-            false => Err(TrainError::other_data(dir, "the text files have changed since")),
+        if data.base_fingerprint() == saved[0] {
+            Ok(data)
+        } else {
+            Err(TrainError::other_data(dir, "the text files have changed since"))
         }
     }
 }

@@ -125,9 +125,10 @@ impl TrainError {
         }
         let (global, local) = (training.global_batch_size, training.local_batch_size);
         let share = if ranks > 1 { format!(" x {ranks} ranks") } else { String::new() };
-        let hint = match ranks > 1 && global > 0 && global.is_multiple_of(ranks) {
-            true => format!("training.local_batch_size={} shares the same steps among {ranks}", global / ranks),
-            false => "choose multiples".to_owned(),
+        let hint = if ranks > 1 && global > 0 && global.is_multiple_of(ranks) {
+            format!("training.local_batch_size={} shares the same steps among {ranks}", global / ranks)
+        } else {
+            "choose multiples".to_owned()
         };
         let what = "is not a multiple of training.local_batch_size";
         Err(Self::refused(format!("training.global_batch_size {global} {what} {local}{share}"), hint))

@@ -275,9 +275,10 @@ impl<B: TrainBackend> Group<B> {
         let num_done = self.sums.len().saturating_sub(num_pending);
         for Sums { places, pending } in self.sums.drain(..num_done) {
             for ((id, is_piece), values) in places.into_iter().zip(pending()?) {
-                match is_piece {
-                    true => gradients.add_shard(id, values),
-                    false => gradients.put(id, Gradient { values, is_piece }),
+                if is_piece {
+                    gradients.add_shard(id, values)
+                } else {
+                    gradients.put(id, Gradient { values, is_piece })
                 }
             }
         }

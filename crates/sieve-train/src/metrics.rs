@@ -69,10 +69,8 @@ impl Metrics {
         aside: Option<&Path>,
     ) -> Result<(Self, History), TrainError> {
         let path = folder.metrics_path();
-        let (history, num_aside) = match path.exists() {
-            true => drop_later_lines(&path, step, aside)?,
-            false => Default::default(),
-        };
+        let (history, num_aside) =
+            if path.exists() { drop_later_lines(&path, step, aside)? } else { Default::default() };
         let messages = aside.filter(|_| num_aside > 0).map(|aside| {
             format!("note: {num_aside} lines of {} after step {step} are now in {}", path.shown(), aside.shown())
         });

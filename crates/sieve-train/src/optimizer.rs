@@ -226,10 +226,8 @@ impl<B: TrainBackend> Optimizer<B> {
         for (name, id, shape) in parameter_ids(module).into_iter().filter(|(name, ..)| !is_new(name)) {
             let range = self.share.range(&shape);
             let late = format!("{name}.{UPDATES_BEFORE}");
-            let updates_before = match has(&late) {
-                true => read(&late, &[1], whole.clone())?.iter::<i64>().next().unwrap_or(0) as u64,
-                false => 0,
-            };
+            let updates_before =
+                if has(&late) { read(&late, &[1], whole.clone())?.iter::<i64>().next().unwrap_or(0) as u64 } else { 0 };
             let mut part = |part: &str| -> Result<Inner<B>, E> {
                 let mut data = read(&format!("{name}.{part}"), &shape, range.clone())?;
                 let own = match &range {
@@ -243,10 +241,7 @@ impl<B: TrainBackend> Optimizer<B> {
             };
             let moments = Moments {
                 exp_avg: part(EXP_AVG)?,
-                exp_avg_sq: match self.matrices.contains_key(&id) {
-                    true => None,
-                    false => Some(part(EXP_AVG_SQ)?),
-                },
+                exp_avg_sq: if self.matrices.contains_key(&id) { None } else { Some(part(EXP_AVG_SQ)?) },
                 updates_before,
             };
             self.moments.insert(id, moments);
@@ -539,14 +534,13 @@ impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
             // multiplication by 1 both copy: a slice would keep the whole tensor in memory.
             let own = if master.dims() == shape { range } else { 0..range.len() };
             let piece = cut::<B>(master.clone().into_primitive().tensor(), own);
-            let piece = match is_bf16 {
-                true => {
-                    let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
-                    let (piece, rest) = sieve_ops::split_master(piece);
-                    masters.insert(id, rest);
-                    piece.into_primitive().tensor()
-                }
-                false => B::InnerBackend::float_mul_scalar(piece, 1f32.into()),
+            let piece = if is_bf16 {
+                let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
+                let (piece, rest) = sieve_ops::split_master(piece);
+                masters.insert(id, rest);
+                piece.into_primitive().tensor()
+            } else {
+                B::InnerBackend::float_mul_scalar(piece, 1f32.into())
             };
             pieces.insert(id, piece);
             if !share.keeps_whole {

@@ -259,9 +259,10 @@ impl Origin {
         let (saved, _) = checkpoint.recipe_and_shape()?;
         let is_other = |change: &KeyChange| names_tokenizer(&change.key);
         if !self.is_branch || !saved.diff(recipe)?.iter().any(is_other) {
-            return Ok(match self.is_branch {
-                true => with_tokenizer_of_branch(&saved, recipe),
-                false => continued(&saved, recipe),
+            return Ok(if self.is_branch {
+                with_tokenizer_of_branch(&saved, recipe)
+            } else {
+                continued(&saved, recipe)
             });
         }
         let path = checkpoint.tokenizer_path();
@@ -411,10 +412,8 @@ fn latest_of_two(
     notices: &mut Vec<String>,
 ) -> Result<Option<Checkpoint>, TrainError> {
     let own_folder = folder.checkpoint_path();
-    let own = match list_checkpoints(&own_folder)?.is_empty() {
-        true => Ok(None),
-        false => latest_whole(&own_folder, notices).map(Some),
-    };
+    let own =
+        if list_checkpoints(&own_folder)?.is_empty() { Ok(None) } else { latest_whole(&own_folder, notices).map(Some) };
     let own_step = own.iter().flatten().next().map(|own| own.state.step);
     let Some(fallback) = fallback else {
         return own;

@@ -222,16 +222,14 @@ impl RunFolder {
                 None => Ok(()),
             };
         }
-        let problem = match path.exists() {
-            false => "there is no such folder",
-            true => "it has no config.toml",
-        };
-        match matches!(start, Start::ResumeFrom(_)) || self.config_path().is_file() {
-            true => Ok(()),
-            false => Err(TrainError::refused(
+        let problem = if !path.exists() { "there is no such folder" } else { "it has no config.toml" };
+        if matches!(start, Start::ResumeFrom(_)) || self.config_path().is_file() {
+            Ok(())
+        } else {
+            Err(TrainError::refused(
                 format!("{shown} holds no run to resume: {problem}"),
                 "check --out, or leave out --resume to start a run there",
-            )),
+            ))
         }
     }
 

@@ -55,10 +55,7 @@ impl From<&Recipe> for BlockSettings {
             fp8: recipe.training.fp8_blocks(recipe.model.num_hidden_layers),
             layers: PassSettings {
                 policy: KernelPolicy {
-                    sums: match recipe.training.deterministic {
-                        true => SumOrder::Fixed,
-                        false => SumOrder::Any,
-                    },
+                    sums: if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any },
                     ..KernelPolicy::default()
                 },
                 token_share: 1.0 / recipe.training.tokens_per_step().max(1) as f64,
@@ -70,10 +67,7 @@ impl From<&Recipe> for BlockSettings {
 
 impl BlockSettings {
     fn precision(&self, layer_idx: usize) -> GemmPrecision {
-        match self.fp8.contains(&layer_idx) {
-            true => GemmPrecision::Fp8,
-            false => GemmPrecision::Tensors,
-        }
+        if self.fp8.contains(&layer_idx) { GemmPrecision::Fp8 } else { GemmPrecision::Tensors }
     }
 }
 

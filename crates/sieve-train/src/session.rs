@@ -400,9 +400,10 @@ impl Session {
                  to continue: leave training.steps out, or set it to {steps}"
             )));
         }
-        let has = match step > wanted as u64 {
-            true => format!("is at step {step}, beyond training.steps = {wanted}"),
-            false => format!("has all {wanted} steps"),
+        let has = if step > wanted as u64 {
+            format!("is at step {step}, beyond training.steps = {wanted}")
+        } else {
+            format!("has all {wanted} steps")
         };
         let why = format!(
             "nothing to do: {path} {has}\n  \

@@ -43,9 +43,6 @@ impl Share {
     /// Whether this rank's values count in sums over all ranks, and are saved. Every group of `parallelism.shard_ranks`
     /// has the same pieces: those of the first group count. Values that all ranks have whole count on rank 0.
     pub(crate) fn counts(&self, is_piece: bool) -> bool {
-        match is_piece {
-            true => self.group.is_first(),
-            false => self.rank == 0,
-        }
+        if is_piece { self.group.is_first() } else { self.rank == 0 }
     }
 }

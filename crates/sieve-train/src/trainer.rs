@@ -388,10 +388,7 @@ impl<B: TrainBackend> Trainer<B> {
         let (mut reporter, history) = self.begin(observe)?;
         // Only rank 0 has read the metrics of an earlier process.
         let is_validated = self.gathered(history.first.is_some())?[0];
-        let first_validation = match is_validated {
-            true => history.first,
-            false => self.validate(&mut reporter)?,
-        };
+        let first_validation = if is_validated { history.first } else { self.validate(&mut reporter)? };
         let mut summary = TrainSummary {
             step: self.progress.step,
             interrupted: false,
@@ -469,9 +466,10 @@ impl<B: TrainBackend> Trainer<B> {
         let mut reporter = Reporter { metrics, observe };
         let notices = std::mem::take(&mut self.lines.notices);
         for notice in notices.into_iter().chain(reporter.metrics.take_messages()) {
-            reporter.emit(match notice.starts_with("warning:") {
-                true => TrainEvent::Warning(&notice),
-                false => TrainEvent::Notice(&notice),
+            reporter.emit(if notice.starts_with("warning:") {
+                TrainEvent::Warning(&notice)
+            } else {
+                TrainEvent::Notice(&notice)
             });
         }
         if self.ranks.writes() {

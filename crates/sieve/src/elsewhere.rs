@@ -274,9 +274,10 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
             let typed = typed(ContextKind::InvalidArg)?;
             // Flags of all commands may come before the command.
             let command = words.iter().skip(1).find(|word| cli.find_subcommand(word).is_some())?;
-            match typed.starts_with('-') {
-                true => value_meant(cli, &typed, words).or_else(|| flag_meant(&typed, command, words)),
-                false => file_meant(&typed, command),
+            if typed.starts_with('-') {
+                value_meant(cli, &typed, words).or_else(|| flag_meant(&typed, command, words))
+            } else {
+                file_meant(&typed, command)
             }
         }
         ErrorKind::ValueValidation => {

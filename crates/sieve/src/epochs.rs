@@ -85,10 +85,7 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let sources = meta.sources.iter().zip(&recipe.data.paths);
     let sources = sources.map(|(source, path)| text(path.clone(), &source.train));
     let sources = sources.collect::<Vec<_>>();
-    match sources.is_empty() {
-        true => Some(vec![text(dir.shown().to_string(), &meta.train)]),
-        false => Some(sources),
-    }
+    if sources.is_empty() { Some(vec![text(dir.shown().to_string(), &meta.train)]) } else { Some(sources) }
 }
 
 /// Epochs estimated from the size of the text files and their first documents; `None` if they are not on this machine.

@@ -114,16 +114,16 @@ fn ask(recipe: &Recipe, is_chat: bool) -> Ask {
 fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, ask: &Ask) -> String {
     // A JSON string is also a valid Python string, and so is an object of strings.
     let folder = serde_json::Value::from(folder.to_string_lossy().into_owned());
-    let (prompt, written) = match ask.is_chat() {
-        true => {
-            (serde_json::json!([{ "role": "user", "content": ask.words() }]), "[\"generated_text\"][-1][\"content\"]")
-        }
-        false => (ask.words().into(), "[\"generated_text\"]"),
+    let (prompt, written) = if ask.is_chat() {
+        (serde_json::json!([{ "role": "user", "content": ask.words() }]), "[\"generated_text\"][-1][\"content\"]")
+    } else {
+        (ask.words().into(), "[\"generated_text\"]")
     };
     let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
-    let (import, tokenizer) = match replaces_tokenizer {
-        true => (", PreTrainedTokenizerFast", format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})")),
-        false => ("", String::new()),
+    let (import, tokenizer) = if replaces_tokenizer {
+        (", PreTrainedTokenizerFast", format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})"))
+    } else {
+        ("", String::new())
     };
     let code = format!(
         "from transformers import pipeline{import}; print(pipeline(\"text-generation\", {folder}{tokenizer}{trust})\

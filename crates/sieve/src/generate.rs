@@ -206,9 +206,10 @@ fn run_on<B: ModelBackend>(
         tokenizer: &tokenizer,
         device,
     };
-    placed.checked(match prompts.len() > 1 || (args.samples > 1 && args.sparse.selector.is_none()) {
-        true => run.in_batches(),
-        false => run.one_by_one(),
+    placed.checked(if prompts.len() > 1 || (args.samples > 1 && args.sparse.selector.is_none()) {
+        run.in_batches()
+    } else {
+        run.one_by_one()
     })
 }
 

@@ -142,15 +142,14 @@ fn print_commands(
     let own_text = own_text.filter(|_| is_chat == report.recipe.data.messages_column.is_some());
     let ask = Ask::with(is_chat, own_text.and_then(|own| own.prompt.as_deref()));
     let generate = format!("{} --checkpoint {}", ask.command(), terminal::quoted(&report.path));
-    let commands = match args.data.is_empty() {
-        true => {
-            terminal::line(&format!(
-                "to train it: put your text into {} (data.paths), then sieve {plan}, sieve {train}",
-                recipe_path.shown()
-            ));
-            vec![generate]
-        }
-        false => vec![plan, train, generate],
+    let commands = if args.data.is_empty() {
+        terminal::line(&format!(
+            "to train it: put your text into {} (data.paths), then sieve {plan}, sieve {train}",
+            recipe_path.shown()
+        ));
+        vec![generate]
+    } else {
+        vec![plan, train, generate]
     };
     terminal::line(&terminal::next(&commands));
     Ok(())

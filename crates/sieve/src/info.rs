@@ -69,10 +69,7 @@ struct Gpu {
 /// Runs `sieve info`: prints the devices, libraries and versions that this program finds.
 pub(crate) fn run(args: InfoArgs) -> Result<()> {
     let info = Info::new();
-    terminal::line(&match args.json {
-        true => serde_json::to_string_pretty(&info)?,
-        false => info.text(),
-    });
+    terminal::line(&if args.json { serde_json::to_string_pretty(&info)? } else { info.text() });
     Ok(())
 }
 
@@ -158,9 +155,10 @@ impl Info {
         lines.push(format!("NCCL        {}", found(&self.nccl)));
         let compiled = self.compiled.iter();
         let compiled = compiled.map(|(name, size)| format!("{name} {}", terminal::bytes(*size)));
-        let compiled = match self.compiled.is_empty() {
-            true => "nothing compiled yet".to_owned(),
-            false => compiled.collect::<Vec<_>>().join(", "),
+        let compiled = if self.compiled.is_empty() {
+            "nothing compiled yet".to_owned()
+        } else {
+            compiled.collect::<Vec<_>>().join(", ")
         };
         lines.push(format!("kernels     {}: {compiled}", self.kernel_cache));
         lines.push(format!("recipes     {} inside the program", self.num_recipes));
@@ -175,11 +173,12 @@ impl Info {
             let cells = paths.iter().map(|path| format!("{path:>10}"));
             lines.push(format!("{kind:<9}{}", cells.collect::<String>()));
         }
-        lines.push(match self.gpus.is_empty() {
-            true => "cpu: own kernels in f32, any even width".to_owned(),
-            false => "hopper, portable: kernels in bf16; reference: n x n scores, so --device auto takes the \
-                CPU"
-            .to_owned(),
+        lines.push(if self.gpus.is_empty() {
+            "cpu: own kernels in f32, any even width".to_owned()
+        } else {
+            "hopper, portable: kernels in bf16; reference: n x n scores, so --device auto takes the \
+            CPU"
+            .to_owned()
         });
         lines.join("\n")
     }

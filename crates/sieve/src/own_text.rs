@@ -54,10 +54,7 @@ fn most_tokens(corpus: &Corpus, recipe: &Recipe) -> Result<Option<usize>> {
 fn question(text: &str) -> Option<String> {
     let plain = |letter: char| letter == '\n' || !letter.is_control();
     let is_short = text.chars().count() <= QUESTION_CHARACTERS && text.chars().all(plain);
-    match is_short && !text.trim().is_empty() {
-        true => Some(text.to_owned()),
-        false => first_words(text, QUESTION_CHARACTERS),
-    }
+    if is_short && !text.trim().is_empty() { Some(text.to_owned()) } else { first_words(text, QUESTION_CHARACTERS) }
 }
 
 impl OwnText {
@@ -145,9 +142,10 @@ impl OwnText {
             let is_free = !is_free.iter().any(|key| gives(overrides, key));
             let local = training.local_batch_size.max(1);
             // A step is divided in whole micro-batches, and no further than into one row.
-            let (fit, rows) = match is_free {
-                true => steps_for_answers(self.num_tokens, training.global_batch_size, training.seq_len),
-                false => steps_for_answers(self.num_tokens, 1, training.tokens_per_step()),
+            let (fit, rows) = if is_free {
+                steps_for_answers(self.num_tokens, training.global_batch_size, training.seq_len)
+            } else {
+                steps_for_answers(self.num_tokens, 1, training.tokens_per_step())
             };
             steps = fit;
             keys.push(format!("training.steps={fit}"));

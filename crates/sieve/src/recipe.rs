@@ -117,9 +117,10 @@ impl RecipeArgs {
             error => error.into(),
         })?;
         if let Some(path) = recipe.model.initial_folder() {
-            let path = match is_hub_model(Path::new(path)) {
-                true => key_of(&hub::checkpoint(Path::new(path)).context("model.initial_weights")?),
-                false => self.in_full(path, found.folder.as_deref())?,
+            let path = if is_hub_model(Path::new(path)) {
+                key_of(&hub::checkpoint(Path::new(path)).context("model.initial_weights")?)
+            } else {
+                self.in_full(path, found.folder.as_deref())?
             };
             recipe.model.initial_weights = Some(path);
         }

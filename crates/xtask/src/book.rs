@@ -21,9 +21,10 @@ pub(crate) fn run() -> Result<()> {
             continue;
         };
         let to = pages.join(name);
-        match from.extension().is_some_and(|ending| ending == "md") {
-            true => fs::write(&to, linked(&read(&from)?, &titles))?,
-            false => fs::copy(&from, &to).map(|_| ())?,
+        if from.extension().is_some_and(|ending| ending == "md") {
+            fs::write(&to, linked(&read(&from)?, &titles))?
+        } else {
+            fs::copy(&from, &to).map(|_| ())?
         }
     }
     workspace::run("mdbook", &["build"]).context("hint: cargo install mdbook --locked")

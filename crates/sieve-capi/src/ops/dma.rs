@@ -147,10 +147,7 @@ impl DmaForward {
 }
 
 pub(super) fn score_bias(linear: bool) -> ScoreBias {
-    match linear {
-        true => ScoreBias::Linear,
-        false => ScoreBias::Exp,
-    }
+    if linear { ScoreBias::Linear } else { ScoreBias::Exp }
 }
 
 /// The recency term of ranks; no slopes are none. Positions count from `start`, else from the row's first token.
@@ -175,10 +172,7 @@ fn selection(
     let window = DmaWindow { keep_window_size: keep, local_window_size: local };
     let selection = dma_select(rank, start, end, window)?;
     let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-    let lists = match keep < seq_len {
-        true => Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?),
-        false => None,
-    };
+    let lists = if keep < seq_len { Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?) } else { None };
     Ok((selection.expire.clone(), lists))
 }
 

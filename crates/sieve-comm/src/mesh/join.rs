@@ -181,10 +181,7 @@ fn admit(
         // A rank that closed a connection connects again, which must not count as a second process.
         arrival.data.take_if(|stream| is_ended(stream));
         arrival.control.take_if(|stream| is_ended(stream));
-        let slot = match hello.is_control {
-            true => &mut arrival.control,
-            false => &mut arrival.data,
-        };
+        let slot = if hello.is_control { &mut arrival.control } else { &mut arrival.data };
         if slot.is_none() {
             *slot = Some(stream);
             arrival.place = hello.place;

@@ -300,9 +300,10 @@ fn long_work_has_a_limit_and_any_work_has_none() {
             thread::sleep(Duration::from_millis(1200));
             mesh.tick();
             let ticked = Instant::now();
-            match is_lost {
-                true => stand_still(mesh),
-                false => thread::sleep(Duration::from_millis(2900)),
+            if is_lost {
+                stand_still(mesh)
+            } else {
+                thread::sleep(Duration::from_millis(2900))
             }
             assert!(ticked.elapsed() >= QUICK.long, "{:?}", ticked.elapsed());
         };

@@ -148,9 +148,10 @@ impl Chosen {
         if layer.is_shared_layer(0) {
             return &[];
         }
-        match self.choice.pools_for_all_heads() {
-            true => &[AttentionOp::PooledChoice, AttentionOp::ChosenAttention],
-            false => &[AttentionOp::Choice, AttentionOp::ChosenAttention],
+        if self.choice.pools_for_all_heads() {
+            &[AttentionOp::PooledChoice, AttentionOp::ChosenAttention]
+        } else {
+            &[AttentionOp::Choice, AttentionOp::ChosenAttention]
         }
     }
 
@@ -182,10 +183,8 @@ impl Chosen {
         // `repeated`: K and V repeated for each choice, and f32 sums of their gradients.
         let choosers = choice.choices_per_token([layer.num_heads, layer.num_kv_heads]);
         let kv = (choosers * layer.head_dim) as u64;
-        let repeated = match choosers == layer.num_kv_heads {
-            true => 0,
-            false => times(tokens, 2 * (q + 2 * kv) * value_bytes + F32 * kv),
-        };
+        let repeated =
+            if choosers == layer.num_kv_heads { 0 } else { times(tokens, 2 * (q + 2 * kv) * value_bytes + F32 * kv) };
         let parts = call.choice_parts(choice.attended().num_selected_blocks, self.num_choices(layer));
         // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the output
         // in f32, and the gradients.
@@ -212,9 +211,10 @@ impl Chosen {
             return [kv, kv * tokens];
         }
         let choice = self.choice;
-        let (stride, num_pooled) = match choice.has_indexer() {
-            true => (1, seq_len),
-            false => (choice.blocks.compress_stride, choice.blocks.num_compressed_blocks(seq_len)),
+        let (stride, num_pooled) = if choice.has_indexer() {
+            (1, seq_len)
+        } else {
+            (choice.blocks.compress_stride, choice.blocks.num_compressed_blocks(seq_len))
         };
         let [_query_heads, key_heads] = choice.scored_heads([layer.num_heads, layer.num_kv_heads]);
         let pooled_key = (key_heads * layer.head_dim) as u64 * value_bytes;
@@ -223,12 +223,11 @@ impl Chosen {
 
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {
         let packed = Exchanged::packed(layer);
-        match self.choice.has_indexer() {
-            true => {
-                let shared = 2 * layer.head_dim as u64;
-                Exchanged { split: packed.split + layer.kv_width() as u64, shared, kept_shared: shared, ..packed }
-            }
-            false => packed,
+        if self.choice.has_indexer() {
+            let shared = 2 * layer.head_dim as u64;
+            Exchanged { split: packed.split + layer.kv_width() as u64, shared, kept_shared: shared, ..packed }
+        } else {
+            packed
         }
     }
 }

@@ -45,10 +45,7 @@ keys! {
 impl MlaShape {
     /// Width of the norms of queries and keys, for heads of `head_dim`; 0 without norms.
     pub fn qk_norm_dim(&self, head_dim: usize) -> usize {
-        match self.qk_norm {
-            true => head_dim + self.qk_rope_head_dim,
-            false => 0,
-        }
+        if self.qk_norm { head_dim + self.qk_rope_head_dim } else { 0 }
     }
 
     /// The sizes of arXiv:2405.04434, section 2.1, for heads of `head_dim`.

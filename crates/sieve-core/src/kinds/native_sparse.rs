@@ -130,10 +130,8 @@ impl Settings for NsaShape {
     fn resolve(attention: &mut Table, sizes: Sizes) {
         pooled_sizes(attention, sizes, MOST_DEFAULT_BLOCKS);
         derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
-        let compress = match attention.contains_key("compress_hidden_size") {
-            true => NsaCompression::Mlp,
-            false => NsaCompression::Mean,
-        };
+        let compress =
+            if attention.contains_key("compress_hidden_size") { NsaCompression::Mlp } else { NsaCompression::Mean };
         choice(attention, "compress", compress);
         if attention.get("compress").and_then(toml::Value::as_str) == Some("mlp") {
             derived(attention, "compress_hidden_size", || whole(sizes.head_dim?.checked_mul(2)?));
@@ -230,9 +228,10 @@ impl Kind for NsaShape {
 
     fn reads_words(&self) -> Option<String> {
         let blocks = self.num_selected_blocks.saturating_mul(self.select_block_size);
-        Some(match self.window_size >= blocks {
-            true => format!("attention.window_size is {}", self.window_size),
-            false => chosen_words(blocks),
+        Some(if self.window_size >= blocks {
+            format!("attention.window_size is {}", self.window_size)
+        } else {
+            chosen_words(blocks)
         })
     }
 
@@ -291,10 +290,7 @@ impl Cost for NsaShape {
         // For each stride of tokens a compressed key and value, in two copies.
         let compressed = 4 * kv / stride + kept_by_mlps;
         let packs = 2 * self.num_kv_copies() as u64 * (q + 2 * kv);
-        let lists = match call.keeps_choice_lists {
-            true => 2 * F32 * kv_heads * self.num_selected_blocks as u64,
-            false => 0,
-        };
+        let lists = if call.keeps_choice_lists { 2 * F32 * kv_heads * self.num_selected_blocks as u64 } else { 0 };
         let (outputs_and_gates, mixed_output) = (branches * (q + heads), q);
         let log_sum_exps = branches * F32 * heads;
         Activations { values: packs + outputs_and_gates + mixed_output + compressed, bytes: log_sum_exps + lists }

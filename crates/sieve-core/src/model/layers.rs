@@ -36,10 +36,7 @@ impl LayerPattern {
     pub fn new(own: Attention, types: impl IntoIterator<Item = LayerType>) -> Self {
         let as_own = |of: LayerType| LayerType { other: of.other.filter(|other| *other != own), ..of };
         let types: Vec<_> = types.into_iter().map(as_own).collect();
-        match types.iter().all(|of| *of == LayerType::OWN) {
-            true => Self::default(),
-            false => Self(types),
-        }
+        if types.iter().all(|of| *of == LayerType::OWN) { Self::default() } else { Self(types) }
     }
 
     /// The list that is repeated; empty if all layers are alike.

@@ -9,10 +9,7 @@ pub struct RopeLayers(Vec<bool>);
 impl RopeLayers {
     /// The pattern that repeats `rotates`.
     pub fn new(rotates: &[bool]) -> Self {
-        match rotates.contains(&false) {
-            true => Self(rotates.to_vec()),
-            false => Self::default(),
-        }
+        if rotates.contains(&false) { Self(rotates.to_vec()) } else { Self::default() }
     }
 
     /// Whether every layer rotates.

@@ -200,14 +200,8 @@ fn schema_of(key: &Key) -> Value {
             schema["maximum"] = json!(most);
         }
         Some(Bound::Share(range, _)) => {
-            let least = match range.starts_with('[') {
-                true => "minimum",
-                false => "exclusiveMinimum",
-            };
-            let most = match range.ends_with(']') {
-                true => "maximum",
-                false => "exclusiveMaximum",
-            };
+            let least = if range.starts_with('[') { "minimum" } else { "exclusiveMinimum" };
+            let most = if range.ends_with(']') { "maximum" } else { "exclusiveMaximum" };
             schema[least] = json!(0);
             schema[most] = json!(1);
         }

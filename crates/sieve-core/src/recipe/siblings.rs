@@ -78,9 +78,10 @@ fn with_edits(dense: &str, kind: &str, about: &str, size: &Size) -> String {
 fn edits(kind: &str, size: &Size) -> Vec<(&'static str, String)> {
     let is_staged = size.name == "1p7b";
     // Blocks of 64, and the budget that all sparse kinds have.
-    let chosen = |more: &str| match is_staged {
-        false => format!("num_selected_blocks = 16 # a budget of 1024 tokens, as for the other sparse kinds{more}"),
-        true => {
+    let chosen = |more: &str| {
+        if !is_staged {
+            format!("num_selected_blocks = 16 # a budget of 1024 tokens, as for the other sparse kinds{more}")
+        } else {
             let more = more.replace("paper's 64", "paper's 64 blocks");
             format!("# 1024 tokens, as in swa_1p7b.toml (dma_1p7b.toml: 2048){more}.\nnum_selected_blocks = 16")
         }

@@ -76,10 +76,7 @@ impl Recipe {
                         }
                         _ => write_keys(&mut text, which, keys, table, &follows),
                     }
-                    match text.len() == empty {
-                        true => text.truncate(start),
-                        false => text.push('\n'),
-                    }
+                    if text.len() == empty { text.truncate(start) } else { text.push('\n') }
                 }
                 _ => unreachable!("a recipe holds every section, and sections alone"),
             }

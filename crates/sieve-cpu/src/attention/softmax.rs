@@ -93,8 +93,5 @@ fn power_of_two<S: Simd>(simd: S, power: S::f32s, largest: Powers<S::f32s, S::u3
 /// The log-sum-exp of a query's logits from its largest power and its sum; -inf without a key.
 pub(crate) fn log_sum_exp(power: f32, sum: f32) -> f32 {
     let n = f64::from(power) - f64::from(ROUND);
-    match sum == 0.0 {
-        true => f32::NEG_INFINITY,
-        false => (n * std::f64::consts::LN_2 + f64::from(sum).ln()) as f32,
-    }
+    if sum == 0.0 { f32::NEG_INFINITY } else { (n * std::f64::consts::LN_2 + f64::from(sum).ln()) as f32 }
 }

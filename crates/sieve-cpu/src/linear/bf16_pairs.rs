@@ -150,9 +150,10 @@ impl Task<'_> {
                 prefetch(weight, first * d_in + next_group.max(2 * AHEAD), next_group);
             }
             for (x, y) in groups.chunks_exact(steps).zip(y.chunks_mut(ROWS)) {
-                let sums = match is_memory_bound {
-                    true => by_output::<ROWS, OUTPUTS>(x, &weights),
-                    false => by_step::<ROWS, OUTPUTS>(x, &weights),
+                let sums = if is_memory_bound {
+                    by_output::<ROWS, OUTPUTS>(x, &weights)
+                } else {
+                    by_step::<ROWS, OUTPUTS>(x, &weights)
                 };
                 let sums = add_lanes(sums);
                 for (y, sums) in y.iter_mut().zip(sums.as_chunks::<OUTPUTS>().0) {

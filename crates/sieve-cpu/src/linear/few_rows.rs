@@ -112,10 +112,7 @@ impl Element for f32 {
 
     #[inline(always)]
     fn load<S: Simd>(simd: S, from: &[f32]) -> S::f32s {
-        match from.len() == S::F32_LANES {
-            true => S::as_simd_f32s(from).0[0],
-            false => simd.partial_load_f32s(from),
-        }
+        if from.len() == S::F32_LANES { S::as_simd_f32s(from).0[0] } else { simd.partial_load_f32s(from) }
     }
 
     #[inline(always)]
@@ -131,12 +128,11 @@ impl Element for bf16 {
     fn load<S: Simd>(_simd: S, from: &[bf16]) -> S::f32s {
         let from: &[u16] = from.reinterpret_cast();
         let mut padded = [0; 2 * MAX_LANES];
-        let whole = match from.len() == 2 * S::F32_LANES {
-            true => from,
-            false => {
-                padded[..from.len()].copy_from_slice(from);
-                &padded[..2 * S::F32_LANES]
-            }
+        let whole = if from.len() == 2 * S::F32_LANES {
+            from
+        } else {
+            padded[..from.len()].copy_from_slice(from);
+            &padded[..2 * S::F32_LANES]
         };
         pulp::cast(S::as_simd_u16s(whole).0[0])
     }

@@ -210,10 +210,7 @@ impl Expansion<'_> {
             if !found.exists() || (pattern.contains("**") && is_below_link(&found, &base)) {
                 continue;
             }
-            match found.is_dir() {
-                true => self.add_folder(&found, &base)?,
-                false => self.add_file(&found, &base, is_named),
-            }
+            if found.is_dir() { self.add_folder(&found, &base)? } else { self.add_file(&found, &base, is_named) }
         }
         Ok(())
     }

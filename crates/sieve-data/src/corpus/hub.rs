@@ -155,10 +155,11 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
 /// know the commit of a branch or tag. A revision that is a commit is not looked up, so its folder may not exist.
 fn python_snapshot(cache: &Path, remote: &RemotePath) -> Option<(PathBuf, String)> {
     let model = cache.join(format!("models--{}", remote.repo.replace('/', "--")));
-    let commit = match is_hex(&remote.revision, &[40]) {
-        true => remote.revision.clone(),
+    let commit = if is_hex(&remote.revision, &[40]) {
+        remote.revision.clone()
+    } else {
         // The cache stores the commit of a branch or tag in a file of its name.
-        false => fs::read_to_string(model.join("refs").join(&remote.revision)).ok()?,
+        fs::read_to_string(model.join("refs").join(&remote.revision)).ok()?
     };
     let commit = Some(commit.trim()).filter(|commit| is_hex(commit, &[40]))?;
     Some((model.join("snapshots").join(commit), commit.to_owned()))
@@ -221,10 +222,7 @@ struct RemotePath {
 impl RemotePath {
     /// The repository as it is written in URLs.
     fn url_repo(&self) -> String {
-        match self.is_model {
-            true => self.repo.clone(),
-            false => format!("datasets/{}", self.repo),
-        }
+        if self.is_model { self.repo.clone() } else { format!("datasets/{}", self.repo) }
     }
 
     /// Parses a model's `hf://OWNER/NAME[@REVISION][/FOLDER]`; `what` names what is read of the model.
@@ -495,10 +493,7 @@ fn encoded(text: &str, kept: &str) -> String {
 /// The beginning of a server's text, quoted for a message.
 fn shortened(text: &str) -> String {
     let start = text.chars().take(80).collect::<String>();
-    match start.len() < text.len() {
-        true => format!("{start:?}… of {} bytes", text.len()),
-        false => format!("{start:?}"),
-    }
+    if start.len() < text.len() { format!("{start:?}… of {} bytes", text.len()) } else { format!("{start:?}") }
 }
 
 #[cfg(test)]

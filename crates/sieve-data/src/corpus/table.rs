@@ -34,9 +34,10 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
             return Err(DataError::file(path, "neither JSONL nor Parquet by its ending", hint));
         }
     };
-    match rows.is_empty() {
-        true => Err(DataError::file(path, "there is no row in it", "name a file with a row a line")),
-        false => Ok(rows),
+    if rows.is_empty() {
+        Err(DataError::file(path, "there is no row in it", "name a file with a row a line"))
+    } else {
+        Ok(rows)
     }
 }
 

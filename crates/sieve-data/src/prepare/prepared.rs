@@ -87,10 +87,7 @@ impl Prepared {
 
     fn shard(&self, name: &str) -> Result<ShardReader, DataError> {
         let shard = ShardReader::open(&self.dir.join(name))?;
-        match self.meta.settings.has_parts() {
-            true => shard.with_parts(),
-            false => Ok(shard),
-        }
+        if self.meta.settings.has_parts() { shard.with_parts() } else { Ok(shard) }
     }
 
     /// Maps the validation shard.

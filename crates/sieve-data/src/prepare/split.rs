@@ -76,19 +76,17 @@ impl Split<'_> {
 /// a prompt and a chat are not divided, because the end of an answer means little without its beginning: it counts 0
 /// bytes unless all of it lies before the cut.
 fn own_train_bytes([start, num_bytes]: [u64; 2], is_whole: bool, cut: u64) -> u64 {
-    match is_whole && start + num_bytes > cut {
-        true => 0,
-        false => cut.saturating_sub(start).min(num_bytes),
-    }
+    if is_whole && start + num_bytes > cut { 0 } else { cut.saturating_sub(start).min(num_bytes) }
 }
 
 /// The first `num_bytes` of a document for the training split; a text after a prompt, or a chat, goes there whole or
 /// not at all.
 fn beginning(mut document: Document, num_bytes: u64) -> Option<(Target, Document)> {
     let num_bytes = usize::try_from(num_bytes).unwrap_or(usize::MAX);
-    match document.is_indivisible() && num_bytes < document.text.len() {
-        true => document.text.clear(),
-        false => document.text.truncate(document.text.floor_char_boundary(num_bytes)),
+    if document.is_indivisible() && num_bytes < document.text.len() {
+        document.text.clear()
+    } else {
+        document.text.truncate(document.text.floor_char_boundary(num_bytes))
     }
     (!document.text.is_empty()).then_some((Target::Train, document))
 }
@@ -126,10 +124,7 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
         {
             let hash = content_hash(&document);
             found.push(Found { hash, size: DocumentSize::of(&document.text), is_whole: document.is_indivisible() });
-            match is_held_out(hash, fraction) {
-                true => any_held_out = true,
-                false => any_train = true,
-            }
+            if is_held_out(hash, fraction) { any_held_out = true } else { any_train = true }
         }
         let num_bytes = documents.report().num_bytes;
         seen = documents.into_seen();

@@ -77,10 +77,7 @@ impl<'a> Pending<'a> {
     }
 
     fn held_back(&self) -> String {
-        match self.bytes.is_empty() || self.begin_in_prompt {
-            true => String::new(),
-            false => char::REPLACEMENT_CHARACTER.into(),
-        }
+        if self.bytes.is_empty() || self.begin_in_prompt { String::new() } else { char::REPLACEMENT_CHARACTER.into() }
     }
 }
 

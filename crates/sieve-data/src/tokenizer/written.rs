@@ -67,10 +67,7 @@ pub(super) fn json(inner: &HfTokenizer, model: Option<&Value>, is_pretty: bool) 
         decoder: inner.get_decoder(),
         model,
     };
-    let text = match is_pretty {
-        true => serde_json::to_string_pretty(&parts),
-        false => serde_json::to_string(&parts),
-    };
+    let text = if is_pretty { serde_json::to_string_pretty(&parts) } else { serde_json::to_string(&parts) };
     text.map_err(|error| error.to_string())
 }
 

@@ -93,10 +93,7 @@ impl BackwardTiling {
         set: GradientSet,
         order: SumOrder,
     ) -> SourceKernel {
-        let name = match source.is_gathered() {
-            true => "dma_attention_backward",
-            false => "attention_backward",
-        };
+        let name = if source.is_gathered() { "dma_attention_backward" } else { "attention_backward" };
         let kernel = define_head_dims(SourceKernel::new(name), [shape.head_dim, shape.head_dim_v])
             .define("NUM_WARPS", self.num_warps)
             .define("BLOCK_Q", self.block_q)

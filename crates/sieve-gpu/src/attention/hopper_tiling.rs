@@ -127,10 +127,7 @@ impl HopperTiling {
         // bytes for each key and row.
         let bias = if self.source.has_bias() { 8192 + 2 * rows * 16 } else { 0 };
         // Bytes of the list entries of gathered keys, or of the queries' document starts.
-        let (entries, starts) = match self.source.is_gathered() {
-            true => (4096, 0),
-            false => (0, self.tile_queries() * 4),
-        };
+        let (entries, starts) = if self.source.is_gathered() { (4096, 0) } else { (0, self.tile_queries() * 4) };
         // In this order: q and d_o; stages of 128 keys or values, 256 bytes a column in bf16; bias; entries; the work
         // items of two tiles with their document starts; barriers; the alignment of the buffers.
         rows * self.head_dim * row_bytes
@@ -232,10 +229,7 @@ pub(crate) fn hopper_backward_kernel(
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
     let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * (stages + dq_barriers) + 1) * 8 + 1024;
     let [consumer, producer] = if d == 192 { [240, 24] } else { [232, 40] };
-    let name = match source.is_gathered() {
-        true => "hopper_dma_attention_backward",
-        false => "hopper_attention_backward",
-    };
+    let name = if source.is_gathered() { "hopper_dma_attention_backward" } else { "hopper_attention_backward" };
     let kernel = define_head_dims(SourceKernel::new(name), [d, d_v])
         .define("DQ_BULK", dq_bulk)
         .define("Q_STAGES", q_stages)

@@ -39,10 +39,7 @@ impl SparseKeyReads {
     /// How the Hopper kernel reads the keys of a mask.
     pub fn of<W>(mask: &KeyMask<W>) -> Self {
         let in_order = mask.places.col_ptr.is_empty() && mask.places.key_order.is_empty();
-        match in_order && mask.tiles.key_tile.is_multiple_of(SMALL_BOX) {
-            true => Self::Tiles,
-            false => Self::Keys,
-        }
+        if in_order && mask.tiles.key_tile.is_multiple_of(SMALL_BOX) { Self::Tiles } else { Self::Keys }
     }
 }
 

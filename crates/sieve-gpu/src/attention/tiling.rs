@@ -143,18 +143,17 @@ impl QueryTiling {
             _ => keys * F32,
         };
         // A list entry has 8 bytes: a key's position, and `expire`, the first query that no longer sees the key.
-        let entries = match source.is_gathered() {
-            true => self.block_kv * 8 * list_entries_in_flight(self.num_stages),
-            false => 0,
-        };
+        let entries =
+            if source.is_gathered() { self.block_kv * 8 * list_entries_in_flight(self.num_stages) } else { 0 };
         tiles + bias + entries
     }
 
     /// Grid, in thread blocks, over a whole sequence.
     pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
-        let tiles = match source.is_gathered() {
-            true => shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries()),
-            false => shape.seq_len.div_ceil(self.tile_queries()),
+        let tiles = if source.is_gathered() {
+            shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())
+        } else {
+            shape.seq_len.div_ceil(self.tile_queries())
         };
         [tiles, shape.num_heads / self.heads_per_tile, shape.batch]
     }
@@ -185,9 +184,10 @@ impl QueryTiling {
             }
             None => kernel,
         };
-        match source.is_gathered() {
-            true => kernel.define("HEADS_PER_TILE", self.heads_per_tile),
-            false => define_bias(kernel, source),
+        if source.is_gathered() {
+            kernel.define("HEADS_PER_TILE", self.heads_per_tile)
+        } else {
+            define_bias(kernel, source)
         }
     }
 }
@@ -234,10 +234,7 @@ pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
 /// Adds the `#define` HEAD_DIM, and HEAD_DIM_V if values differ in width.
 pub(crate) fn define_head_dims(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
     let kernel = kernel.define("HEAD_DIM", keys);
-    match keys == values {
-        true => kernel,
-        false => kernel.define("HEAD_DIM_V", values),
-    }
+    if keys == values { kernel } else { kernel.define("HEAD_DIM_V", values) }
 }
 
 #[cfg(test)]

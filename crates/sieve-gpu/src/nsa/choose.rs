@@ -47,10 +47,7 @@ pub(super) fn nsa_choose(
     let most = IMPORTANCE_BYTES / (batch * choosers * num_blocks * DType::F32.size());
     let q_words = q.require_words(NAME, "q")?;
     let queries_per_launch = most.clamp(1, seq_len);
-    let hopper_tile = match hopper::is_hopper(shape, q.tensor()) {
-        true => hopper::importance_tile(choice, group),
-        false => None,
-    };
+    let hopper_tile = if hopper::is_hopper(shape, q.tensor()) { hopper::importance_tile(choice, group) } else { None };
     let importance = lse.empty_contiguous(&[batch, choosers, queries_per_launch, num_blocks], DType::F32);
     for queries in ranges(seq_len, queries_per_launch) {
         let params = params!(NsaImportanceParams {
@@ -153,9 +150,10 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
 /// The kernel that takes the most important blocks; `has_block`: a thread block for each query instead of a warp.
 fn nsa_choose_kernel(has_block: bool) -> SourceKernel {
     let kernel = SourceKernel::new(NAME).starts_early();
-    match has_block {
-        true => kernel.define("QUERY_THREADS", BLOCK_THREADS).threads(BLOCK_THREADS),
-        false => kernel.threads(32 * CHOOSE_QUERIES),
+    if has_block {
+        kernel.define("QUERY_THREADS", BLOCK_THREADS).threads(BLOCK_THREADS)
+    } else {
+        kernel.threads(32 * CHOOSE_QUERIES)
     }
 }
 

@@ -169,14 +169,13 @@ impl Heads {
         let (shape, documents) = require_pooled(NAME, self, documents, pooled, blocks)?;
         no_gap(NAME, choice.cuda_gap(shape.head_dim, shape.group_size()))?;
         let pooled = pooled.contiguous();
-        let lse = match choice.rule.takes_scores() {
+        let lse = if choice.rule.takes_scores() {
             // Rules that compare scores read no log-sum-exp: this tensor stands in for it.
-            true => pooled.empty_contiguous(&[1], DType::F32),
-            false => {
-                let (sums, delta) = (None, None);
-                let placed = Placed::new(self, &shape, &documents, &pooled, blocks, sums)?;
-                listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
-            }
+            pooled.empty_contiguous(&[1], DType::F32)
+        } else {
+            let (sums, delta) = (None, None);
+            let placed = Placed::new(self, &shape, &documents, &pooled, blocks, sums)?;
+            listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
         };
         nsa_choose(self, &shape, [&pooled, &lse], documents.each_ref(), choice, softmax_scale)
     }

@@ -196,10 +196,7 @@ impl Pooled<'_> {
         let multiprocessors = self.keys.hardware().num_multiprocessors;
         let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, scored.div_ceil(MIN_POOLED));
         let kernel = pooled_scores_kernel(head_dim, shape.group_size());
-        let kernel = match self.is_written {
-            true => kernel,
-            false => kernel.define("POOLS", 0),
-        };
+        let kernel = if self.is_written { kernel } else { kernel.define("POOLS", 0) };
         let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor(), &cache.k, &cache.v];
         let tensors = [&tensors[..], &[self.keys, length, &scores]].concat();
         // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and writes one row of each
@@ -291,10 +288,7 @@ impl KvCache {
             is_written: true,
         };
         // Rules that compare scores instead of probabilities compare unscaled dot products.
-        let scored = match choice.rule.takes_scores() {
-            true => DecodeStep { softmax_scale: 1.0, ..step },
-            false => step,
-        };
+        let scored = if choice.rule.takes_scores() { DecodeStep { softmax_scale: 1.0, ..step } } else { step };
         let scores = match index {
             None => keys.scores(token, self, length, scored)?,
             // A first launch only appends the token. A second launch appends the indexer's key to `pooled` and scores

@@ -153,9 +153,10 @@ impl Work {
         let [start, end] = &self.documents;
         let bounds_and_lists = [start, end, &lists.entries, &lists.items, &lists.num_items];
         let [_, max_items] = lists.capacity();
-        let grid = match self.is_hopper() {
-            true => [self.indices.hardware().num_multiprocessors, 1, 1],
-            false => [max_items, self.shape.num_kv_heads, self.shape.batch],
+        let grid = if self.is_hopper() {
+            [self.indices.hardware().num_multiprocessors, 1, 1]
+        } else {
+            [max_items, self.shape.num_kv_heads, self.shape.batch]
         };
         // SAFETY: the caller checked the operands; lists name queries of the range.
         unsafe { kernel.launch(grid, &[operands, &bounds_and_lists, results].concat(), params) }
@@ -244,9 +245,10 @@ impl Work {
         let token = shape.num_heads * shape.head_dim;
         // Offset, token stride and batch stride of o.
         let layout = [0, token, token * shape.seq_len];
-        let kernel = match work.is_hopper() {
-            true => arriving(hopper::selected_forward_kernel(shape.head_dim), q.policy()),
-            false => nsa_selected_attention_forward_kernel(shape.head_dim),
+        let kernel = if work.is_hopper() {
+            arriving(hopper::selected_forward_kernel(shape.head_dim), q.policy())
+        } else {
+            nsa_selected_attention_forward_kernel(shape.head_dim)
         };
         let mut all_lists = Vec::new();
         for range in work.ranges() {
@@ -294,9 +296,10 @@ impl AttentionGradients<'_> {
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
         let policy = self.qkv.policy();
         let is_hopper = work.is_hopper();
-        let kernel = match is_hopper {
-            true => arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy),
-            false => nsa_selected_attention_backward_kernel(shape.head_dim),
+        let kernel = if is_hopper {
+            arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy)
+        } else {
+            nsa_selected_attention_backward_kernel(shape.head_dim)
         };
         for (index, range) in work.ranges().enumerate() {
             let lists = match (policy.sums, is_hopper, lists.get(index)) {

@@ -44,10 +44,7 @@ pub fn driver_version() -> Result<CudaVersion, KernelError> {
 
 fn require_nvrtc() -> Result<(), KernelError> {
     // SAFETY: only tries to open the library.
-    match unsafe { sys::is_culib_present() } {
-        true => Ok(()),
-        false => Err(KernelError::no_nvrtc()),
-    }
+    if unsafe { sys::is_culib_present() } { Ok(()) } else { Err(KernelError::no_nvrtc()) }
 }
 
 /// Compiles one kernel with NVRTC for `arch` (`sm_80`, `sm_90a`, …) to a cubin. Needs no GPU. Several threads may call

@@ -99,10 +99,7 @@ impl Call<'_> {
         let blocks = (p.num_tokens + p.offset).div_ceil(p.block);
         let head_dim = self.shape.head_dim;
         let means = self.new_f32(&[p.num_heads, blocks, head_dim]);
-        let variances = match has_variance {
-            true => self.new_f32(&[p.num_heads, blocks, head_dim]),
-            false => means.clone(),
-        };
+        let variances = if has_variance { self.new_f32(&[p.num_heads, blocks, head_dim]) } else { means.clone() };
         let params = params!(SelectPoolParams {
             [x_offset, token_stride]: p.at,
             head_dim,

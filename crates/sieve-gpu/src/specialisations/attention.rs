@@ -50,9 +50,10 @@ impl AttentionNeeds {
 
     /// The kernels that decoding alone launches.
     pub fn decoding(&self, arch: &str) -> NeededKernels {
-        match self.has_sinks {
-            true => self.kernels_of(arch, &[Part::Decode, Part::Sinks]),
-            false => self.kernels_of(arch, &[Part::Decode]),
+        if self.has_sinks {
+            self.kernels_of(arch, &[Part::Decode, Part::Sinks])
+        } else {
+            self.kernels_of(arch, &[Part::Decode])
         }
     }
 

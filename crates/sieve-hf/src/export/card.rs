@@ -101,15 +101,15 @@ impl Card<'_> {
 
     /// The texts of the recipe. Of a local file the name alone: the folders are no business of a published page.
     fn data(&self) -> String {
-        let name = |path: &String| match path.starts_with("hf://") {
-            true => format!("`{path}`"),
-            false => format!("`{}`", path.rsplit('/').next().unwrap_or(path)),
+        let name = |path: &String| {
+            if path.starts_with("hf://") {
+                format!("`{path}`")
+            } else {
+                format!("`{}`", path.rsplit('/').next().unwrap_or(path))
+            }
         };
         let names: Vec<_> = self.recipe.data.paths.iter().map(name).collect();
-        match names.is_empty() {
-            true => "generated".to_owned(),
-            false => names.join(", ").replace('|', "\\|"),
-        }
+        if names.is_empty() { "generated".to_owned() } else { names.join(", ").replace('|', "\\|") }
     }
 
     /// The validation loss that the run folder has for the checkpoint's step; else the mean loss of its latest steps;
@@ -134,14 +134,15 @@ impl Card<'_> {
         let trust = if self.architecture == Architecture::Sieve { ", trust_remote_code=True" } else { "" };
         let eager = if self.architecture == Architecture::Doge { ", attn_implementation=\"eager\"" } else { "" };
         let tokenizer = if self.replaces_tokenizer { "PreTrainedTokenizerFast" } else { "AutoTokenizer" };
-        let (inputs, prompt) = match self.checkpoint.answers_chats(self.recipe) {
-            true => (
+        let (inputs, prompt) = if self.checkpoint.answers_chats(self.recipe) {
+            (
                 "chat = [{\"role\": \"user\", \"content\": \"Who are you?\"}]\n\
-                 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, \
-                 return_tensors=\"pt\")",
+             inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, \
+             return_tensors=\"pt\")",
                 "--chat --prompt 'Who are you?'",
-            ),
-            false => ("inputs = tokenizer(\"Once\", return_tensors=\"pt\")", "--prompt Once"),
+            )
+        } else {
+            ("inputs = tokenizer(\"Once\", return_tensors=\"pt\")", "--prompt Once")
         };
         format!(
             "```python\nfrom transformers import AutoModelForCausalLM, {tokenizer}\n\n\

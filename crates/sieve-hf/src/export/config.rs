@@ -116,9 +116,10 @@ pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<S
 fn layer_keys(shape: &ModelShape) -> Value {
     let own = shape.attention;
     let layers = (0..shape.layers.types().len()).map(|layer| shape.attention_of(layer));
-    let keys = layers.map(|attention| match attention == own {
-        true => json!({}),
-        false => {
+    let keys = layers.map(|attention| {
+        if attention == own {
+            json!({})
+        } else {
             let mut keys = attention.as_kind().config_keys(shape);
             keys["attention_kind"] = json!(attention.kind().name());
             keys

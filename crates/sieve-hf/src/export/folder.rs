@@ -93,10 +93,7 @@ impl OutFolder {
 
     fn remove(&self, name: &str) -> Result<(), CheckpointError> {
         let path = self.path.join(name);
-        match path.exists() {
-            true => fs::remove_file(&path).map_err(CheckpointError::io("removing", path)),
-            false => Ok(()),
-        }
+        if path.exists() { fs::remove_file(&path).map_err(CheckpointError::io("removing", path)) } else { Ok(()) }
     }
 
     fn write_marker(&self, files: &BTreeSet<String>) -> Result<(), CheckpointError> {

@@ -71,9 +71,10 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
             let range = start..start + rows;
             start = range.end;
             let dims = [&[*rows], &spec.dims[1..]].concat();
-            let source = match is_missing {
-                true => Source::Ones,
-                false => Source::Rows { name: spec.ours.clone(), rows: range, num_rows: spec.dims[0] },
+            let source = if is_missing {
+                Source::Ones
+            } else {
+                Source::Rows { name: spec.ours.clone(), rows: range, num_rows: spec.dims[0] }
             };
             ExportTensor { name: name.clone(), shape: dims, source }
         });

@@ -53,17 +53,15 @@ pub(super) fn read(
     let carried = CARRIED.iter().filter_map(|key| imported.get_key_value(*key));
     let carried = carried.filter(|(_, value)| !value.is_null());
     all.extend(carried.map(|(key, value)| (key.clone(), value.clone())));
-    match more_templates(beside)?.is_empty() {
-        true => {
-            let template = text_of(&beside.join(CHAT_TEMPLATE))?;
-            files.extend(template.map(|template| (CHAT_TEMPLATE, template)));
-        }
+    if more_templates(beside)?.is_empty() {
+        let template = text_of(&beside.join(CHAT_TEMPLATE))?;
+        files.extend(template.map(|template| (CHAT_TEMPLATE, template)));
+    } else {
         // All in one list, since an export has no folders.
-        false => {
-            let named = Templates::read(beside)?.named;
-            let list = named.iter().map(|(name, template)| json!({ "name": name, "template": template }));
-            all.insert("chat_template".into(), list.collect());
-        }
+
+        let named = Templates::read(beside)?.named;
+        let list = named.iter().map(|(name, template)| json!({ "name": name, "template": template }));
+        all.insert("chat_template".into(), list.collect());
     }
     files.extend([
         ("tokenizer.json", text),
@@ -297,9 +295,10 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
             list => list[id as usize][0].clone(),
         },
     };
-    match content.is_string() {
-        true => Ok(content),
-        false => Err(CheckpointError::malformed(path, format!("it has no token {id}"))),
+    if content.is_string() {
+        Ok(content)
+    } else {
+        Err(CheckpointError::malformed(path, format!("it has no token {id}")))
     }
 }
 

@@ -114,17 +114,19 @@ impl Reader {
         };
         if self.architecture == Architecture::Sieve {
             let agrees = !self.is_given(THETA) || beside.as_f64() == Some(theta);
-            return match agrees {
-                true => Ok(theta),
-                false => Err(self.bad_value(format!("{THETA} is {theta:?} in a dictionary and {beside} beside it"))),
+            return if agrees {
+                Ok(theta)
+            } else {
+                Err(self.bad_value(format!("{THETA} is {theta:?} in a dictionary and {beside} beside it")))
             };
         }
         let is_given = self.is_given(THETA);
         let place = dictionary.map_or("config.json", |dictionary| dictionary.name);
         if beside.as_f64() != Some(theta) {
-            let old = match is_given {
-                true => format!("and {beside} beside it"),
-                false => format!("and absent beside it, where transformers 4 takes {beside}"),
+            let old = if is_given {
+                format!("and {beside} beside it")
+            } else {
+                format!("and absent beside it, where transformers 4 takes {beside}")
             };
             self.note(format!(
                 "{THETA} is {theta:?} in {place} {old}: {theta:?} is read, as transformers 5 does; transformers 4 \
@@ -242,10 +244,7 @@ impl Reader {
             None => Err(self.bad_value(format!("{ORIGINAL} is {value}, not a whole number"))),
         };
         let inside = dictionary.values.get(ORIGINAL).map(whole).transpose()?;
-        let beside = match self.is_given(ORIGINAL) {
-            true => Some(whole(&self.value[ORIGINAL])?),
-            false => None,
-        };
+        let beside = if self.is_given(ORIGINAL) { Some(whole(&self.value[ORIGINAL])?) } else { None };
         match (inside, beside) {
             (Some(inside), Some(beside)) if inside != beside => Err(self.bad_value(format!(
                 "{ORIGINAL} is {inside} in {name} and {beside} beside it: transformers 5 reads the second, \

@@ -544,13 +544,12 @@ fn layers_that_have_the_kind_of_the_attention_flag_keep_their_settings() {
         } else {
             let types = format!("layer_types = [{name:?}, \"sparse\"]");
             let is_dense = kind == AttentionKind::Mha;
-            let lines = match is_dense {
-                true => String::new(),
-                false => {
-                    let prefix = format!("attention.{name}.");
-                    let first = [format!("model.{types}").replace(" = ", "="), format!("{prefix}kind={name}")];
-                    changed_settings(&dense, &prefix, &first).join("\n")
-                }
+            let lines = if is_dense {
+                String::new()
+            } else {
+                let prefix = format!("attention.{name}.");
+                let first = [format!("model.{types}").replace(" = ", "="), format!("{prefix}kind={name}")];
+                changed_settings(&dense, &prefix, &first).join("\n")
             };
             assert!(is_dense || lines.lines().count() > 0, "{name}");
             let far = "layer_types = [\"far\", \"sparse\"]";

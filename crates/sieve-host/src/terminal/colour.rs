@@ -26,10 +26,7 @@ fn are_wanted() -> bool {
 
 /// The text for a terminal, in colours if they are wanted.
 pub(super) fn coloured(text: Cow<'_, str>) -> Cow<'_, str> {
-    match are_wanted() {
-        true => in_colours(text),
-        false => text,
-    }
+    if are_wanted() { in_colours(text) } else { text }
 }
 
 fn in_colours(text: Cow<'_, str>) -> Cow<'_, str> {

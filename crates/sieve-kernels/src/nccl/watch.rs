@@ -41,9 +41,10 @@ impl Marks {
     /// The communicator was aborted before.
     pub(super) fn hold(&self) -> Result<MutexGuard<'_, bool>, String> {
         let is_aborted = lock(&self.is_aborted);
-        match *is_aborted {
-            true => Err("NCCL's communicator was aborted, because a rank is lost".to_owned()),
-            false => Ok(is_aborted),
+        if *is_aborted {
+            Err("NCCL's communicator was aborted, because a rank is lost".to_owned())
+        } else {
+            Ok(is_aborted)
         }
     }
 }

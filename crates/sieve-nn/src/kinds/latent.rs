@@ -212,12 +212,11 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
     }
 
     fn fill(&self, tokens: PackedLatents<B::Inner>, (): ()) -> LayerCache<B::Inner> {
-        LayerCache::Latent(match B::Inner::ON_HOST {
-            true => {
-                let [_, k, v] = self.heads(tokens.packed);
-                LatentCache { stored: Stored::Keys(KeyCache::new(k, v)) }
-            }
-            false => LatentCache::of_latents(self.cache_entries(tokens)),
+        LayerCache::Latent(if B::Inner::ON_HOST {
+            let [_, k, v] = self.heads(tokens.packed);
+            LatentCache { stored: Stored::Keys(KeyCache::new(k, v)) }
+        } else {
+            LatentCache::of_latents(self.cache_entries(tokens))
         })
     }
 

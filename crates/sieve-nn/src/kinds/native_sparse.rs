@@ -221,10 +221,7 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
         let Branches { compressed, selected, window, gates } = self.project(x, rows.context);
         let window = self.qkv.own_heads(window, parts);
         // A branch that is a clone of the window branch is not exchanged again.
-        let exchanged = |branch, is_window| match is_window {
-            true => window.clone(),
-            false => self.qkv.own_heads(branch, parts),
-        };
+        let exchanged = |branch, is_window| if is_window { window.clone() } else { self.qkv.own_heads(branch, parts) };
         let selected = exchanged(selected, self.select_kv_proj.is_none());
         let compressed_is_window = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
         let compressed = exchanged(compressed, compressed_is_window);

@@ -34,9 +34,8 @@ fn a_model_has_the_parameters_its_shape_counts() {
 /// Labels are the next ids; the last one and every fifth are ignored.
 fn labels() -> Tensor<Flex, 2, Int> {
     let ids: Vec<i64> = ids::<Flex>(DIMS, 1).into_data().iter::<i64>().collect();
-    let label = |n: usize| match (n + 1).is_multiple_of(DIMS[1]) || n.is_multiple_of(5) {
-        true => sieve_ops::IGNORE_LABEL,
-        false => ids[n + 1] as i32,
+    let label = |n: usize| {
+        if (n + 1).is_multiple_of(DIMS[1]) || n.is_multiple_of(5) { sieve_ops::IGNORE_LABEL } else { ids[n + 1] as i32 }
     };
     let labels: Vec<i32> = (0..ids.len()).map(label).collect();
     Tensor::from_data(TensorData::new(labels, DIMS), &Default::default())
@@ -58,10 +57,7 @@ fn losses_are_those_of_the_logits() {
                 .into_data()
                 .iter::<i64>()
                 .enumerate()
-                .map(|(n, label)| match label < 0 {
-                    true => 0.0,
-                    false => -log_p[n * 50 + label as usize],
-                })
+                .map(|(n, label)| if label < 0 { 0.0 } else { -log_p[n * 50 + label as usize] })
                 .collect();
             let losses = model.token_losses(ids.clone(), labels(), &rows.context());
             assert_eq!(losses.dims(), DIMS);

@@ -93,10 +93,7 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
     let (gate_up, first) = gemm::<B>(how, normed, primitive(layer.gate_up.clone()), None);
     if layer.pass == PassFor::Gradients && layer.precision == GemmPrecision::Tensors {
         // Not in fp8, where the GEMM with `down` makes the rounded operands that the backward pass reads.
-        let second = match layer.keeping.recomputable {
-            true => Operands::X(B::swiglu(gate_up.clone())),
-            false => Operands::None,
-        };
+        let second = if layer.keeping.recomputable { Operands::X(B::swiglu(gate_up.clone())) } else { Operands::None };
         return (x.clone(), Kept { x, gate_up, operands: [first, second], layer, residual });
     }
     let hidden = match layer.precision {

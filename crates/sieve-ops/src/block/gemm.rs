@@ -28,10 +28,7 @@ pub(super) fn gemm<B: DeviceBackend>(
         return (y, Operands::Fp8(kept));
     }
     let x = x.0;
-    let operands = match keeping.recomputable {
-        true => Operands::X(x.clone()),
-        false => Operands::None,
-    };
+    let operands = if keeping.recomputable { Operands::X(x.clone()) } else { Operands::None };
     (<B as DeviceBackend>::linear(x, weight, residual), operands)
 }
 

@@ -63,10 +63,7 @@ pub(crate) fn exchange<B: Backend>(links: &dyn RankGroup, parcel: SendRecv<B>) -
         let flat = B::float_reshape(given, [count].into());
         values[part] = tensor::<B, 1>(flat).into_data().iter::<f32>().collect();
     }
-    let counts = (0..parts).map(|part| match parcel.from.contains(&part) {
-        true => count,
-        false => 0,
-    });
+    let counts = (0..parts).map(|part| if parcel.from.contains(&part) { count } else { 0 });
     let mut found = links.exchange(values, &counts.collect::<Vec<_>>());
     let found = found.drain(parcel.from).map(|values| {
         let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [count]), &device).cast(dtype);

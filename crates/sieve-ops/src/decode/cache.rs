@@ -281,9 +281,10 @@ mod tests {
                 let (column, page_of_head) = (at % (2 * width), at / (2 * width));
                 let (head, first) = (page_of_head / pages, page_of_head % pages * page);
                 let keys = (first..(first + page).min(tokens)).map(|t| k[(t * heads + head) * width + column % width]);
-                let expected = match column < width {
-                    true => keys.fold(f32::INFINITY, f32::min),
-                    false => keys.fold(f32::NEG_INFINITY, f32::max),
+                let expected = if column < width {
+                    keys.fold(f32::INFINITY, f32::min)
+                } else {
+                    keys.fold(f32::NEG_INFINITY, f32::max)
                 };
                 assert_eq!(bound, expected, "{tokens} tokens, entry {at}");
             }

@@ -76,9 +76,10 @@ pub(crate) fn dma_decode(
     }
     let (q, is_i32) = (token.q.clone(), cache.positions.buffer().dtype() == DType::I32);
     // `replace_lowest_rank` takes full slots with i32 positions.
-    match cache.is_full() && is_i32 {
-        true => replace_lowest_rank(cache, &token),
-        false => cache.insert(token),
+    if cache.is_full() && is_i32 {
+        replace_lowest_rank(cache, &token)
+    } else {
+        cache.insert(token)
     }
     let delta = primitive(dma_bias(cache.rank.tokens(), bias));
     let logits = Logits { delta: Some(delta), sinks: None };

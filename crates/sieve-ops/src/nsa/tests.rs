@@ -140,9 +140,10 @@ fn nsa_choice_of_blocks_equals_the_reference() {
             let call = call.call::<Flex>();
             let run = |reference: bool| {
                 let (qkv, compressed) = (qkv.clone(), compressed.clone());
-                let result = match reference {
-                    true => reference::nsa_compressed_attention::<Flex>(qkv, compressed, &call),
-                    false => Flex::nsa_compressed_attention(qkv, compressed, &call),
+                let result = if reference {
+                    reference::nsa_compressed_attention::<Flex>(qkv, compressed, &call)
+                } else {
+                    Flex::nsa_compressed_attention(qkv, compressed, &call)
                 };
                 host_ints::<Flex, 4>(Tensor::from_primitive(result.block_indices))
             };

@@ -58,9 +58,10 @@ impl<B: Backend> RotaryEmbedding<B> {
     /// # Panics
     /// For a layer that does not rotate, without [`with_still`](Self::with_still).
     pub fn of_layer(&self, rotates: bool) -> &Self {
-        match rotates {
-            true => self,
-            false => self.still.as_deref().expect("the tables of a model with NoPE layers are made with_still"),
+        if rotates {
+            self
+        } else {
+            self.still.as_deref().expect("the tables of a model with NoPE layers are made with_still")
         }
     }
 

@@ -21,11 +21,10 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     // `common`: the inputs of the attention and feed-forward halves, gate and up. If they fit, also `more`: the GEMMs'
     // inputs and the rotated heads.
-    let more = match keeping.recomputable {
-        true => {
-            of_inputs(shape) + if joins_attention(shape) { shape.attention.as_kind().packed_width(shape) } else { 0 }
-        }
-        false => 0,
+    let more = if keeping.recomputable {
+        of_inputs(shape) + if joins_attention(shape) { shape.attention.as_kind().packed_width(shape) } else { 0 }
+    } else {
+        0
     };
     let common = 2 * d_model + 2 * d_ff + more;
     // The norm's output is kept, unless attention is one op, which recomputes it.
@@ -66,12 +65,11 @@ pub(crate) fn fp8_gemms(shape: &ModelShape) -> (u64, [u64; 2]) {
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     // The feed-forward's GEMMs; if attention is one op with its GEMMs, also its projections of q, k, v and output.
     let (weights, inner, outer) = (3 * d_model * d_ff, d_model + d_ff, 2 * d_ff + d_model);
-    match joins_attention(shape) {
-        false => (weights, [inner, outer]),
-        true => {
-            let widths = [inner + d_model + q, outer + q + 2 * kv + d_model];
-            (weights + 2 * d_model * (q + kv), widths)
-        }
+    if !joins_attention(shape) {
+        (weights, [inner, outer])
+    } else {
+        let widths = [inner + d_model + q, outer + q + 2 * kv + d_model];
+        (weights + 2 * d_model * (q + kv), widths)
     }
 }
 
@@ -83,10 +81,7 @@ pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping
         Target::Cpu { .. } => F32,
         Target::Gpu(_) => 1,
     };
-    let inputs = match keeping.recomputable {
-        true => times(tokens, of_inputs(shape) * target.value_bytes()),
-        false => 0,
-    };
+    let inputs = if keeping.recomputable { times(tokens, of_inputs(shape) * target.value_bytes()) } else { 0 };
     (times(tokens, inner * bytes) + times(weights, bytes)) as i64 - inputs as i64
 }
 
@@ -214,9 +209,10 @@ pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize)
     let kinds = shape.by_kind();
     let runs_reference =
         |part: &ModelShape| !part.attention.kind().facts().is_one_op && gpu_attention_gap(part).is_some();
-    match kinds.iter().any(runs_reference) {
-        false => 0,
-        true => times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64),
+    if !kinds.iter().any(runs_reference) {
+        0
+    } else {
+        times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64)
     }
 }
 

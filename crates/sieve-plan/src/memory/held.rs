@@ -387,10 +387,7 @@ impl Step<'_> {
     fn gradient(&mut self, place: usize, spec: &ParamSpec) -> Result<Option<HeldTensor>, MemoryFull> {
         let run = self.run;
         let adds_in_place = !self.keeps_pieces() && run.recipe.training.gradient_dtype == GradientDtype::F32;
-        match place > 0 && adds_in_place {
-            true => Ok(None),
-            false => self.hold(spec.num_elements() * F32).map(Some),
-        }
+        if place > 0 && adds_in_place { Ok(None) } else { self.hold(spec.num_elements() * F32).map(Some) }
     }
 
     /// Whether micro-batches are added up in pieces.

@@ -73,9 +73,10 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         activation_bytes: forward_bytes(shape, size, target),
         ..MemoryParts::default()
     };
-    match loaded.total() > forward.total() {
-        true => loaded.plan("reading the weights", target, size.ranks),
-        false => forward.plan("a forward pass", target, size.ranks),
+    if loaded.total() > forward.total() {
+        loaded.plan("reading the weights", target, size.ranks)
+    } else {
+        forward.plan("a forward pass", target, size.ranks)
     }
 }
 

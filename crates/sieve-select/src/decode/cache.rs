@@ -113,10 +113,7 @@ pub(crate) fn ascending(keys: impl Iterator<Item = usize>) -> Vec<u32> {
 pub(crate) fn most_attended(shape: CallShape, num_queries: usize, [num_kept, num_last]: [usize; 2]) -> HeavyKeys {
     let num_keys = shape.num_keys;
     let shape = CallShape { num_queries: num_queries.min(num_keys), ..shape };
-    let [num_ranked, last] = match num_keys <= num_kept {
-        true => [num_keys, 0],
-        false => [num_kept - num_last, num_last],
-    };
+    let [num_ranked, last] = if num_keys <= num_kept { [num_keys, 0] } else { [num_kept - num_last, num_last] };
     let block = 1;
     HeavyKeys {
         selection: BlockSelection::new(shape, block, BlockScores::Logits, KeepBlocks::Top(num_ranked)),

@@ -136,9 +136,10 @@ impl Infllm {
             let (kv_head, of_head) = (head / group_size, head * d..(head + 1) * d);
             let logit = |&key: &u32| {
                 let key = key as usize;
-                let product = match key >= first_local {
-                    true => dot(&q[of_head.clone()], cache.key(kv_head, key)),
-                    false => dot(&far_q[of_head.clone()], self.unrotated_key(kv_head, key)),
+                let product = if key >= first_local {
+                    dot(&q[of_head.clone()], cache.key(kv_head, key))
+                } else {
+                    dot(&far_q[of_head.clone()], self.unrotated_key(kv_head, key))
                 };
                 cache.scale() * product
             };

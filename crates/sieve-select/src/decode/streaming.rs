@@ -18,10 +18,7 @@ pub(crate) struct Streaming {
 impl Streaming {
     pub(crate) fn new(config: StreamingConfig) -> Result<Self, SelectError> {
         let rules = Rules("streamingllm");
-        let rope_theta = match config.reindex {
-            true => Some(rules.need_rope_theta(config.rope_theta)?),
-            false => None,
-        };
+        let rope_theta = if config.reindex { Some(rules.need_rope_theta(config.rope_theta)?) } else { None };
         Ok(Self { config, rope_theta })
     }
 

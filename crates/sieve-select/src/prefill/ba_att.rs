@@ -147,9 +147,8 @@ impl BaAttConfig {
         let sort = matches!(self.sort, NormSort::K | NormSort::Qk);
         (0..call.shape.num_kv_heads)
             .into_par_iter()
-            .map(|h| match sort {
-                true => self.order(n, segments.whole(n), |key| call.key(h, key)),
-                false => (0..n as i32).collect(),
+            .map(|h| {
+                if sort { self.order(n, segments.whole(n), |key| call.key(h, key)) } else { (0..n as i32).collect() }
             })
             .collect()
     }
@@ -176,10 +175,7 @@ impl BaAttConfig {
         token: impl Fn(usize) -> &'x [f32],
     ) -> Vec<i32> {
         let score: Vec<f32> = (0..len).map(|at| -norm(token(at))).collect();
-        match self.causal {
-            true => sort_ranges(len, ranges, &score),
-            false => sort_ranges(len, std::iter::once(0..len), &score),
-        }
+        if self.causal { sort_ranges(len, ranges, &score) } else { sort_ranges(len, std::iter::once(0..len), &score) }
     }
 
     /// The key tiles that each query tile keeps, one choice for all of `heads`, which share a KV head; `None` on NaN.

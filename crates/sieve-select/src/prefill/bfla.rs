@@ -207,10 +207,8 @@ impl BflaConfig {
             let block_row = (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
             let rescue = self.rescue();
             for (j, kept) in kept.iter_mut().enumerate().filter(|(_, kept)| !**kept) {
-                *kept = match rescue.by_block {
-                    false => is_rescued(rescue, list as u64, row, j as u64),
-                    true => is_rescued(rescue, list as u64, block_row, (j / per_block) as u64),
-                };
+                let (row, column) = if rescue.by_block { (block_row, j / per_block) } else { (row, j) };
+                *kept = is_rescued(rescue, list as u64, row, column as u64);
             }
             (0..admissible).filter(|&j| kept[j]).collect()
         })
@@ -219,14 +217,12 @@ impl BflaConfig {
     /// The rescue of dropped tiles: a hash below `limit` is a share below `prob`.
     fn rescue(&self) -> Rescue {
         let is_linear = self.hash == RescueHash::Linear;
-        let limit = match is_linear {
-            // The least whole number that, divided by a million and rounded, is not below the share.
-            true => {
-                let below = (self.prob * 1e6).floor();
-                below as u64 + u64::from(below / 1e6 < self.prob)
-            }
-            false => (self.prob * f64::from(1 << 24)).ceil() as u64,
-        };
+        let limit = if is_linear {
+// The least whole number that, divided by a million and rounded, is not below the share.
+
+            let below = (self.prob * 1e6).floor();
+            below as u64 + u64::from(below / 1e6 < self.prob)
+        } else { (self.prob * f64::from(1 << 24)).ceil() as u64 };
         Rescue {
             stride: self.stride,
             limit,
@@ -243,16 +239,16 @@ fn is_rescued(rescue: Rescue, list: u64, row: u64, column: u64) -> bool {
     let Rescue { stride, limit, seed, .. } = rescue;
     let strided =
         stride > 0 && (131_u64.wrapping_mul(row).wrapping_add(17 * column)).wrapping_add(seed).is_multiple_of(stride);
-    let hash = || match rescue.is_linear {
-        false => mix(mix(mix(mix(list).wrapping_add(row)).wrapping_add(column)).wrapping_add(seed)) >> 40,
-        true => {
-            let sum = (row + 1)
-                .wrapping_mul(1_103_515_245)
-                .wrapping_add((column + 1).wrapping_mul(12_345))
-                .wrapping_add((list + 1).wrapping_mul(2_654_435_761))
-                .wrapping_add(seed);
-            (sum & 0x7fff_ffff) % 1_000_000
+    let hash = || {
+        if !rescue.is_linear {
+            return mix(mix(mix(mix(list).wrapping_add(row)).wrapping_add(column)).wrapping_add(seed)) >> 40;
         }
+        let sum = (row + 1)
+            .wrapping_mul(1_103_515_245)
+            .wrapping_add((column + 1).wrapping_mul(12_345))
+            .wrapping_add((list + 1).wrapping_mul(2_654_435_761))
+            .wrapping_add(seed);
+        (sum & 0x7fff_ffff) % 1_000_000
     };
     strided || (limit > 0 && hash() < limit)
 }

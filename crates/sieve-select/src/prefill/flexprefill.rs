@@ -106,9 +106,10 @@ impl FlexprefillConfig {
             return None;
         }
         let is_query_aware = jensen_shannon(&estimate, &column_blocks) < self.tau;
-        let num_kept = match is_query_aware {
-            true => [self.min_budget / self.block; 2],
-            false => [&sums.column, &sums.diagonal].map(|sums| self.num_blocks(sums)),
+        let num_kept = if is_query_aware {
+            [self.min_budget / self.block; 2]
+        } else {
+            [&sums.column, &sums.diagonal].map(|sums| self.num_blocks(sums))
         };
         let mut kept = slashes(tiles, [&column_blocks, &diagonal_blocks], num_kept);
         if is_query_aware {

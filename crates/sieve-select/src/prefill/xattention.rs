@@ -65,10 +65,10 @@ impl PrefillMethod for XattentionConfig {
         for &tau in self.head_taus.iter().flatten() {
             rules.share("a threshold of taus", tau)?;
         }
-        match self.head_taus.is_empty() {
-            true => Ok(()),
-            false => rules.no_mean(gqa, "taus gives the heads of a group thresholds of their own, gqa=mean one list"),
+        if self.head_taus.is_empty() {
+            return Ok(());
         }
+        rules.no_mean(gqa, "taus gives the heads of a group thresholds of their own, gqa=mean one list")
     }
 
     /// Thresholds from a file must be those of this model: a list for each layer, a number for each head.
@@ -135,10 +135,7 @@ pub(crate) fn read_taus(path: &Path) -> Result<Vec<Vec<f64>>, SelectError> {
 
 impl XattentionConfig {
     fn tau_of(&self, layer: usize, head: usize) -> f64 {
-        match self.head_taus.is_empty() {
-            true => self.tau,
-            false => self.head_taus[layer][head],
-        }
+        if self.head_taus.is_empty() { self.tau } else { self.head_taus[layer][head] }
     }
 
     /// Adds the softmax over cells, for some rows of a head, to the mass of each block; `None` on NaN.

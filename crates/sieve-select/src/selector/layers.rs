@@ -110,10 +110,7 @@ impl LayerSelectors {
                 names.push(selector.name());
             }
         }
-        match names.is_empty() {
-            true => "dense".to_owned(),
-            false => names.join("+"),
-        }
+        if names.is_empty() { "dense".to_owned() } else { names.join("+") }
     }
 
     /// The shortest text that [`parse`](Self::parse) reads as these selectors: without settings at their defaults.
@@ -166,9 +163,10 @@ fn wrong(problem: String) -> SelectError {
 
 /// The error about layers that have no selector.
 fn missing(first: usize, last: usize) -> SelectError {
-    wrong(match last == first {
-        true => format!("no selector for layer {first}"),
-        false => format!("no selector for layers {first}-{last}"),
+    wrong(if last == first {
+        format!("no selector for layer {first}")
+    } else {
+        format!("no selector for layers {first}-{last}")
     })
 }
 

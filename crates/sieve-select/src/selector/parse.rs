@@ -60,12 +60,11 @@ impl Selector {
             return Rules(selector)
                 .fail(format!("{key} is given, and it has no settings"), "leave the colon and what follows out");
         }
-        let problem = match common_items(&self.common).any(|item| item.0 == key) {
-            true => format!("{selector} takes no {key}: it would change nothing"),
-            false => {
-                let known: Vec<&str> = known.iter().map(String::as_str).collect();
-                format!("{selector} has no key {key:?}{}", did_you_mean(key, &known))
-            }
+        let problem = if common_items(&self.common).any(|item| item.0 == key) {
+            format!("{selector} takes no {key}: it would change nothing")
+        } else {
+            let known: Vec<&str> = known.iter().map(String::as_str).collect();
+            format!("{selector} has no key {key:?}{}", did_you_mean(key, &known))
         };
         Err(SelectError::refused(problem, format!("its keys are {}", known.join(", "))))
     }
@@ -248,10 +247,7 @@ fn value_of(text: &str, default: &Value) -> Result<Value, String> {
 /// Writes `NAME:key=value,…`, or only the name if there are no items.
 pub(super) fn text_of_items(name: &str, items: impl IntoIterator<Item = (String, String)>) -> String {
     let items: Vec<String> = items.into_iter().map(|(key, value)| format!("{key}={value}")).collect();
-    match items.is_empty() {
-        true => name.to_owned(),
-        false => format!("{name}:{}", items.join(",")),
-    }
+    if items.is_empty() { name.to_owned() } else { format!("{name}:{}", items.join(",")) }
 }
 
 /// A value as `--selector` reads it.

@@ -127,10 +127,7 @@ fn order_of_tiles_changes_nothing_but_rounding() {
     let tiles = chosen.mask.tiles.num_key_tiles();
     let mut moved = chosen.clone();
     // The last tile is short, so it keeps its place.
-    let place = |j: i32| match (j as usize) < tiles - 1 {
-        true => tiles as i32 - 2 - j,
-        false => j,
-    };
+    let place = |j: i32| if (j as usize) < tiles - 1 { tiles as i32 - 2 - j } else { j };
     let order: Vec<i32> =
         (0..tiles as i32).flat_map(|j| chosen.mask.tiles.keys(place(j) as usize)).map(|k| k as i32).collect();
     let rows = (0..2).flat_map(|list| {

@@ -9,10 +9,7 @@ use sieve_testing::Random;
 fn every_shared_key_of_a_prefill_method_acts() {
     let data = TestCall::structured(&mut Random(170), 400, [4, 2], 16);
     for small in SMALL.iter().map(|texts| texts[0]) {
-        let with = |item: &str| match small.contains(':') {
-            true => format!("{small},{item}"),
-            false => format!("{small}:{item}"),
-        };
+        let with = |item: &str| if small.contains(':') { format!("{small},{item}") } else { format!("{small}:{item}") };
         assert!(!select(small, &data).stats.dense_call, "{small}");
         let keys = Selector::parse(small).expect("valid").common_keys();
         for key in keys {
@@ -27,10 +24,7 @@ fn every_shared_key_of_a_prefill_method_acts() {
                     assert!((393..400).all(|row| chosen.mask.is_dense_row(row)), "{small}");
                 }
                 "gqa" => {
-                    let union = match small.contains("gqa=") {
-                        true => small.to_owned(),
-                        false => with("gqa=union"),
-                    };
+                    let union = if small.contains("gqa=") { small.to_owned() } else { with("gqa=union") };
                     assert_eq!(select(&union, &data).mask.heads_per_list, 2, "{union}");
                 }
                 "min_prefill_tokens" => {

@@ -172,10 +172,8 @@ impl<B: TrainBackend> Group<B> {
             wholes.push(whole.clone());
             gathered.push(Gathered { piece: piece.clone(), whole, pieces });
         }
-        let pending: Pending<B> = match ids.is_empty() {
-            true => Box::new(|| Ok(Vec::new())),
-            false => self.collectives.gather(gathered)?,
-        };
+        let pending: Pending<B> =
+            if ids.is_empty() { Box::new(|| Ok(Vec::new())) } else { self.collectives.gather(gathered)? };
         Ok(GatheredLeaves { ids, wholes, pending })
     }
 }

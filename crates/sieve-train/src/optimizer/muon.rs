@@ -214,10 +214,11 @@ impl<B: TrainBackend> Rounds<'_, B> {
             let whole = flat::<B>(whole.into_primitive().tensor());
             for (rank, part) in self.parts_of(projection) {
                 let part = whole.clone().slice([part]).into_primitive().tensor();
-                match rank == self.rank {
+                if rank == self.rank {
                     // A copy: a slice would keep the whole projection in memory.
-                    true => own = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into())),
-                    false => given.push((rank, part)),
+                    own = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into()))
+                } else {
+                    given.push((rank, part))
                 }
             }
         }

@@ -153,10 +153,7 @@ impl OptimizerSnapshot {
             })
         };
         let own = sum(self.replica.own)?;
-        let other = match self.replica.other.is_empty() {
-            true => own,
-            false => sum(self.replica.other)?,
-        };
+        let other = if self.replica.other.is_empty() { own } else { sum(self.replica.other)? };
         let sums = ReplicaSums { own, other, whole: sum(self.replica.whole)? };
         let mut read = |held: Vec<Held>| -> Result<Vec<NamedTensor>, String> {
             let tensors = held.into_iter().map(|(name, shape, values)| {

@@ -109,9 +109,10 @@ impl Checkpoints {
     pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
         if let Some((step, problem)) = self.problem.take() {
             let (failed, most) = (self.tries.num_failed, self.tries.limits.max_failures);
-            let next = match self.give_up() {
-                true => "the run stops".to_owned(),
-                false => "training continues, and soon tries again".to_owned(),
+            let next = if self.give_up() {
+                "the run stops".to_owned()
+            } else {
+                "training continues, and soon tries again".to_owned()
             };
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"

@@ -37,10 +37,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.checkpoints.warn_unsaved(reporter);
         self.finish_leaves()?;
         let folder = self.checkpoints.next_folder();
-        let begun = match self.ranks.writes() {
-            true => self.begin_folder(&folder, reporter),
-            false => Ok(()),
-        };
+        let begun = if self.ranks.writes() { self.begin_folder(&folder, reporter) } else { Ok(()) };
         let problem = match begun {
             Err(error @ TrainError::FolderBusy(_)) => return Err(error),
             begun => begun.err().map(|error| error.to_string()),
@@ -163,10 +160,7 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let all = self.gathered(shard).inspect_err(|_| discard())?;
         let name = |(rank, shard): (usize, Result<Shard, String>)| {
-            shard.map_err(|problem| match self.ranks.is_alone() {
-                true => problem,
-                false => format!("rank {rank}: {problem}"),
-            })
+            shard.map_err(|problem| if self.ranks.is_alone() { problem } else { format!("rank {rank}: {problem}") })
         };
         let shards = match all.into_iter().enumerate().map(name).collect::<Result<Vec<_>, _>>() {
             Ok(shards) => shards,
@@ -294,10 +288,8 @@ impl<B: TrainBackend> Trainer<B> {
     fn distance(&self, step: u64) -> usize {
         let share = self.share();
         // With ZeRO-3 only the ranks of one place, one in each replica, have the same piece to compare.
-        let (num_ranks, apart) = match share.keeps_whole {
-            true => (share.size, 1),
-            false => (share.group.num_replicas(), share.group.size()),
-        };
+        let (num_ranks, apart) =
+            if share.keeps_whole { (share.size, 1) } else { (share.group.num_replicas(), share.group.size()) };
         let others = num_ranks.saturating_sub(1).max(1) as u64;
         let interval = self.recipe.checkpoint.interval.max(1) as u64;
         apart * (1 + (step / interval % others) as usize)
@@ -308,14 +300,12 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// The errors of [`finish_checkpoint`](Self::finish_checkpoint).
     pub(super) fn poll_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let is_done = match self.ranks.is_alone() {
-            true => self.checkpoints.writer.is_done(),
-            false => self.checkpoints.writer.is_written_by_all(),
+        let is_done = if self.ranks.is_alone() {
+            self.checkpoints.writer.is_done()
+        } else {
+            self.checkpoints.writer.is_written_by_all()
         };
-        match is_done {
-            true => self.finish_checkpoint(reporter),
-            false => Ok(()),
-        }
+        if is_done { self.finish_checkpoint(reporter) } else { Ok(()) }
     }
 }
 
@@ -342,10 +332,7 @@ fn prune(run: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
         return Ok(());
     }
     let keep_every = recipe.checkpoint.keep_every as u64;
-    let best = match recipe.checkpoint.keep_best {
-        true => best_checkpoint(run)?.map(|best| best.step),
-        false => None,
-    };
+    let best = if recipe.checkpoint.keep_best { best_checkpoint(run)?.map(|best| best.step) } else { None };
     let always = |step: u64| match step {
         step if best == Some(step) => true,
         0 => recipe.checkpoint.at_start,

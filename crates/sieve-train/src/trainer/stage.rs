@@ -154,13 +154,13 @@ impl<B: TrainBackend> Trainer<B> {
         let conversion = self.conversion_from(&former, "the stage before")?;
         let (seed, seq_len) = (self.recipe.training.seed, self.stage.recipe.training.seq_len);
         let size = self.size_of_comparison();
-        let loss_before = match conversion.changes_layers() {
+        let loss_before = if conversion.changes_layers() {
             // The former model on the rows of the new stage.
-            true => {
-                self.learner.ropes = Ropes::new(self.model(), seq_len, &self.machine.device);
-                Some(self.present_report(size)?.loss)
-            }
-            false => None,
+
+            self.learner.ropes = Ropes::new(self.model(), seq_len, &self.machine.device);
+            Some(self.present_report(size)?.loss)
+        } else {
+            None
         };
         let next = Qwen3::new(&self.stage.shape, seed, &self.machine.device);
         let before = self.learner.model.take().expect(AWAY);

@@ -131,10 +131,11 @@ fn write(
     files: impl FnOnce() -> Result<(CheckpointFiles, ReplicaSums), String>,
 ) -> Result<Shard, TrainError> {
     let (files, replica) = files().map_err(TrainError::Device)?;
-    let files = match share.group.is_first() {
-        true => Checkpoint::write_shard(folder, step, [share.group.place(), share.group.size()], &files)?,
+    let files = if share.group.is_first() {
+        Checkpoint::write_shard(folder, step, [share.group.place(), share.group.size()], &files)?
+    } else {
         // The first replica has written the same.
-        false => BTreeMap::new(),
+        BTreeMap::new()
     };
     Ok(Shard { files, replica })
 }

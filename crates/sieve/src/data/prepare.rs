@@ -35,10 +35,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     );
     terminal::lines(text);
     let dir = args.recipe.data_folder(&recipe, args.data_dir.clone())?;
-    let on_change = match args.replace {
-        true => OnChange::ReplaceDamaged,
-        false => OnChange::Refuse,
-    };
+    let on_change = if args.replace { OnChange::ReplaceDamaged } else { OnChange::Refuse };
     // A run that begins with a checkpoint reads the checkpoint's tokenizer.
     let begins_with = initial_checkpoint(&recipe)?;
     let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &sieve_host::environment::variable)?;

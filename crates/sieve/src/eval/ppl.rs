@@ -114,10 +114,7 @@ fn run_on<B: ModelBackend>(args: &PplArgs, ranks: Option<&ModelRanks>, device: &
 fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bool, device: &B::Device) -> Result<()> {
     let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
-    let usual_stride = match args.by_position || args.plot.is_some() {
-        true => context,
-        false => context.div_ceil(2),
-    };
+    let usual_stride = if args.by_position || args.plot.is_some() { context } else { context.div_ceil(2) };
     let config = PerplexityConfig {
         context,
         stride: args.stride.unwrap_or(usual_stride),
@@ -132,10 +129,8 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
     }
     let mut selection = args.sparse.selection(&loaded.shape)?;
     // First, because it may refuse the model or the documents.
-    let extrapolation = match args.extrapolate {
-        true => extrapolation::measure(args, loaded, &tokenizer, device)?,
-        false => Vec::new(),
-    };
+    let extrapolation =
+        if args.extrapolate { extrapolation::measure(args, loaded, &tokenizer, device)? } else { Vec::new() };
     let chosen = selection.as_mut();
     let report = if args.recipe_validation {
         let prepared = prepared_data(loaded)?;

@@ -106,9 +106,10 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             own.check_rows(&recipe)?;
         }
     }
-    let [about, keys] = match args.short {
-        true => ["`sieve recipe show FILE --all` lists the other keys.", &recipe.to_short_template()?],
-        false => ["Lines that are commented out hold defaults.", &recipe.to_template()?],
+    let [about, keys] = if args.short {
+        ["`sieve recipe show FILE --all` lists the other keys.", &recipe.to_short_template()?]
+    } else {
+        ["Lines that are commented out hold defaults.", &recipe.to_template()?]
     };
     let text = format!(
         "# A recipe made by `sieve recipe new --size {} --kind {}`. {about}\n\
@@ -183,9 +184,10 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     let keys = own.map_or(Vec::new(), |own| {
         [own.keys_of_tokenizer(&recipe), own.keys_for_answers(&recipe, &args.overrides)].concat()
     });
-    match keys.is_empty() {
-        true => Ok(recipe),
-        false => Ok(Recipe::load(&recipe.to_template()?, "the new recipe", &[keys, args.overrides.clone()].concat())?),
+    if keys.is_empty() {
+        Ok(recipe)
+    } else {
+        Ok(Recipe::load(&recipe.to_template()?, "the new recipe", &[keys, args.overrides.clone()].concat())?)
     }
 }
 

@@ -30,10 +30,11 @@ fn dense_attention(recipe: &Recipe, stages: &[Stage]) -> Vec<String> {
         let (attention, seq_len) = (recipe.at_stage(stage).attention, stage.section.seq_len);
         let key = attention.covers_rows(seq_len).then(|| attention.as_kind().reads_words())??;
         let number = stage.index + 1;
-        let key = match attention.window() == recipe.attention.window() {
-            true => key,
+        let key = if attention.window() == recipe.attention.window() {
+            key
+        } else {
             // The stage has a window of its own.
-            false => format!("stage.{number}.window is {}", attention.window()?),
+            format!("stage.{number}.window is {}", attention.window()?)
         };
         let place = if stages.len() > 1 { format!(" in stage {number}") } else { String::new() };
         Some(format!("{key}{place}: attention {}", covered_words(seq_len)))

@@ -48,9 +48,8 @@ fn draw(training: &[Point], held_out: &[Point]) -> Option<String> {
         all().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &(_, loss)| (low.min(loss), high.max(loss)));
     let [width, height] = SIZE;
     let column = |step: u64| ((step as f64 / last.max(1) as f64) * (width - 1) as f64).round() as usize;
-    let row = |loss: f64| match high > low {
-        true => ((high - loss) / (high - low) * (height - 1) as f64).round() as usize,
-        false => height - 1,
+    let row = |loss: f64| {
+        if high > low { ((high - loss) / (high - low) * (height - 1) as f64).round() as usize } else { height - 1 }
     };
     let mut cells = vec![vec![' '; width]; height];
     // Held-out losses are drawn last, over training losses, because they are fewer.

@@ -162,10 +162,8 @@ pub(super) fn mean_of(count: u64, printed: String) -> String {
 pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary, fallback: Option<&Path>) -> String {
     let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
     // Only --resume=auto looks for a checkpoint in the folder of --checkpoint-fallback.
-    let flag = match fallback.is_some_and(|fallback| checkpoint.starts_with(fallback)) {
-        true => "--resume=auto",
-        false => "--resume",
-    };
+    let flag =
+        if fallback.is_some_and(|fallback| checkpoint.starts_with(fallback)) { "--resume=auto" } else { "--resume" };
     format!(
         "stopped at step {} of {}; the state is in {}\n  to continue: the same command with {flag}",
         summary.step,

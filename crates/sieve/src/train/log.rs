@@ -50,10 +50,7 @@ impl Log {
 
     /// Prints a run's result even under `--quiet`, and logs it.
     pub(super) fn result(&self, text: &str) {
-        match self.of_sweep {
-            true => self.line(text),
-            false => self.always(text),
-        }
+        if self.of_sweep { self.line(text) } else { self.always(text) }
     }
 
     /// Prints a warning even under `--quiet`, and logs it.

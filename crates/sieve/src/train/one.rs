@@ -312,12 +312,13 @@ fn run_steps<B: TrainBackend>(
     exporter: &Exporter,
 ) -> Result<TrainSummary> {
     let mut profile = profile(process, place, recipe, trainer)?;
-    let (bar, stalls) = match process.prints() {
-        true => (
+    let (bar, stalls) = if process.prints() {
+        (
             StepBar::new(recipe.training.steps as u64, trainer.step()),
             Some(process.events.watch(long_patience(process.args.patience))?),
-        ),
-        false => (StepBar::hidden(), None),
+        )
+    } else {
+        (StepBar::hidden(), None)
     };
     let result = trainer.run(process.interrupt.keep_state(), &mut |event| {
         bar.see(&event);

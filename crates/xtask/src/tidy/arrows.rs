@@ -109,9 +109,12 @@ fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String
         }
     }
     if WITHOUT_BURN.contains(&name) {
-        let is_forbidden = |dependency: &str| match dependency.starts_with("cudarc") {
-            true => !LAUNCHING.contains(&name),
-            false => dependency.starts_with("burn") || dependency.starts_with("cube"),
+        let is_forbidden = |dependency: &str| {
+            if dependency.starts_with("cudarc") {
+                !LAUNCHING.contains(&name)
+            } else {
+                dependency.starts_with("burn") || dependency.starts_with("cube")
+            }
         };
         for dependency in uses.iter().filter(|dependency| is_forbidden(dependency)) {
             problems.push(format!("crate {name} must build without Burn and CUDA, but uses {dependency}"));

@@ -144,10 +144,11 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         check_wrapper(report, &name, prepared, device, |call| call.lists(tile_queries));
     })?;
     check_nan(report, device, extent)?;
-    match extent.is_emulated {
+    if extent.is_emulated {
         // The emulator runs blocks of threads one after the other, so no run can differ from another.
-        true => Ok(()),
-        false => check_repeats(report, device, extent),
+        Ok(())
+    } else {
+        check_repeats(report, device, extent)
     }
 }
 

@@ -35,9 +35,10 @@ pub fn capture<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Captured> {
     let is_dense = |layer: &DecoderLayer<B>| layer.self_attn.as_layer().as_grouped().is_some();
-    let (tensors, captured) = match loaded.model.layers.iter().all(is_dense) {
-        true => operands(loaded, tokens, device)?,
-        false => scores(loaded, tokens, device)?,
+    let (tensors, captured) = if loaded.model.layers.iter().all(is_dense) {
+        operands(loaded, tokens, device)?
+    } else {
+        scores(loaded, tokens, device)?
     };
     let no_metadata = None;
     write_tensor_file(out, &tensors, no_metadata)?;

@@ -351,10 +351,8 @@ fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(
                     _ => 1,
                 };
                 loop {
-                    let length = match cuts == Cuts::Mixed && random.chance(0.3) {
-                        true => 1,
-                        false => 1 + random.below(longest.max(1)),
-                    };
+                    let length =
+                        if cuts == Cuts::Mixed && random.chance(0.3) { 1 } else { 1 + random.below(longest.max(1)) };
                     let next = firsts[firsts.len() - 1] + length;
                     if next >= seq_len {
                         break;

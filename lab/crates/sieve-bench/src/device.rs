@@ -39,10 +39,7 @@ pub(crate) trait Device {
 /// A kernel policy of the portable kernels alone, or of all families.
 pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
     KernelPolicy {
-        families: match portable {
-            true => KernelFamilies::Portable,
-            false => KernelFamilies::All,
-        },
+        families: if portable { KernelFamilies::Portable } else { KernelFamilies::All },
         ..KernelPolicy::default()
     }
 }

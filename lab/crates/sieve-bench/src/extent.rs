@@ -98,10 +98,7 @@ impl Extent {
     /// Number of calls of slow checks (selections, decoding): `cases` where the user checks one group alone; otherwise
     /// a fifth of them, at least one of each of four kinds.
     pub(crate) fn few(&self) -> usize {
-        match self.is_part {
-            true => self.cases,
-            false => self.cases.div_ceil(5).max(4),
-        }
+        if self.is_part { self.cases } else { self.cases.div_ceil(5).max(4) }
     }
 }
 

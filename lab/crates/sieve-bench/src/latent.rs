@@ -83,10 +83,7 @@ impl Call {
         let policy = KernelPolicy { blocks_per_tile: [None, Some(2), Some(3)][at % 3], ..extent.policy };
         let case = case.under(policy).magnified(magnitude);
         let call = Self::of(case, size, seed, label);
-        Ok(match random.chance(0.5) {
-            true => call.normed(size, random),
-            false => call,
-        })
+        Ok(if random.chance(0.5) { call.normed(size, random) } else { call })
     }
 
     /// A call that `sieve kernels run mla` writes to a file.
@@ -438,9 +435,10 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             let outcome = || -> Outcome {
                 let own = call.wrappers(device, order)?;
                 let worst = expected.judge(&own)?;
-                match order == SumOrder::Any || own == call.wrappers(device, order)? {
-                    true => Ok(worst),
-                    false => wrong("two runs differ"),
+                if order == SumOrder::Any || own == call.wrappers(device, order)? {
+                    Ok(worst)
+                } else {
+                    wrong("two runs differ")
                 }
             };
             report.add_wrapper(name, family, &call.label, outcome());

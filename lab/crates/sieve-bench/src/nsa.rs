@@ -80,10 +80,8 @@ impl Inputs {
         let head_dim = random.one_of(extent.pick(&[64], &[64, 128]));
         let blocks = NsaBlocks::of(if is_long { BLOCKS[0] } else { random.one_of(&BLOCKS) });
         let any = random.between(2, extent.longest.max(3));
-        let (batch, seq_len) = match is_long {
-            true => (1, LONG),
-            false => (random.between(1, 3), random.one_of(&[1, 31, 64, 65, any])),
-        };
+        let (batch, seq_len) =
+            if is_long { (1, LONG) } else { (random.between(1, 3), random.one_of(&[1, 31, 64, 65, any])) };
         let heads = [group * num_kv_heads, num_kv_heads];
         let shape = AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
@@ -315,9 +313,10 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(us
     let differing = pairs.enumerate().filter(differs).count();
     // Short calls have few queries: two may differ there.
     let allowed = (NEAR_TIES * all as f64).max(2.0);
-    match differing as f64 <= allowed {
-        true => Ok((differing as f64 / allowed) as f32),
-        false => wrong(format!("{differing} of {all} queries chose other blocks")),
+    if differing as f64 <= allowed {
+        Ok((differing as f64 / allowed) as f32)
+    } else {
+        wrong(format!("{differing} of {all} queries chose other blocks"))
     }
 }
 
@@ -605,10 +604,11 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             Err(error) => report.add("nsa", "refused", &label, Err(Wrong::from(error))),
         }
     }
-    match extent.has_long_rows() {
+    if extent.has_long_rows() {
         // Not on the emulator: it runs blocks of threads one after the other, so no run can differ from another.
-        true => check_repeats(report, device, extent),
-        false => Ok(()),
+        check_repeats(report, device, extent)
+    } else {
+        Ok(())
     }
 }
 

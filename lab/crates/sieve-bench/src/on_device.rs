@@ -47,16 +47,15 @@ impl<'a> OnDevice<'a> {
             let values = if values.is_empty() { &zeros } else { values };
             device.float(values, &shape.per_key(), DType::F32)
         };
-        let qkv = match layout == Layout::Contiguous || shape.head_dim != shape.head_dim_v {
-            true => separate(device, [&case.q, &case.k, &case.v], shape),
-            false => {
-                let (sizes, strides) = (packed_of(shape), layout.strides(packed_of(shape)));
-                let memory = strided::laid_out(&packed(case), sizes, strides);
-                let buffer = device.float(&memory, &[memory.len()], DType::BF16);
-                let view = buffer.view("check", "qkv", &sizes, &strides);
-                let view = view.expect("the buffer was made for these strides");
-                Qkv::packed(&view, shape.num_heads, shape.num_kv_heads)
-            }
+        let qkv = if layout == Layout::Contiguous || shape.head_dim != shape.head_dim_v {
+            separate(device, [&case.q, &case.k, &case.v], shape)
+        } else {
+            let (sizes, strides) = (packed_of(shape), layout.strides(packed_of(shape)));
+            let memory = strided::laid_out(&packed(case), sizes, strides);
+            let buffer = device.float(&memory, &[memory.len()], DType::BF16);
+            let view = buffer.view("check", "qkv", &sizes, &strides);
+            let view = view.expect("the buffer was made for these strides");
+            Qkv::packed(&view, shape.num_heads, shape.num_kv_heads)
         };
         let inputs = Inputs {
             shape,
@@ -121,13 +120,12 @@ impl<'a> OnDevice<'a> {
             ddelta: ddelta.as_ref().map_or(Ok(Vec::new()), read)?,
             ..Outputs::default()
         };
-        match is_packed(&inputs.qkv, self.case.shape) {
+        if is_packed(&inputs.qkv, self.case.shape) {
             // The gradients of q, k and v are heads of one tensor.
-            true => outputs.set_packed_gradient(self.case.shape, &read(inputs.grads.q.tensor())?),
-            false => {
-                let Qkv { q, k, v } = &inputs.grads;
-                [outputs.dq, outputs.dk, outputs.dv] = [read(q.tensor())?, read(k.tensor())?, read(v.tensor())?];
-            }
+            outputs.set_packed_gradient(self.case.shape, &read(inputs.grads.q.tensor())?)
+        } else {
+            let Qkv { q, k, v } = &inputs.grads;
+            [outputs.dq, outputs.dk, outputs.dv] = [read(q.tensor())?, read(k.tensor())?, read(v.tensor())?];
         }
         Ok(outputs)
     }
@@ -205,8 +203,9 @@ fn is_packed(qkv: &Qkv, shape: AttentionShape) -> bool {
 /// Gradient buffers full of NaN, packed where the inputs are.
 fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
     let nan = |x: &CudaTensor| x.nan_contiguous(x.shape(), x.dtype());
-    match is_packed(qkv, shape) {
-        true => Qkv::packed(&nan(qkv.q.tensor()), shape.num_heads, shape.num_kv_heads),
-        false => Qkv::separate(&nan(qkv.q.tensor()), &nan(qkv.k.tensor()), &nan(qkv.v.tensor())),
+    if is_packed(qkv, shape) {
+        Qkv::packed(&nan(qkv.q.tensor()), shape.num_heads, shape.num_kv_heads)
+    } else {
+        Qkv::separate(&nan(qkv.q.tensor()), &nan(qkv.k.tensor()), &nan(qkv.v.tensor()))
     }
 }

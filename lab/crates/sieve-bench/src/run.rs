@@ -119,10 +119,7 @@ pub fn run<E: From<BenchError>>(
     let z = sloped(settings, &mut case)?;
     let target = target()?;
     let mut metadata = metadata(settings, &case, &target.name());
-    let sums = match settings.deterministic {
-        true => SumOrder::Fixed,
-        false => SumOrder::Any,
-    };
+    let sums = if settings.deterministic { SumOrder::Fixed } else { SumOrder::Any };
     case.policy = KernelPolicy { sums, ..case.policy };
     let on_gpu = matches!(target, sieve_kernels::Device::Cuda(_));
     let by_ops = settings.parts != 1 || matches!(settings.op, Op::Fp8 | Op::Nsa | Op::Mla);
@@ -348,10 +345,7 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
     floats("dv", &outputs.dv, &values_of(shape), own);
     floats("ddelta", &outputs.ddelta, &per_key, DType::F32);
     // The `expire` that the op computed, or else the mask of the call.
-    let expire = match outputs.expire.is_empty() {
-        true => case.expire.clone(),
-        false => outputs.expire,
-    };
+    let expire = if outputs.expire.is_empty() { case.expire.clone() } else { outputs.expire };
     tensors.ints("expire", expire, &per_key);
     tensors.finish(case.cu_seqlens())
 }

@@ -67,10 +67,8 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         };
         let expire = device.ints(&selection.expire).map_err(Wrong::from);
         // The CPU computes the case's `expire` with a heap.
-        let same_as_heap = |expire: Vec<i32>| match expire == case.expire {
-            true => Ok(0.0),
-            false => wrong("expire differs from the heap"),
-        };
+        let same_as_heap =
+            |expire: Vec<i32>| if expire == case.expire { Ok(0.0) } else { wrong("expire differs from the heap") };
         let lists = |selection: &Selection| -> Outcome {
             let lists = call.inputs.lists_of(selection, tile_queries)?;
             compare(&lists, &case, device)

@@ -109,10 +109,7 @@ impl Case {
             None => random_mask(shape, random),
             Some(name) => {
                 // Selectors are dense below their `min_prefill_tokens`.
-                let no_minimum = match name.contains("min_prefill") {
-                    true => "",
-                    false => ",min_prefill_tokens=0",
-                };
+                let no_minimum = if name.contains("min_prefill") { "" } else { ",min_prefill_tokens=0" };
                 let selector = Selector::parse(&format!("{name}{no_minimum}"));
                 let selector = selector.expect("the names above are right");
                 selector.select(&call).expect("a prefill method").mask
@@ -183,9 +180,10 @@ impl Case {
             (0..mask.num_lists()).filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
         let under_dense_rows =
             |rows: &Range<usize>| key < (self.shape.context() + rows.end).next_multiple_of(KEYS_OF_A_BOX);
-        let may_read = match reads_tiles {
-            true => lists.any(list_names) || mask.dense_rows.iter().any(under_dense_rows),
-            false => !mask.query_order().is_empty() && lists.any(list_names),
+        let may_read = if reads_tiles {
+            lists.any(list_names) || mask.dense_rows.iter().any(under_dense_rows)
+        } else {
+            !mask.query_order().is_empty() && lists.any(list_names)
         };
         !seen[at] && !may_read
     }
@@ -228,9 +226,10 @@ impl Case {
 /// or tiles of a multiple of 64 keys, which the Hopper kernel reads whole.
 fn random_mask(shape: CallShape, random: &mut Random) -> KeyMask {
     let whole_tiles = shape.num_keys > 400 || random.chance(0.3);
-    let (query_tiles, key_tiles): (&[usize], &[usize]) = match whole_tiles {
-        true => (&[64, 64, 64, 128, 128, 100, 192], &[64, 128, 192]),
-        false => (&[1, 16, 64, 100, 128, 130, 192], &[1, 16, 48, 64, 128, 192]),
+    let (query_tiles, key_tiles): (&[usize], &[usize]) = if whole_tiles {
+        (&[64, 64, 64, 128, 128, 100, 192], &[64, 128, 192])
+    } else {
+        (&[1, 16, 64, 100, 128, 130, 192], &[1, 16, 48, 64, 128, 192])
     };
     let (query_tile, key_tile) = (random.one_of(query_tiles), random.one_of(key_tiles));
     let tiles = Tiles {

@@ -28,10 +28,7 @@ impl Tolerance {
         require_len(name, got, exact)?;
         let (error, at) = largest_gap(got, exact);
         let largest = exact.iter().filter(|x| x.is_finite()).fold(0.0f32, |m, x| m.max(x.abs()));
-        let plain_error = match self.plain > 0.0 {
-            true => largest_gap(plain, exact).0,
-            false => 0.0,
-        };
+        let plain_error = if self.plain > 0.0 { largest_gap(plain, exact).0 } else { 0.0 };
         let allowed = self.plain * plain_error + self.floor + self.share * largest;
         if exceeds(error.into(), allowed.into()) {
             return wrong(format!(
@@ -135,10 +132,7 @@ impl RowTolerance {
         for (at, (((got, plain), exact), &terms)) in rows.enumerate() {
             let (error, plain) = (norm(got, exact), norm(plain, exact));
             // 1 / 128: the relative distance between neighbouring bf16 numbers.
-            let own = match self.is_bf16 {
-                true => twice_plain(plain, terms) + terms / 128.0,
-                false => 1e-4 * terms,
-            };
+            let own = if self.is_bf16 { twice_plain(plain, terms) + terms / 128.0 } else { 1e-4 * terms };
             let allowed = own + (self.lost_digits + self.of_a_row) * terms + typical / 16384.0;
             if exceeds(error, allowed) {
                 let size = length(exact);
@@ -151,9 +145,10 @@ impl RowTolerance {
             plain_squares += plain * plain;
         }
         if terms.len() >= Self::ROWS_OF_A_NORM && all_terms > 0.0 {
-            let own = match self.is_bf16 {
-                true => twice_plain(plain_squares.sqrt(), all_terms) + all_terms / 4096.0,
-                false => 2e-5 * all_terms,
+            let own = if self.is_bf16 {
+                twice_plain(plain_squares.sqrt(), all_terms) + all_terms / 4096.0
+            } else {
+                2e-5 * all_terms
             };
             let (error, allowed) = (squares.sqrt(), own + self.lost_digits * all_terms);
             if exceeds(error, allowed) {
@@ -169,9 +164,10 @@ impl RowTolerance {
 pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
 fn require_len(name: &str, got: &[f32], exact: &[f32]) -> Result<(), Wrong> {
-    match got.len() == exact.len() {
-        true => Ok(()),
-        false => wrong(format!("{name}: {} numbers, expected {}", got.len(), exact.len())),
+    if got.len() == exact.len() {
+        Ok(())
+    } else {
+        wrong(format!("{name}: {} numbers, expected {}", got.len(), exact.len()))
     }
 }
 

@@ -83,10 +83,7 @@ impl<B: DeviceBackend> Captured<B> {
         if selector.is_token_by_token() && device_steps::streams(selector, operands) {
             return self.stream_on_device(selector);
         }
-        match selection.attends_on_device(operands) {
-            true => self.run_on_device(selection),
-            false => self.run_on_host(selection),
-        }
+        if selection.attends_on_device(operands) { self.run_on_device(selection) } else { self.run_on_host(selection) }
     }
 
     /// Reads the text token by token on the device.
@@ -123,19 +120,16 @@ impl<B: DeviceBackend> Captured<B> {
         let mut done = None;
         self.operands.on_host(|operands| {
             let started = Instant::now();
-            let (o, lse, cost) = match selector.is_token_by_token() {
-                true => {
-                    let mut session = DecodeSession::new(selector, layer_shape(operands))?;
-                    let o = session.stream(operands.q, operands.k, operands.v)?;
-                    let shape = call(operands)?.shape;
-                    let pairs = shape.causal_pairs() * shape.num_heads as u64;
-                    let density = session.pairs_read() as f64 / pairs as f64;
-                    (o, None, Cost::of_density(density))
-                }
-                false => {
-                    let prefilled = prefill(selector, operands, selection.chunk())?;
-                    (prefilled.o, Some(prefilled.lse), prefilled.cost)
-                }
+            let (o, lse, cost) = if selector.is_token_by_token() {
+                let mut session = DecodeSession::new(selector, layer_shape(operands))?;
+                let o = session.stream(operands.q, operands.k, operands.v)?;
+                let shape = call(operands)?.shape;
+                let pairs = shape.causal_pairs() * shape.num_heads as u64;
+                let density = session.pairs_read() as f64 / pairs as f64;
+                (o, None, Cost::of_density(density))
+            } else {
+                let prefilled = prefill(selector, operands, selection.chunk())?;
+                (prefilled.o, Some(prefilled.lse), prefilled.cost)
             };
             let milliseconds = milliseconds(started);
             let output = o.clone();

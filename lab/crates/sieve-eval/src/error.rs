@@ -40,10 +40,10 @@ pub enum EvalError {
         enough: usize,
     },
     /// A task whose TOML is invalid, or whose columns the rows do not have.
-    #[error("task {task}: {reason}{}", match reason.contains("hint:") {
-        true => "",
-        false => "\n  hint: sieve eval tasks --show TASK prints a task and its columns; docs/evaluation.md has every \
-            key",
+    #[error("task {task}: {reason}{}", if reason.contains("hint:") {
+        ""
+    } else {
+        "\n  hint: sieve eval tasks --show TASK prints a task and its columns; docs/evaluation.md has every key"
     })]
     Task {
         /// Name of the task.

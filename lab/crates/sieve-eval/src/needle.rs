@@ -114,10 +114,7 @@ pub fn linear_grid(first: f64, last: f64, count: usize) -> Vec<f64> {
         1 => vec![last],
         _ => {
             let step = (last - first) / (count - 1) as f64;
-            let at = |n| match n + 1 == count {
-                true => last,
-                false => first + step * n as f64,
-            };
+            let at = |n| if n + 1 == count { last } else { first + step * n as f64 };
             (0..count).map(at).collect()
         }
     }

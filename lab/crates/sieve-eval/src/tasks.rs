@@ -304,9 +304,10 @@ impl Encoder<'_> {
             return Ok(());
         }
         if !self.truncate {
-            let cut = match self.task.cut_middle {
-                true => "its middle (LongBench does so)",
-                false => "its beginning (lm-evaluation-harness does so)",
+            let cut = if self.task.cut_middle {
+                "its middle (LongBench does so)"
+            } else {
+                "its beginning (lm-evaluation-harness does so)"
             };
             return Err(self.error(
                 n,

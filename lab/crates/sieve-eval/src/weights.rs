@@ -151,16 +151,17 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
 /// Refuses a prompt on which a layer has more than 2^26 weights.
 pub(crate) fn check_length(shape: &ModelShape, num_tokens: usize) -> Result<(), EvalError> {
     let scores = ScoreMatrix { batch: 1, num_heads: shape.num_heads, seq_len: num_tokens };
-    match scores.num_scores() <= MOST_REFERENCE_SCORES {
-        true => Ok(()),
-        false => Err(EvalError::setting(
+    if scores.num_scores() <= MOST_REFERENCE_SCORES {
+        Ok(())
+    } else {
+        Err(EvalError::setting(
             "length",
             format!(
                 "{num_tokens}, and a layer would have {} weights ({scores}), more than {MOST_REFERENCE_SCORES}",
                 scores.num_scores()
             ),
             "choose a shorter prompt",
-        )),
+        ))
     }
 }
 

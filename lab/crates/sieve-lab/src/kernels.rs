@@ -42,10 +42,7 @@ fn check(args: &CheckArgs) -> Result<()> {
         seed: args.seed,
         magnitude: args.magnitude,
         portable: args.portable,
-        arrivals: match args.every_lane_arrives {
-            true => Arrivals::EveryLane,
-            false => Arrivals::Warp,
-        },
+        arrivals: if args.every_lane_arrives { Arrivals::EveryLane } else { Arrivals::Warp },
         part: args.part(),
         gemms: !args.without_gemms,
     };

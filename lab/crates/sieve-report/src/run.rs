@@ -106,10 +106,7 @@ impl Run {
                 Err(error) => return Err(error),
             }
         }
-        match runs.is_empty() {
-            true => Ok(vec![Self::open(folder, name)?]),
-            false => Ok(runs),
-        }
+        if runs.is_empty() { Ok(vec![Self::open(folder, name)?]) } else { Ok(runs) }
     }
 
     /// Reads the run in `folder`. Without `name` the run has the folder's name.
@@ -187,10 +184,7 @@ impl Run {
                 _ => {}
             }
         }
-        match self.steps.is_empty() {
-            true => Err(ReportError::NoSteps { path: path.to_owned() }),
-            false => Ok(()),
-        }
+        if self.steps.is_empty() { Err(ReportError::NoSteps { path: path.to_owned() }) } else { Ok(()) }
     }
 
     /// Adds a logged step: one number to each column, NaN where the step lacks it. A line without a step number is

@@ -208,15 +208,10 @@ pub(crate) fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
 /// better value, and where the numbers are not finite.
 fn difference(column: &Column, value: f64, base: f64) -> Option<String> {
     let better = column.better?;
-    let size = match better.is_loss {
-        true => value - base,
-        false => 100.0 * (value / base - 1.0),
-    };
+    let size = if better.is_loss { value - base } else { 100.0 * (value / base - 1.0) };
     let sign = if size < 0.0 { "−" } else { "+" };
-    size.is_finite().then(|| match better.is_loss {
-        true => format!("{sign}{:.3}", size.abs()),
-        false => format!("{sign}{:.1} %", size.abs()),
-    })
+    size.is_finite()
+        .then(|| if better.is_loss { format!("{sign}{:.3}", size.abs()) } else { format!("{sign}{:.1} %", size.abs()) })
 }
 
 /// Mean of the values of a group's runs, with their spread if they differ.
@@ -362,10 +357,7 @@ fn in_all(runs: &[Run]) -> String {
     let common = COLUMNS.iter().filter_map(|column| Some((column.title, column.common(runs)?)));
     let common = common.filter(|&(title, value)| title != "skipped" || value > 0.0);
     let words: Vec<String> = common.map(|(title, value)| format!("{} {title}", digits(value))).collect();
-    match words.is_empty() {
-        true => String::new(),
-        false => format!("<p class=\"hint\">In all runs: {}.</p>", words.join(", ")),
-    }
+    if words.is_empty() { String::new() } else { format!("<p class=\"hint\">In all runs: {}.</p>", words.join(", ")) }
 }
 
 /// What the numbers of a table are compared with.
@@ -547,9 +539,10 @@ pub(crate) fn samples(runs: &[Run]) -> String {
             let _ = write!(html, "<pre class=\"sample\">{}</pre>", escaped(sample));
         }
     }
-    match html.is_empty() {
-        true => "<p>No run has one: <code>generation.prompts</code> of the recipe asks for them.</p>".to_owned(),
-        false => html,
+    if html.is_empty() {
+        "<p>No run has one: <code>generation.prompts</code> of the recipe asks for them.</p>".to_owned()
+    } else {
+        html
     }
 }
 

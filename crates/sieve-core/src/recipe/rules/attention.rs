@@ -210,14 +210,13 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
     }
     if !layers.contains(&LayerName::Own) {
         let all_dense = others.iter().all(|(other, _)| *other == Attention::DENSE);
-        return match all_dense {
-            true => {
-                some("contains only dense layers", "name \"sparse\" at least once, or set attention.kind to \"mha\"")
-            }
-            false => some(
+        return if all_dense {
+            some("contains only dense layers", "name \"sparse\" at least once, or set attention.kind to \"mha\"")
+        } else {
+            some(
                 &format!("contains no layer of the kind of [attention], \"{kind}\""),
                 "name \"sparse\" at least once, or set attention.kind to a different kind",
-            ),
+            )
         };
     }
     None
@@ -234,9 +233,10 @@ fn unknown_layer(name: &str, attention: &AttentionSection) -> (String, String) {
     }
     let own = [OWN_LAYER, SHARED_LAYER, attention.kind().name(), Attention::DENSE.kind().name()];
     let known = own.into_iter().chain(attention.others.keys().map(String::as_str)).collect::<Vec<_>>();
-    let others = match attention.others.is_empty() {
-        true => "\"sparse\", \"mha\" or \"shared\"".to_owned(),
-        false => format!("\"sparse\", \"mha\", \"shared\" or a table: {}", quoted(&known[own.len()..])),
+    let others = if attention.others.is_empty() {
+        "\"sparse\", \"mha\" or \"shared\"".to_owned()
+    } else {
+        format!("\"sparse\", \"mha\", \"shared\" or a table: {}", quoted(&known[own.len()..]))
     };
     (
         format!("holds {name:?}, which names no layer{}", did_you_mean(name, &known)),

@@ -146,16 +146,13 @@ impl Draw {
         model.initializer_range = self.positive();
         model.residual_scale = self.coin();
         let tokenizer = &mut recipe.tokenizer;
-        match self.coin() {
-            true => {
-                tokenizer.train = None;
-                tokenizer.path = Some(self.path());
-                tokenizer.eos_token = self.maybe(Self::path);
-            }
-            false => {
-                tokenizer.train =
-                    Some(TokenizerTraining { vocab_size: self.between(258, 70_000), sample_bytes: self.bytes() });
-            }
+        if self.coin() {
+            tokenizer.train = None;
+            tokenizer.path = Some(self.path());
+            tokenizer.eos_token = self.maybe(Self::path);
+        } else {
+            tokenizer.train =
+                Some(TokenizerTraining { vocab_size: self.between(258, 70_000), sample_bytes: self.bytes() });
         }
         let data = &mut recipe.data;
         let jsonl = self.coin();
@@ -204,10 +201,7 @@ impl Draw {
         recipe.metrics.log_freq = self.between(1, 100);
         recipe.metrics.enable_tensorboard = self.coin();
         let validation = &mut recipe.validation;
-        validation.interval = match checkpoint.keep_best {
-            true => checkpoint.interval,
-            false => self.between(1, 1000),
-        };
+        validation.interval = if checkpoint.keep_best { checkpoint.interval } else { self.between(1, 1000) };
         validation.tokens = self.between(1, 1000);
         validation.paths = self.maybe(|draw| draw.paths(3));
         let activations = &mut recipe.activation_checkpoint;

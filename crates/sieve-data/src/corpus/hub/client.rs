@@ -306,10 +306,8 @@ impl Client {
             if has_progressed {
                 (last_byte, pause) = (Instant::now(), FIRST_PAUSE);
             }
-            let outage = match self.has_answered.load(Ordering::Relaxed) {
-                true => self.limits.outage,
-                false => self.limits.first_outage,
-            };
+            let outage =
+                if self.has_answered.load(Ordering::Relaxed) { self.limits.outage } else { self.limits.first_outage };
             let wait = asked.unwrap_or(pause);
             // The server may request any pause, so these sums must not overflow.
             let silence = last_byte.elapsed().saturating_add(wait);
@@ -412,10 +410,7 @@ fn certificates(path: &Path) -> Result<Vec<ureq::tls::Certificate<'static>>, Dat
     };
     let found = items.collect::<Result<Vec<_>, _>>().map_err(bad)?;
     let found = found.into_iter().flatten().collect::<Vec<_>>();
-    match found.is_empty() {
-        true => Err(bad("there is no certificate in it".to_owned())),
-        false => Ok(found),
-    }
+    if found.is_empty() { Err(bad("there is no certificate in it".to_owned())) } else { Ok(found) }
 }
 
 #[cfg(test)]

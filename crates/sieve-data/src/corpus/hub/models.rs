@@ -256,17 +256,17 @@ impl Fetch<'_> {
     fn needs_conversion(&self, name: &str) -> DataError {
         let pickles = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
         let has_pickles = pickles.iter().any(|pickle| self.find(pickle).is_some());
-        let others = match name == SINGLE && has_pickles {
-            true => ": its weights are pickles (pytorch_model.bin), which are programs and are not read",
-            false => "",
+        let others = if name == SINGLE && has_pickles {
+            ": its weights are pickles (pytorch_model.bin), which are programs and are not read"
+        } else {
+            ""
         };
-        let hint = match name == TOKENIZER || has_pickles {
-            true => sieve_core::how_to_convert(&self.remote.repo),
-            false => {
-                "weights are read from model.safetensors, or from the files of its index; GGUF files and adapters \
-                      are not"
-                    .to_owned()
-            }
+        let hint = if name == TOKENIZER || has_pickles {
+            sieve_core::how_to_convert(&self.remote.repo)
+        } else {
+            "weights are read from model.safetensors, or from the files of its index; GGUF files and adapters \
+                  are not"
+                .to_owned()
         };
         DataError::refused(format!("{} has no {name}{others}", self.place()), hint)
     }

@@ -147,13 +147,12 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
             bytes.map(|byte| format!("{byte:02x}")).collect::<String>()
         };
         let (is_large, listed_bytes) = (state.is_large, state.listed_bytes);
-        let siblings = state.files.iter().map(|(name, bytes)| match is_large {
-            true => {
+        let siblings = state.files.iter().map(|(name, bytes)| {
+            if is_large {
                 let sha256 = hex(ring::digest::digest(&ring::digest::SHA256, bytes));
                 let lfs = serde_json::json!({"sha256": sha256, "size": bytes.len(), "pointerSize": 134});
                 serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": "0".repeat(40), "lfs": lfs})
-            }
-            false => {
+            } else {
                 let blob = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
                 let blob = hex(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &blob));
                 let num_bytes = listed_bytes.unwrap_or(bytes.len() as u64);

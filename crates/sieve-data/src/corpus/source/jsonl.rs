@@ -78,10 +78,7 @@ impl JsonLines {
 
     /// Length in bytes of the byte order mark at the beginning of the current line.
     fn mark(&self) -> usize {
-        match self.line == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) {
-            true => BYTE_ORDER_MARK.len(),
-            false => 0,
-        }
+        if self.line == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 }
     }
 
     /// Reads the next line, or the first bytes of one that is too long. Returns the number of bytes, 0 at the end.

@@ -189,9 +189,10 @@ pub(in crate::corpus) fn guarded<T>(
 fn unreadable(path: &Path, reason: &str) -> DataError {
     let what = format!("not a readable Parquet file: {reason}");
     // The parquet crate's message about a compression that it was built without.
-    let hint = match reason.contains("Disabled feature at compile time") {
-        true => "write the file with a different compression: snappy, zstd, gzip, lz4 or none",
-        false => "fetch or write the file again",
+    let hint = if reason.contains("Disabled feature at compile time") {
+        "write the file with a different compression: snappy, zstd, gzip, lz4 or none"
+    } else {
+        "fetch or write the file again"
     };
     DataError::file(path, what, hint)
 }

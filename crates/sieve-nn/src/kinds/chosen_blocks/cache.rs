@@ -129,9 +129,10 @@ impl<B: DeviceBackend> ChosenCache<B> {
         }
         let keys = self.pooled.tokens().narrow(TOKENS, 0, blocks * size);
         let ([batch, _, _, d], dtype) = (keys.dims(), keys.dtype());
-        let means = match B::ON_HOST {
-            true => means_on_host(keys, self.choice.blocks, blocks).swap_dims(1, TOKENS),
-            false => at_least_f32(keys).reshape([batch, blocks, size, d]).mean_dim(2).cast(dtype),
+        let means = if B::ON_HOST {
+            means_on_host(keys, self.choice.blocks, blocks).swap_dims(1, TOKENS)
+        } else {
+            at_least_f32(keys).reshape([batch, blocks, size, d]).mean_dim(2).cast(dtype)
         };
         let first = Tensor::<B, 1, Int>::arange(0..blocks as i64, &means.device()) * size as i64;
         Some((means, first.unsqueeze_dim::<2>(0).repeat_dim(0, batch)))

@@ -158,9 +158,10 @@ impl<B: DeviceBackend> BlockCache<B> {
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let coarse_q = one(coarse_q);
         // Before the first complete block the compressed branch adds nothing. `None`: no bias per key.
-        let coarse = match self.compressed.is_empty() {
-            true => coarse_q.zeros_like(),
-            false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),
+        let coarse = if self.compressed.is_empty() {
+            coarse_q.zeros_like()
+        } else {
+            attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch)
         };
         let choice = BlockChoice::nsa(blocks);
         let pooled = (!self.compressed.is_empty()).then(|| self.compressed.k.tokens());

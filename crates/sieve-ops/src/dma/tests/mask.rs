@@ -22,10 +22,7 @@ fn visible(z: &[f32], start: usize, query: usize, window: DmaWindow) -> Vec<usiz
     let local = (query + 1).saturating_sub(window.local_window_size).max(start);
     let mut keys: Vec<usize> = (start..local).collect();
     // Larger score first, then later key; == so that -0 ties with +0.
-    keys.sort_by(|&a, &b| match z[a] == z[b] {
-        true => b.cmp(&a),
-        false => z[b].total_cmp(&z[a]),
-    });
+    keys.sort_by(|&a, &b| if z[a] == z[b] { b.cmp(&a) } else { z[b].total_cmp(&z[a]) });
     keys.truncate(window.num_ranked());
     keys.extend(local..=query);
     keys

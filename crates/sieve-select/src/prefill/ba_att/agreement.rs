@@ -74,11 +74,9 @@ impl BaAttConfig {
             let (error, mass) = errors_and_mass(tiles, i, means_of_tile, |query_slot| {
                 let (q, position) = (query(query_slot), call.shape.context() + orders.query_row(head, query_slot));
                 let is_seen = |key_slot: usize| !self.causal || key_order[key_slot] as usize <= position;
-                let logits = (0..key_order.len()).map(|key_slot| match is_seen(key_slot) {
-                    true => dot(q, key(key_slot)) * scale,
-                    false => f32::NEG_INFINITY,
-                });
-                logits.collect()
+                let logit =
+                    |key_slot| if is_seen(key_slot) { dot(q, key(key_slot)) * scale } else { f32::NEG_INFINITY };
+                (0..key_order.len()).map(logit).collect()
             });
             let mut estimate = estimates[i * num_key_tiles..][..competing].to_vec();
             if !softmax(&mut estimate) {

@@ -34,9 +34,10 @@ pub(super) fn with_columns_of<B: DeviceBackend>(corpus: Corpus, loaded: &LoadedM
     let Some(template) = ChatTemplate::of_model(&loaded.path)? else {
         return Ok(corpus);
     };
-    match fails(&chats(&strict, USUAL_MESSAGES, template.clone())?) {
-        true => Ok(corpus),
-        false => chats(config, USUAL_MESSAGES, template),
+    if fails(&chats(&strict, USUAL_MESSAGES, template.clone())?) {
+        Ok(corpus)
+    } else {
+        chats(config, USUAL_MESSAGES, template)
     }
 }
 

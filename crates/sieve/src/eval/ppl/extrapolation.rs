@@ -50,13 +50,12 @@ pub(super) fn measure<B: DeviceBackend>(
             extrapolation(model, documents, &contexts, sizes, device, &mut observe)
         })
     };
-    Ok(match args.recipe_validation {
-        true => run(&mut prepared_documents(&prepared_data(loaded)?, tokenizer)?)?,
-        false => {
-            let corpus = args.corpus(loaded)?;
-            let eos_id = tokenizer.eos_id()?;
-            run(&mut text_documents(corpus.documents(), tokenizer, eos_id))?
-        }
+    Ok(if args.recipe_validation {
+        run(&mut prepared_documents(&prepared_data(loaded)?, tokenizer)?)?
+    } else {
+        let corpus = args.corpus(loaded)?;
+        let eos_id = tokenizer.eos_id()?;
+        run(&mut text_documents(corpus.documents(), tokenizer, eos_id))?
     })
 }
 

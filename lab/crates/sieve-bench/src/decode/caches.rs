@@ -42,10 +42,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let emulated_widths = [32, 256, 64];
     // At least 12 calls, so that each kind of call has several: with a single slot, any softmax weights would pass.
     for at in 0..extent.few().max(12) {
-        let (head_dim, head_dim_v) = match extent.is_emulated {
-            true => [emulated_widths[at / 4 % 3]; 2].into(),
-            false => random.one_of(extent.widths),
-        };
+        let (head_dim, head_dim_v) =
+            if extent.is_emulated { [emulated_widths[at / 4 % 3]; 2].into() } else { random.one_of(extent.widths) };
         let (kv_heads, group) = (random.between(1, 4), random.one_of(groups));
         let (batch, heads) = (random.between(1, 4), [kv_heads * group, kv_heads]);
         let shape = AttentionShape::new(batch, 1, heads, [head_dim, head_dim_v]);
@@ -225,9 +223,10 @@ impl<'a> TokenCheck<'a> {
             self.device.float(&table, &[POSITIONS, head_dim / 2], DType::F32)
         });
         let positions = positions.reshaped("decode", "positions", &[batch, 1])?;
-        let rotated = match has_norm {
-            false => rope(&packed, &positions, tables.each_ref(), num_kv_heads)?,
-            true => QkNormRope {
+        let rotated = if !has_norm {
+            rope(&packed, &positions, tables.each_ref(), num_kv_heads)?
+        } else {
+            QkNormRope {
                 q_weight: &weights[0],
                 k_weight: &weights[1],
                 positions: &positions,
@@ -236,7 +235,7 @@ impl<'a> TokenCheck<'a> {
                 num_kv_heads,
                 epsilon: EPSILON,
             }
-            .qk_norm_rope_forward(&packed)?,
+            .qk_norm_rope_forward(&packed)?
         };
         let rotated = self.device.floats(&rotated)?;
         let of = |first: usize, count: usize| -> Vec<f32> {
@@ -491,10 +490,7 @@ impl DmaText {
     fn draw(shape: AttentionShape, has_local_window: bool, random: &mut Random) -> Result<Self, Wrong> {
         let (batch, num_kv_heads) = (shape.batch, shape.num_kv_heads);
         let kept: usize = random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
-        let local = match has_local_window {
-            true => random.one_of(&[1, kept.div_ceil(2), kept]),
-            false => 0,
-        };
+        let local = if has_local_window { random.one_of(&[1, kept.div_ceil(2), kept]) } else { 0 };
         let lengths = (0..batch).map(|_| random.below(2 * kept)).collect();
         let steps = random.between(1, 8);
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];

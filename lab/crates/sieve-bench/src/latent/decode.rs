@@ -244,9 +244,10 @@ impl TokenCall {
     fn new_latent(&self, numbers: &TokenNumbers, row: usize) -> Vec<f32> {
         let ([num_heads, head_dim, rope], rank) = (self.heads, self.rank);
         let first_key = row * numbers.packed_width + num_heads * (head_dim + rope);
-        let rotated = match self.has_norm {
-            true => &numbers.rotated[row * rope..][..rope],
-            false => &numbers.packed[first_key + head_dim..][..rope],
+        let rotated = if self.has_norm {
+            &numbers.rotated[row * rope..][..rope]
+        } else {
+            &numbers.packed[first_key + head_dim..][..rope]
         };
         [&numbers.latent[row * rank..][..rank], rotated].concat()
     }
@@ -262,19 +263,14 @@ impl TokenCall {
         // The query times the up-projection of keys, to be multiplied with latents.
         let mut folded = vec![0.0f64; rank];
         for d in 0..head_dim {
-            let q = match self.has_norm {
-                true => round(f64::from(q[d]) * f64::from(numbers.norm[d])),
-                false => q[d].into(),
-            };
+            let q = if self.has_norm { round(f64::from(q[d]) * f64::from(numbers.norm[d])) } else { q[d].into() };
             folded.iter_mut().zip(weights(0, d)).for_each(|(to, w)| *to += q * f64::from(*w));
         }
         folded.iter_mut().for_each(|x| *x = round(*x));
         folded.extend(q[head_dim..].iter().map(|x| f64::from(*x)));
         let new = self.new_latent(numbers, row);
-        let key = |at: usize| match at == length {
-            true => &new[..],
-            false => &numbers.latents[(row * room + at) * width..][..width],
-        };
+        let key =
+            |at: usize| if at == length { &new[..] } else { &numbers.latents[(row * room + at) * width..][..width] };
         let factor = |at: usize| match (self.has_norm, at == length) {
             (false, _) => 1.0,
             (true, true) => numbers.key_scale[row * num_heads + head].into(),

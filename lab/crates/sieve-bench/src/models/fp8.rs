@@ -139,9 +139,10 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 
 /// The error as a share of its tolerance; fails where it is over 1, or no number.
 fn ratio(name: &str, error: f64, tolerance: f64) -> Outcome {
-    match error <= tolerance {
-        true => Ok((error / tolerance.max(f64::MIN_POSITIVE)) as f32),
-        false => wrong(format!("{name}: norm of the error {error:.3e}, tolerance {tolerance:.3e}")),
+    if error <= tolerance {
+        Ok((error / tolerance.max(f64::MIN_POSITIVE)) as f32)
+    } else {
+        wrong(format!("{name}: norm of the error {error:.3e}, tolerance {tolerance:.3e}"))
     }
 }
 

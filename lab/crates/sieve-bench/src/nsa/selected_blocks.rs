@@ -39,15 +39,17 @@ impl Given {
         let seed = random.between(0, 1 << 30) as u64;
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], seed)?;
         let lists = batch * seq_len * choosers;
-        let mut index = || match random.chance(0.1) {
-            true => random.one_of(&NONE),
-            // Some indices are after the query's own block, some occur twice.
-            false => random.below(seq_len.div_ceil(block) + 1) as i32,
+        let mut index = || {
+            if random.chance(0.1) {
+                random.one_of(&NONE)
+            } else {
+                // Some indices are after the query's own block, some occur twice.
+                random.below(seq_len.div_ceil(block) + 1) as i32
+            }
         };
         let indices = (0..lists * num_indices).map(|_| index()).collect();
-        let count = |random: &mut Random| match random.chance(0.1) {
-            true => random.one_of(&NONE),
-            false => random.below(num_indices + 1) as i32,
+        let count = |random: &mut Random| {
+            if random.chance(0.1) { random.one_of(&NONE) } else { random.below(num_indices + 1) as i32 }
         };
         let counts = random.chance(0.5).then(|| (0..lists).map(|_| count(random)).collect::<Vec<i32>>());
         let label = format!(

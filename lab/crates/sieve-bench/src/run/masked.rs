@@ -82,9 +82,8 @@ impl Masked {
         tensors.floats("lse", &self.lse, &s.lse(), DType::F32);
         let num_rows = mask.num_lists() * mask.tiles.num_query_tiles();
         // On a device an index array is longer than its entries: the last word of its pointer array is their number.
-        let num_entries = |pointers: &Range<usize>| match pointers.is_empty() {
-            true => 0,
-            false => mask.words[pointers.start + num_rows] as usize,
+        let num_entries = |pointers: &Range<usize>| {
+            if pointers.is_empty() { 0 } else { mask.words[pointers.start + num_rows] as usize }
         };
         let orders = s.num_heads / mask.heads_per_order;
         for (name, place, shape) in [

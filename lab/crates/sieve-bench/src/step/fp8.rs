@@ -82,9 +82,10 @@ fn rounding(mut calls: LaunchCheck<'_>, [rows, width]: [usize; 2], format: Fp8Fo
     let mut one_nan = x.values.clone();
     one_nan[rows * width / 2] = f32::NAN;
     let pair = fp8_quantise(&upload(&one_nan), format, NO_MAXIMA)?;
-    match numbers(&calls, &pair.columns)?.iter().all(|x| x.is_nan()) {
-        true => Ok(0.0),
-        false => wrong("a NaN did not reach every number"),
+    if numbers(&calls, &pair.columns)?.iter().all(|x| x.is_nan()) {
+        Ok(0.0)
+    } else {
+        wrong("a NaN did not reach every number")
     }
 }
 

@@ -52,14 +52,16 @@ impl Inputs {
         let [batch, seq_len, heads, width] = queries_of(shape);
         let (tokens, width_v) = (batch * seq_len, shape.head_dim_v);
         let bf16 = DType::BF16;
-        let packed = match width == width_v {
-            true => normal(packed_of(shape), bf16, device),
-            false => normal([batch, seq_len, heads * (2 * width + width_v)], bf16, device),
+        let packed = if width == width_v {
+            normal(packed_of(shape), bf16, device)
+        } else {
+            normal([batch, seq_len, heads * (2 * width + width_v)], bf16, device)
         };
         let gradient = packed.empty_contiguous(packed.shape(), bf16);
-        let heads = |packed: &CudaTensor| match width == width_v {
-            true => Qkv::packed(packed, heads, shape.num_kv_heads),
-            false => {
+        let heads = |packed: &CudaTensor| {
+            if width == width_v {
+                Qkv::packed(packed, heads, shape.num_kv_heads)
+            } else {
                 MlaPack::heads(packed, heads, [width_v, width - width_v]).expect("a packed tensor of latent attention")
             }
         };

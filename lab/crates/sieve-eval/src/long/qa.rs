@@ -70,14 +70,16 @@ impl QaData {
             EvalError::refused(format!("{name}: {reason}"), hint)
         };
         let is_list = text.trim_start().starts_with('[');
-        let data = match is_list {
-            true => serde_json::from_str(text).map(Self::of_hotpot),
-            false => serde_json::from_str(text).map(Self::of_squad),
+        let data = if is_list {
+            serde_json::from_str(text).map(Self::of_hotpot)
+        } else {
+            serde_json::from_str(text).map(Self::of_squad)
         };
         let data = data.map_err(|error| refused(error.to_string()))?;
-        match data.questions.is_empty() {
-            true => Err(refused("it holds no question with an answer".to_owned())),
-            false => Ok(data),
+        if data.questions.is_empty() {
+            Err(refused("it holds no question with an answer".to_owned()))
+        } else {
+            Ok(data)
         }
     }
 

@@ -196,9 +196,10 @@ fn needles_have_the_number_of_their_task_and_uniform_depths() {
             assert_eq!(sample.references.len(), references, "{name}");
             let uuids = ["niah_single_3", "niah_multikey_3"].contains(&name);
             for value in &sample.references {
-                match uuids {
-                    true => assert_eq!(value.len(), 36),
-                    false => assert!((1_000_000..10_000_000).contains(&value.parse().expect("a number"))),
+                if uuids {
+                    assert_eq!(value.len(), 36)
+                } else {
+                    assert!((1_000_000..10_000_000).contains(&value.parse().expect("a number")))
                 }
             }
             let mentions_noise = sample.prompt.contains("There and back again.");
@@ -380,10 +381,7 @@ fn scores_agree_with_lm_evaluation_harness() {
     let cases: Vec<Case> = serde_json::from_str(cases).expect("cases");
     assert_eq!(cases.len(), 416);
     for case in cases {
-        let matching = match case.task.starts_with("qa_") {
-            true => Match::Any,
-            false => Match::All,
-        };
+        let matching = if case.task.starts_with("qa_") { Match::Any } else { Match::All };
         let score = matching.score(&case.text, &case.references);
         let (task, text, references) = (case.task, case.text, case.references);
         assert!((score - case.value).abs() < 1e-12, "{task} {text:?} {references:?} {score}");

@@ -132,12 +132,11 @@ impl Haystack {
     /// end of a sentence or else to the beginning. At 100 % it is after all tokens.
     pub(super) fn with_needle(&self, len: usize, depth: f64, needle: &[u32]) -> (Vec<u32>, usize) {
         let wanted = (len as f64 * depth / 100.0).round() as usize;
-        let place = match wanted >= len {
-            true => len,
-            false => {
-                let before = self.ends.partition_point(|&end| end <= wanted);
-                before.checked_sub(1).map_or(0, |last| self.ends[last])
-            }
+        let place = if wanted >= len {
+            len
+        } else {
+            let before = self.ends.partition_point(|&end| end <= wanted);
+            before.checked_sub(1).map_or(0, |last| self.ends[last])
         };
         let mut tokens = self.tokens[..place].to_vec();
         tokens.extend_from_slice(needle);

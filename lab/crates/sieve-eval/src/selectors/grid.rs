@@ -54,18 +54,16 @@ pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec
             return Err(error.into());
         }
     }
-    match found.is_empty() {
-        true => Err(wrong("it names no selector".to_owned())),
-        false => Ok((found, forbidden)),
-    }
+    if found.is_empty() { Err(wrong("it names no selector".to_owned())) } else { Ok((found, forbidden)) }
 }
 
 /// Every combination of a table's values, in the form that `--selector` reads. The last key varies fastest.
 fn crossed(table: &Table) -> Result<Vec<String>, String> {
     let Some(Value::String(name)) = table.get("selector") else {
-        return Err(match table.contains_key("method") {
-            true => "a [[grid]] has method = \"NAME\", a key whose name is selector".to_owned(),
-            false => "a [[grid]] has no selector = \"NAME\"".to_owned(),
+        return Err(if table.contains_key("method") {
+            "a [[grid]] has method = \"NAME\", a key whose name is selector".to_owned()
+        } else {
+            "a [[grid]] has no selector = \"NAME\"".to_owned()
         });
     };
     let mut all = vec![String::new()];

@@ -32,10 +32,7 @@ pub(super) fn answers<B: DeviceBackend>(
 impl Matching {
     /// The score of a generated text from 0 to 1; `None` if the task's answers are simply right or wrong.
     pub(super) fn score(&self, text: &str, answers: &[String], classes: &[String]) -> Option<f64> {
-        let text = match self.first_line {
-            true => text.trim_start_matches('\n').split('\n').next().unwrap_or(""),
-            false => text,
-        };
+        let text = if self.first_line { text.trim_start_matches('\n').split('\n').next().unwrap_or("") } else { text };
         match self.score {
             TextScore::ExactMatch => None,
             score => Some(score.best(text, answers, classes)),

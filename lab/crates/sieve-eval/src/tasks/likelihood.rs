@@ -349,10 +349,7 @@ impl Layout {
         let labels = self.scored.iter().map(|scored| scored.token as i32);
         let labels = indices::<B>(labels, device).unsqueeze::<2>();
         let losses = model.token_losses_of(hidden.clone(), labels).into_data();
-        let likeliest = match with_greedy {
-            true => likeliest(model, hidden),
-            false => Vec::new(),
-        };
+        let likeliest = if with_greedy { likeliest(model, hidden) } else { Vec::new() };
         let mut endings = HashMap::<usize, Ending>::new();
         for (n, (loss, scored)) in losses.iter::<f64>().zip(&self.scored).enumerate() {
             let ending = endings.entry(scored.pair).or_default();

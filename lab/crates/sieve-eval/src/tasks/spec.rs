@@ -371,9 +371,10 @@ impl Task {
         Ok(match self.measure {
             Measure::Choices => {
                 let ending = |ending: &String| format!("{delimiter}{ending}");
-                match self.has_prompt_per_choice() {
-                    true => contexts.into_iter().map(|context| (context, ending(&question.endings[0]))).collect(),
-                    false => question.endings.iter().map(|choice| (contexts[0].clone(), ending(choice))).collect(),
+                if self.has_prompt_per_choice() {
+                    contexts.into_iter().map(|context| (context, ending(&question.endings[0]))).collect()
+                } else {
+                    question.endings.iter().map(|choice| (contexts[0].clone(), ending(choice))).collect()
                 }
             }
             Measure::Continuation | Measure::Generation => {

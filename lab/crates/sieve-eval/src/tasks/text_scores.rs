@@ -65,19 +65,19 @@ fn qa_words(text: &str) -> Vec<String> {
     let (mut out, mut word) = (String::new(), String::new());
     // A run of letters and digits that is an article becomes a space.
     let end = |word: &mut String, out: &mut String| {
-        match ["a", "an", "the"].contains(&word.as_str()) {
-            true => out.push(' '),
-            false => out.push_str(word),
+        if ["a", "an", "the"].contains(&word.as_str()) {
+            out.push(' ')
+        } else {
+            out.push_str(word)
         }
         word.clear();
     };
     for c in kept {
-        match c.is_alphanumeric() {
-            true => word.push(c),
-            false => {
-                end(&mut word, &mut out);
-                out.push(c);
-            }
+        if c.is_alphanumeric() {
+            word.push(c)
+        } else {
+            end(&mut word, &mut out);
+            out.push(c);
         }
     }
     end(&mut word, &mut out);
@@ -141,9 +141,10 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
     let mut table = vec![0u32; (x.len() + 1) * width];
     for i in 1..=x.len() {
         for j in 1..=y.len() {
-            table[i * width + j] = match x[i - 1] == y[j - 1] {
-                true => table[(i - 1) * width + j - 1] + 1,
-                false => table[(i - 1) * width + j].max(table[i * width + j - 1]),
+            table[i * width + j] = if x[i - 1] == y[j - 1] {
+                table[(i - 1) * width + j - 1] + 1
+            } else {
+                table[(i - 1) * width + j].max(table[i * width + j - 1])
             };
         }
     }
@@ -176,10 +177,7 @@ fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
         }
         at += 1;
     }
-    match named.iter().any(|class| *class == answer) {
-        true => 1.0 / named.len() as f64,
-        false => 0.0,
-    }
+    if named.iter().any(|class| *class == answer) { 1.0 / named.len() as f64 } else { 0.0 }
 }
 
 /// The runs of digits in a text.

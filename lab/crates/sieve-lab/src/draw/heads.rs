@@ -129,10 +129,7 @@ impl Legend<'_> {
 /// Draws the square of one head with its notes, its upper left corner at `x`, `y`.
 fn draw(svg: &mut Svg, square: &Square, [x, y]: [f64; 2], side: f64) {
     // A picture with fewer pixels than the side is drawn with sharp squares; a larger one is smoothed.
-    let style = match (square.side as f64) < side {
-        true => " style=\"image-rendering:pixelated\"",
-        false => "",
-    };
+    let style = if (square.side as f64) < side { " style=\"image-rendering:pixelated\"" } else { "" };
     svg.put(&format!(
         "<image x=\"{x}\" y=\"{y}\" width=\"{side}\" height=\"{side}\" preserveAspectRatio=\"none\"{style} \
          href=\"data:image/png;base64,{}\"/>",

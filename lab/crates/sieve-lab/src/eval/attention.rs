@@ -166,9 +166,10 @@ fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
         });
         (layer.layer, heads.collect())
     };
-    let about = match layers.iter().any(|layer| !layer.lives.is_empty()) {
-        true => "; stays: for how many queries, the median of DMA's keys that left",
-        false => "",
+    let about = if layers.iter().any(|layer| !layer.lives.is_empty()) {
+        "; stays: for how many queries, the median of DMA's keys that left"
+    } else {
+        ""
     };
     let picture = Heads {
         title: format!("Attention weights of {length} tokens"),

@@ -118,9 +118,10 @@ fn differ_in_vocabulary(report: &RecallReport) -> bool {
 /// An SVG of accuracy over the distance from value to question, with one line for each kind of sample.
 fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     let curve = |kind: &RecallOfKind| Curve {
-        name: match differ_in_vocabulary(report) {
-            true => format!("{} tokens, {} pairs of {}", kind.seq_len, kind.num_pairs, kind.vocab_size),
-            false => format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
+        name: if differ_in_vocabulary(report) {
+            format!("{} tokens, {} pairs of {}", kind.seq_len, kind.num_pairs, kind.vocab_size)
+        } else {
+            format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs)
         },
         points: (kind.by_distance.iter()).map(|bin| (bin.from.ilog2().into(), bin.accuracy)).collect(),
         errors: Vec::new(),

@@ -116,9 +116,10 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     let place = args.place.place(&checkpoint)?;
     let (recipe, shape) = peek_model(&checkpoint)?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe, &shape)?;
-    let template = match args.apply_chat_template {
-        true => Some(loaded::chat_template(&checkpoint, "leave --apply-chat-template out")?),
-        false => None,
+    let template = if args.apply_chat_template {
+        Some(loaded::chat_template(&checkpoint, "leave --apply-chat-template out")?)
+    } else {
+        None
     };
     let render = |turns: &[Turn<'_>]| {
         let messages = turns.iter().map(|&(role, content)| ChatMessage { role, content }).collect::<Vec<_>>();
@@ -163,12 +164,11 @@ pub(super) fn list(prefix: &str) -> Result<()> {
 fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
     let mut asked: Vec<Asked> = Vec::new();
     for (name, file) in pairs(&args.data)? {
-        let task = match name.ends_with(".toml") {
-            false => Task::ready(name)?,
-            true => {
-                let text = std::fs::read_to_string(name).with_context(|| format!("reading the task {name}"))?;
-                Task::parse(name, &text)?
-            }
+        let task = if !name.ends_with(".toml") {
+            Task::ready(name)?
+        } else {
+            let text = std::fs::read_to_string(name).with_context(|| format!("reading the task {name}"))?;
+            Task::parse(name, &text)?
         };
         if asked.iter().any(|asked| asked.task.name() == name) {
             bail!("the task {name} is named twice\n  hint: one file a task");

@@ -12,10 +12,7 @@ pub(super) fn of(selectors: &[LayerSelectors]) -> Vec<String> {
 
 /// Labels as names of files, without an ending.
 pub(super) fn file_names(labels: &[String]) -> Vec<String> {
-    let plain = |x: char| match x.is_ascii_alphanumeric() || "_.=".contains(x) {
-        true => x,
-        false => '-',
-    };
+    let plain = |x: char| if x.is_ascii_alphanumeric() || "_.=".contains(x) { x } else { '-' };
     distinct(labels.iter().map(|label| label.chars().map(plain).take(LONGEST).collect()))
 }
 
