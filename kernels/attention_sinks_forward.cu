@@ -10,6 +10,7 @@
 // Numerics   f32 inside; o is rounded a second time; memory-bound: reads and writes o in place
 // Edges      a row without a key (lse = -inf) has joined = the sink and o = 0; a sink of -inf changes nothing
 #include "common/attention_sinks.cuh"
+#include "common/sink.cuh"
 
 // A thread has VECTOR columns of one row of a head; the row's first thread writes its new log-sum-exp.
 extern "C" __global__ void __launch_bounds__(256)
@@ -18,15 +19,11 @@ attention_sinks_forward(element* o, const float* lse, const sink* sinks, float* 
   const u64 chunks = params.width / VECTOR, at = (u64)blockIdx.x * 256 + threadIdx.x, pair = at / chunks;
   if (pair >= params.rows * params.num_heads) return;
   const u64 row = pair / params.num_heads, head = pair % params.num_heads, place = lse_place(params, row, head);
-  const float without = lse[place], logit = sink_of(sinks, head), largest = fmaxf(without, logit);
-  // Without keys and with a sink of -inf nothing is seen, and the sum of no exponentials stays -inf.
-  const bool sees_nothing = largest == -INFINITY_F32;
-  const float with = sees_nothing ? largest : largest + logf(expf(without - largest) + expf(logit - largest));
-  const float factor = without == -INFINITY_F32 ? 0.f : expf(without - with);
+  const WithSink with = with_sink(lse[place], sink_of(sinks, head));
   float value[VECTOR];
   load_vector(o + at * VECTOR, value);
 #pragma unroll
-  for (int i = 0; i < VECTOR; i++) value[i] *= factor;
+  for (int i = 0; i < VECTOR; i++) value[i] *= with.factor;
   store_vector(o + at * VECTOR, value);
-  if (at % chunks == 0) joined[place] = with;
+  if (at % chunks == 0) joined[place] = with.lse;
 }

@@ -6,141 +6,149 @@
 //            bf16 [k]; residual bf16 [rows, n], rows residual_stride apart; y bf16 [rows, n] contiguous; k and strides
 //            multiples of 8
 // Buffers    x, w, norm (read with INPUT 1), residual (read with RESIDUAL), y
-// Defines    INPUT (0: x, 1: its norm), OUTPUT (0, 1), RESIDUAL (0, 1; 0 with OUTPUT 1), X_ROWS (1, 2, 4: rows at
-//            most), WARPS_PER_ROW (1, 2, 4, 8: warps that share a row of w) (set by step/matrix_vector.rs)
-// Tiling     grid (up to 4 a multiprocessor); 256 threads; h in shared memory; a group of warps walks rows of w, with
-//            the next UNROLL words of each lane on their way while these are multiplied; each byte of w is read once
-// Numerics   f32 sums in an order that depends on k alone; one rounding at the store; writes every element of y
-// Edges      rows of w past n and words past k are read as zeros; rows of h past `rows` are zeros and not stored
+// Defines    INPUT (0: x, 1: its norm), OUTPUT (0, 1), RESIDUAL (0; 1: added to the f32 sum; 2: to the sum rounded to
+//            bf16; 0 with OUTPUT 1), X_ROWS (1, 2, 4: rows at most), NUM_WARPS (1, 2, 4), NORM_WARPS (WARPS_PER_ROW of
+//            rms_norm_forward for this k) (set by step/matrix_vector.rs)
+// Tiling     grid (up to 4 a multiprocessor); 32 NUM_WARPS threads; h in shared memory, (k rounded up to 16 DEPTH, plus
+//            16) * 2 bytes a row; a warp walks tiles of 8 rows of w by m16n8k16 with the rows of h as A, DEPTH steps of
+//            16 columns on their way while the oldest is multiplied; each byte of w is read once
+// Numerics   f32 sums over rising steps of 16 columns, one after the other: the bits of a GEMM on tensor cores that does
+//            not split k (kernels/notes/one-order-of-sums.md), for any number of rows; the norm's bits are
+//            rms_norm_forward's; writes every element of y
+// Edges      rows of w past n and columns past k are zeros; rows of h past `rows` are zeros and not stored
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
+#include "common/mma.cuh"
 #include "common/programmatic_launch.cuh"
 
-constexpr int NUM_WARPS = 8, UNROLL = 4, THREADS = NUM_WARPS * 32;
-constexpr int LANES = 32 * WARPS_PER_ROW, GROUPS = NUM_WARPS / WARPS_PER_ROW;
 constexpr int PARTS = OUTPUT == 1 ? 2 : 1;  // rows of w for each element of y
+constexpr int DEPTH = 48 / PARTS;           // steps of 16 columns on their way, of each part
+constexpr int THREADS = NUM_WARPS * 32, TILE = 8;
 static_assert(!(OUTPUT && RESIDUAL), "an activation is not added to");
 
 struct MatrixVectorParams { u64 rows, n, k, x_stride, w_stride, residual_stride, epsilon; };
 
-// A lane's words of a piece of one of the rows of w that row `row` of y takes.
-DEVICE void load_piece(uint4 (&words)[UNROLL], const bf16* w, u64 row, int part, int piece, int num_chunks,
-                       const MatrixVectorParams& params) {
-  const bf16* from = w + (row + part * params.n) * params.w_stride;
-#pragma unroll
-  for (int i = 0; i < UNROLL; i++) {
-    const int chunk = (int)(threadIdx.x % LANES) + (piece * UNROLL + i) * LANES;
-    words[i] = make_uint4(0, 0, 0, 0);
-    if (row < params.n && chunk < num_chunks) words[i] = load_16_bytes(from + chunk * 8);
-  }
+// The lane's four of the 16 columns of step `step` of a row of w at `row`, which begins at the lane's first column.
+// Inside a step the order of columns does not matter to the sum, so a lane's four are neighbours.
+DEVICE uint2 load_step(const bf16* row, int step, bool exists, int k) {
+  const int column = step * 16 + (int)threadIdx.x % 4 * 4;
+  if (!exists || column >= k) return make_uint2(0, 0);
+  return *reinterpret_cast<const uint2*>(row + step * 16);
 }
 
-// Row `row` of h to shared memory; `sums` are 8 floats of this row.
-DEVICE void prepare_row(uint4* h, const bf16* x, const bf16* norm, int num_chunks, float* sums,
-                        const MatrixVectorParams& params) {
 #if INPUT == 1
-  float squares = 0.f;
-  for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS) {
-    float values[8];
-    unpack_bf16x8(load_16_bytes(x + chunk * 8), values);
+// 1 / RMS of a row, by each warp for itself: the sums of NORM_WARPS warps as rms_norm_forward has them.
+DEVICE float inverse_rms_of_row(const bf16* x, const MatrixVectorParams& params) {
+  const int num_chunks = (int)(params.k / 8);
+  float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) squares = fmaf(values[i], values[i], squares);
+  for (int warp = 0; warp < NORM_WARPS; warp++) {
+    float squares = 0.f;
+#pragma unroll 8
+    for (int chunk = warp * 32 + (int)threadIdx.x % 32; chunk < num_chunks; chunk += 32 * NORM_WARPS) {
+      float values[8];
+      unpack_bf16x8(load_16_bytes(x + chunk * 8), values);
+#pragma unroll
+      for (int i = 0; i < 8; i++) squares = fmaf(values[i], values[i], squares);
+    }
+    squares = lanes_sum<32>(squares);
+    total = NORM_WARPS == 1 ? squares : total + squares;
   }
-  squares = warps_sum<NUM_WARPS>(squares, sums);
-  const float inverse = 1.f / sqrtf(squares / (float)params.k + f32_word(params.epsilon));
+  return 1.f / sqrtf(total / (float)params.k + f32_word(params.epsilon));
+}
 #endif
-  for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS) {
-    uint4 words = load_16_bytes(x + chunk * 8);
+
+// Row `row` of h to shared memory, with zeros behind its k columns.
+DEVICE void prepare_row(uint4* h, const bf16* x, const bf16* norm, int chunks_of_h, const MatrixVectorParams& params) {
+  const int num_chunks = (int)(params.k / 8);
 #if INPUT == 1
-    float values[8], others[8];
-    unpack_bf16x8(words, values);
-    unpack_bf16x8(load_16_bytes(norm + chunk * 8), others);
-#pragma unroll
-    for (int i = 0; i < 8; i++) values[i] = values[i] * inverse * others[i];
-    words = pack_bf16x8(values);
+  const float inverse = inverse_rms_of_row(x, params);
 #endif
+  for (int chunk = threadIdx.x; chunk < chunks_of_h; chunk += THREADS) {
+    uint4 words = make_uint4(0, 0, 0, 0);
+    if (chunk < num_chunks) {
+      words = load_16_bytes(x + chunk * 8);
+#if INPUT == 1
+      float values[8], factors[8];
+      unpack_bf16x8(words, values);
+      unpack_bf16x8(load_16_bytes(norm + chunk * 8), factors);
+#pragma unroll
+      for (int i = 0; i < 8; i++) values[i] = values[i] * inverse * factors[i];
+      words = pack_bf16x8(values);
+#endif
+    }
     h[chunk] = words;
   }
 }
 
-// Gates of four rows beside their sums take more registers than four blocks leave.
-extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4 ? 3 : 4)
+// Rounds the sum of each part and stores element `at` of row `r` of y.
+DEVICE void store_sum(bf16* y, [[maybe_unused]] const bf16* residual, u64 r, u64 at, const float (&sums)[PARTS],
+                      const MatrixVectorParams& params) {
+  float value = sums[0];
+#if OUTPUT == 1
+  const float gate = bf16_low(pack_bf16(sums[0], 0.f)), up = bf16_low(pack_bf16(sums[1], 0.f));
+  value = gate / (1.f + expf(-gate)) * up;
+#endif
+#if RESIDUAL
+  if (RESIDUAL == 2) value = bf16_low(pack_bf16(value, 0.f));
+  value = bf16_to_f32(residual[r * params.residual_stride + at]) + value;
+#endif
+  y[r * params.n + at].bits = (unsigned short)pack_bf16(value, 0.f);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
     matrix_vector(const bf16* x, const bf16* w, const bf16* norm, const bf16* residual, bf16* y,
                   const __grid_constant__ MatrixVectorParams params) {
-  extern __shared__ uint4 h[];  // [X_ROWS, k / 8]
-  __shared__ float sums[X_ROWS * NUM_WARPS];
-  const int num_chunks = (int)(params.k / 8), num_pieces = ceil_div(num_chunks, LANES * UNROLL);
-  const u64 first = (u64)blockIdx.x * GROUPS, step = (u64)gridDim.x * GROUPS;
-  u64 row = first + threadIdx.x / LANES;
+  extern __shared__ uint4 h[];  // [X_ROWS, chunks_of_h + 2]
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, k = (int)params.k;
+  const int num_rounds = ceil_div(k, 16 * DEPTH), chunks_of_h = num_rounds * DEPTH * 2, pitch = chunks_of_h + 2;
+  const u64 step_of_tiles = (u64)gridDim.x * NUM_WARPS * TILE;
+  u64 first = ((u64)blockIdx.x * NUM_WARPS + threadIdx.x / 32) * TILE;  // the tile's first row of w
 
   // The first words of w may be loaded before the last kernel, which writes x or the residual, has ended.
-  uint4 next[UNROLL];
-  load_piece(next, w, row, 0, 0, num_chunks, params);
+  uint2 words[PARTS][DEPTH];
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++)
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+      words[part][i] = load_step(w + (first + g + part * params.n) * params.w_stride + t * 4, i, first + g < params.n, k);
   wait_for_previous();
   for (int r = 0; r < X_ROWS; r++) {
     if (r < (int)params.rows) {
-      prepare_row(h + r * num_chunks, x + r * params.x_stride, norm, num_chunks, sums + r * NUM_WARPS, params);
+      prepare_row(h + r * pitch, x + r * params.x_stride, norm, chunks_of_h, params);
     } else {
-      for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS)
-        h[r * num_chunks + chunk] = make_uint4(0, 0, 0, 0);
+      for (int chunk = threadIdx.x; chunk < chunks_of_h; chunk += THREADS) h[r * pitch + chunk] = make_uint4(0, 0, 0, 0);
     }
   }
-  __syncthreads();  // h is stored, and the sums of its norms have been read
+  __syncthreads();  // h is stored
 
-  // Every group takes the same number of rounds, so that all threads reach the barriers.
-  for (u64 base = first; base < params.n; base += step, row += step) {
-    float totals[X_ROWS];
-    [[maybe_unused]] float gates[X_ROWS];
+  const uint2* own = reinterpret_cast<const uint2*>(h + g % X_ROWS * pitch) + t;  // of row g of A, if it is a row of h
+  for (; first < params.n; first += step_of_tiles) {
+    float sums[PARTS][4] = {};
+    for (int round = 0; round < num_rounds; round++) {
+      // The steps that take the place of those multiplied here: of the next round, or of the warp's next tile.
+      const bool ends_tile = round + 1 == num_rounds;
+      const int next = ends_tile ? 0 : (round + 1) * DEPTH;
+      const u64 next_row = (ends_tile ? first + step_of_tiles : first) + g;
+      const bf16* from = w + next_row * params.w_stride + t * 4;
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
+      for (int i = 0; i < DEPTH; i++) {
+        const uint2 of_h = g < X_ROWS ? own[(round * DEPTH + i) * 4] : make_uint2(0, 0);
+        const u32 a[4] = {of_h.x, 0, of_h.y, 0};
 #pragma unroll
-      for (int r = 0; r < X_ROWS; r++) totals[r] = 0.f;
-      for (int piece = 0; piece < num_pieces; piece++) {
-        uint4 words[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; i++) words[i] = next[i];
-        const bool ends_part = piece + 1 == num_pieces, ends_row = ends_part && part + 1 == PARTS;
-        load_piece(next, w, ends_row ? row + step : row, ends_row ? 0 : part + ends_part, ends_part ? 0 : piece + 1,
-                   num_chunks, params);
-#pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-          const int chunk = (int)(threadIdx.x % LANES) + (piece * UNROLL + i) * LANES;
-          if (chunk >= num_chunks) continue;
-          float weights[8];
-          unpack_bf16x8(words[i], weights);
-#pragma unroll
-          for (int r = 0; r < X_ROWS; r++) {
-            float values[8];
-            unpack_bf16x8(h[r * num_chunks + chunk], values);
-#pragma unroll
-            for (int j = 0; j < 8; j++) totals[r] = fmaf(weights[j], values[j], totals[r]);
-          }
+        for (int part = 0; part < PARTS; part++) {
+          mma_bf16(sums[part], a, words[part][i].x, words[part][i].y);
+          words[part][i] = load_step(from + part * params.n * params.w_stride, next + i, next_row < params.n, k);
         }
       }
-#pragma unroll
-      for (int r = 0; r < X_ROWS; r++) totals[r] = warps_sum<WARPS_PER_ROW>(totals[r], sums + r * NUM_WARPS);
-#if OUTPUT == 1
-      if (part == 0) {
-#pragma unroll
-        for (int r = 0; r < X_ROWS; r++) gates[r] = totals[r];
-        if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before the second row of w overwrites them
-      }
-#endif
     }
-    if (threadIdx.x % LANES == 0 && row < params.n) {
 #pragma unroll
-      for (int r = 0; r < X_ROWS; r++) {
-        if (r >= (int)params.rows) continue;
-#if OUTPUT == 1
-        const float gate = bf16_low(pack_bf16(gates[r], 0.f)), up = bf16_low(pack_bf16(totals[r], 0.f));
-        totals[r] = gate / (1.f + expf(-gate)) * up;
-#endif
-#if RESIDUAL
-        totals[r] += bf16_to_f32(residual[r * params.residual_stride + row]);
-#endif
-        y[r * params.n + row].bits = (unsigned short)pack_bf16(totals[r], 0.f);
-      }
+    for (int i = 0; i < 2; i++) {
+      const u64 at = first + 2 * t + i;
+      float of_parts[PARTS];
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) of_parts[part] = sums[part][i];
+      if (g < (int)params.rows && at < params.n) store_sum(y, residual, g, at, of_parts, params);
     }
-    if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before the next round overwrites them
   }
 }

@@ -11,6 +11,7 @@
 #include "common/hopper_tiles.cuh"
 #include "common/bf16_rest.cuh"
 #include "common/block_lse.cuh"
+#include "common/online_softmax.cuh"
 
 #ifndef RESIDUAL
 #define RESIDUAL 0
@@ -21,11 +22,11 @@ constexpr int O_REGISTERS = HEAD_DIM_V / 2;
 // The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With
 // RESIDUAL it moves at once: the largest weight of a row is then exactly 1, so that o, a sum over bf16 weights, is more
 // accurate than bf16 and `o_low` carries information.
-constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
+constexpr float RESCALE_AT = RESIDUAL ? 0.0f : OUTGROWN_AT;
 // The maximum of a row that has seen no key: finite, so that no infinity is subtracted from another. With a bias it
 // exceeds the scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it
 // stays below a row's largest logit, which is at least the q . k of the key with the largest bias.
-constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
+constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : NO_KEY_MAXIMUM;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
 
@@ -44,9 +45,10 @@ DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS
   wgmma_commit();
 }
 
-// Whether a row's largest logit is computed only where one outgrows the reference maximum or keys are masked. In all
-// other stages this saves half the instructions of the maximum, and its shuffles.
-// kernels/notes/maximum-where-outgrown.md
+// Whether a row's largest logit is computed only where one outgrows the reference maximum, or where the row may see its
+// first key. In all other stages this saves half the instructions of the maximum, and its shuffles
+// (kernels/notes/maximum-where-outgrown.md). A row's bits do not depend on the rows beside it, and attention_token
+// computes the same (kernels/notes/one-order-of-sums.md).
 constexpr bool LAZY_MAXIMUM = !RESIDUAL && !HAS_BIAS && !GATHER && !SPARSE;
 static_assert(!LAZY_MAXIMUM || TILE_QUERIES % 64 == 0, "the stage with a row's first key is partial");
 
@@ -117,6 +119,10 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
     const bool grows = grown > old;
     factor[r] = grows ? exp2_fast((old - grown) * logit_scale) : 1.0f;
 #else
+    if (LAZY_MAXIMUM) {
+      factor[r] = first_maximum(state.maximum[r], largest, logit_scale);
+      continue;
+    }
     const float grown = largest * logit_scale, old = state.maximum[r];
     const bool grows = grown > old + RESCALE_AT;
     factor[r] = grows ? exp2_fast(old - grown) : 1.0f;
@@ -149,13 +155,13 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
       for (int n = 0; n < N / 4; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          score[4 * n + 2 * r + x] = score[4 * n + 2 * r + x] * logit_scale - maximum;
+          score[4 * n + 2 * r + x] = logit_below(score[4 * n + 2 * r + x], logit_scale, maximum);
     }
-    if (LAZY_MAXIMUM && !is_partial && outgrows(score)) {
+    if (LAZY_MAXIMUM && outgrows(score)) {
       outgrown = true;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float largest = row_maximum(score, r), growth = largest > RESCALE_AT ? largest : 0.0f;
+        const float growth = maximum_growth(row_maximum(score, r));
         factor[r] = exp2_fast(-growth);
         state.maximum[r] += growth;
 #pragma unroll
@@ -174,7 +180,7 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
     for (int n = 0; n < N / 4; ++n)
 #pragma unroll
       for (int x = 0; x < 2; ++x) sum[r][BLOCK_LSE ? n / (N / 8) : x] += score[4 * n + 2 * r + x];
-    state.total[r] = state.total[r] * factor[r] + (sum[r][0] + sum[r][1]);
+    state.total[r] = sum_of_stages(state.total[r], factor[r], sum[r][0] + sum[r][1]);
   }
 #if BLOCK_LSE
   if (!is_far) state.blocks.store_sums(sum, state.maximum, state.first_key);

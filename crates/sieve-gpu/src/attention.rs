@@ -15,6 +15,7 @@ mod sinks;
 mod sparse_backward;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
+mod token;
 
 pub(crate) use backward::{
     AttentionGradients, convert_added_dq, convert_dq, convert_sums, dq_sum_shape, require_gradients, row_stats,

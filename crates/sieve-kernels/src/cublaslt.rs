@@ -96,11 +96,9 @@ fn queue_gemm(
         d_stride: target.d_stride,
         is_f32: target.d.dtype() == DType::F32,
     };
-    // The preferred tiles were measured on Hopper alone.
-    let is_hopper = x.hardware().compute_capability == (9, 0);
     let call = Call {
         problem,
-        tiles: if is_hopper { problem.preferred_tiles() } else { &[] },
+        is_hopper: x.hardware().compute_capability == (9, 0),
         bindings: [x, w, &target.c, &target.d].iter().chain(scales).map(|tensor| binding_of(tensor)).collect(),
         factors: target.factors,
         stream: StreamId::current(),

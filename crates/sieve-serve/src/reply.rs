@@ -46,6 +46,7 @@ struct Choice {
 /// A token with its log-probability.
 #[derive(Debug)]
 struct ShownToken {
+    id: u32,
     token: Spelled,
     /// `None`: nothing precedes the token.
     log_probability: Option<f64>,
@@ -219,7 +220,7 @@ impl Reply {
 
     /// A text as JSON, with what was added to it since the last call.
     fn choice(&mut self, index: usize) -> Value {
-        let Asked { form, streams, num_top, .. } = *self.asked;
+        let Asked { form, streams, num_top, has_ids, .. } = *self.asked;
         let choice = &mut self.choices[index];
         let (text, tokens, finish) =
             (std::mem::take(&mut choice.text), std::mem::take(&mut choice.tokens), choice.finish);
@@ -227,7 +228,7 @@ impl Reply {
             Form::Completion => completion_logprobs(&tokens),
             Form::Chat => chat_logprobs(&tokens),
         });
-        match (form, streams) {
+        let mut shown = match (form, streams) {
             (Form::Completion, _) => {
                 json!({"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish})
             }
@@ -239,7 +240,12 @@ impl Reply {
                 let delta = if text.is_empty() { json!({}) } else { json!({"content": text}) };
                 json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
             }
+        };
+        if has_ids {
+            shown["token_ids"] = tokens.iter().map(|token| token.id).collect();
+            shown["prompt_token_ids"] = self.asked.prompt(index).tokens.iter().copied().collect();
         }
+        shown
     }
 }
 
@@ -267,7 +273,7 @@ impl Choice {
             None => {}
         }
         self.last = Some(id);
-        self.tokens.push(ShownToken { token, log_probability, top, offset });
+        self.tokens.push(ShownToken { id, token, log_probability, top, offset });
     }
 
     /// Counts the characters that these bytes finish; a byte that is not UTF-8 becomes one character.

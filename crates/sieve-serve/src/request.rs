@@ -58,6 +58,8 @@ pub(crate) struct Asked {
     pub(crate) echo: bool,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
     pub(crate) num_top: Option<usize>,
+    /// Whether choices have the ids of the tokens that `logprobs` lists, and of their prompt (vLLM's `return_token_ids`).
+    pub(crate) has_ids: bool,
     pub(crate) streams: bool,
     /// Whether a stream's last chunk has the number of tokens.
     pub(crate) has_usage: bool,
@@ -95,6 +97,12 @@ impl Asked {
             let message = "a server with a selector does not score prompts; sieve eval tasks --selector does";
             return Err(ApiError::invalid("logprobs", message));
         }
+        let has_ids = fields.bool("return_token_ids")?;
+        if has_ids && num_top.is_none() {
+            let logprobs = if form == Form::Chat { "logprobs: true" } else { "logprobs: 0" };
+            let message = format!("return_token_ids needs {logprobs}: ids are given beside log-probabilities");
+            return Err(ApiError::invalid("return_token_ids", message));
+        }
         let has_usage = wants_usage(&mut fields)?;
         let asked = Self {
             form,
@@ -111,6 +119,7 @@ impl Asked {
             stop: StopTexts::new(&stop_texts(fields.take("stop"))?, &server.tokenizer),
             echo,
             num_top,
+            has_ids,
             streams: fields.bool("stream")?,
             has_usage,
         };
@@ -332,7 +341,7 @@ fn is_text_form(value: &Value) -> bool {
 type ChangesNothing = fn(&Value) -> bool;
 
 /// Fields of OpenAI, vLLM, SGLang and llama.cpp that this server lacks.
-const LACKING: [(&str, ChangesNothing); 34] = [
+const LACKING: [(&str, ChangesNothing); 33] = [
     ("logit_bias", is_empty),
     ("tools", is_empty),
     ("functions", is_empty),
@@ -366,7 +375,6 @@ const LACKING: [(&str, ChangesNothing); 34] = [
     ("add_generation_prompt", is_true),
     ("continue_final_message", is_false),
     ("chat_template_kwargs", is_empty),
-    ("return_token_ids", is_false),
     ("return_tokens_as_token_ids", is_false),
 ];
 

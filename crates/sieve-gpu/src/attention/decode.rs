@@ -1,5 +1,7 @@
-//! Launch of `kernels/attention_decode.cu`: attention of one new token for each row of the batch over its KV cache.
+//! Launch of `kernels/attention_decode.cu`: attention of one new token for each row of the batch over its KV cache. A
+//! token that joins its cache takes `kernels/attention_token.cu` where that has the bits of a whole row (`token.rs`).
 use crate::KernelError;
+use crate::attention::token::{self, TokenCall};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Heads, Qkv, require_scale, token_params};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use crate::step::qk_norm_rope_forward::RotaryTables;
@@ -157,26 +159,26 @@ enum Seen<'a> {
 }
 
 /// What a launch takes for the keys that its queries see.
-struct SeenOperands {
-    form: DecodeForm,
+pub(crate) struct SeenOperands {
+    pub(crate) form: DecodeForm,
     /// The kernel's tensors between the queries and the sinks.
     tensors: Vec<CudaTensor>,
     /// Words of the token's key and value ([`Heads::words`]); 0 where the token does not join the cache.
-    kv_words: [[usize; 3]; 2],
+    pub(crate) kv_words: [[usize; 3]; 2],
     /// The call's sizes; for chosen blocks with a KV head for each chooser.
     heads: AttentionShape,
     /// Blocks of a chooser, and keys of a block; 0 where no blocks are chosen.
     num_chosen: usize,
     select_size: usize,
-    rotation: RotationWords,
+    pub(crate) rotation: RotationWords,
 }
 
 /// The numbers of a rotation and of the norms before it; 0 where the token is not rotated.
 #[derive(Default)]
-struct RotationWords {
-    max_positions: usize,
-    table_stride: usize,
-    epsilon: f32,
+pub(crate) struct RotationWords {
+    pub(crate) max_positions: usize,
+    pub(crate) table_stride: usize,
+    pub(crate) epsilon: f32,
 }
 
 impl Seen<'_> {
@@ -273,7 +275,14 @@ fn launch(
     let sinks = sinks.transpose()?;
     let mut tensors = vec![q.tensor()];
     tensors.extend(seen.tensors.iter().chain(&sinks));
-    tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
+    tensors.extend([length, &o]);
+    if token::takes(shape, q.tensor(), seen.form, &step) {
+        let call = TokenCall { shape, seen: &seen, step: &step, q_words, window, capacity };
+        // SAFETY: sizes, strides and types checked above.
+        unsafe { call.launch(&tensors) }?;
+        return Ok(o);
+    }
+    tensors.extend([&scratch.partials, &scratch.counters]);
     let [k_words, v_words] = seen.kv_words;
     let params = params!(AttentionDecodeParams {
         base: token_params(&seen.heads, step.softmax_scale, [q_words, k_words, v_words]),
@@ -294,7 +303,7 @@ fn launch(
 
 /// The keys that a specialisation of the kernel reads, and what it does to the token first.
 #[derive(Debug, Clone, Copy)]
-enum DecodeForm {
+pub(crate) enum DecodeForm {
     /// The keys of a cache, which the token does not join.
     Cached,
     /// Chosen blocks of a cache.
@@ -312,22 +321,29 @@ impl DecodeForm {
     const fn rotated(has_norm: bool) -> Self {
         if has_norm { Self::NormedRotated } else { Self::Rotated }
     }
+
+    /// Whether the token joins the cache.
+    pub(crate) const fn joins(self) -> bool {
+        matches!(self, Self::Appended | Self::Rotated | Self::NormedRotated)
+    }
+
+    /// `ROTATE` of the kernels.
+    pub(crate) const fn rotation(self) -> u8 {
+        match self {
+            Self::Cached | Self::Chosen | Self::Appended => 0,
+            Self::Rotated => 1,
+            Self::NormedRotated => 2,
+        }
+    }
 }
 
 /// The specialisation for a tiling and a form, with sinks or without.
 fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
-    let [append, chosen, rotate] = match form {
-        DecodeForm::Cached => [0, 0, 0],
-        DecodeForm::Chosen => [0, 1, 0],
-        DecodeForm::Appended => [1, 0, 0],
-        DecodeForm::Rotated => [1, 0, 1],
-        DecodeForm::NormedRotated => [1, 0, 2],
-    };
     tiling
         .kernel(SourceKernel::new(NAME))
-        .define("APPEND", append)
-        .define("CHOSEN", chosen)
-        .define("ROTATE", rotate)
+        .define("APPEND", u8::from(form.joins()))
+        .define("CHOSEN", u8::from(matches!(form, DecodeForm::Chosen)))
+        .define("ROTATE", form.rotation())
         .define("SINKS", has_sinks as u8)
         .starts_early()
 }

@@ -1,6 +1,6 @@
 //! cuBLASLt on CubeCL's device thread: the library's handle, its plans, and a workspace for each stream.
 use super::plan::{Operands, Plan, Refusal, WORKSPACE_BYTES};
-use super::problem::{Problem, Tile};
+use super::problem::Problem;
 use crate::device_thread::Server;
 use crate::lane::on_lane_with;
 use crate::step_tape::StepWork;
@@ -17,8 +17,8 @@ use std::collections::HashMap;
 #[derive(Clone)]
 pub(super) struct Call {
     pub(super) problem: Problem,
-    /// The tiles of [`Problem::preferred_tiles`], or none.
-    pub(super) tiles: &'static [Tile],
+    /// Whether the device is of the one architecture whose algorithms were measured.
+    pub(super) is_hopper: bool,
     /// x, w, C and D; then, where x and w are fp8, their scales.
     pub(super) bindings: Vec<Binding>,
     /// `[alpha, beta]` of `D = alpha A B + beta C`.
@@ -109,7 +109,7 @@ impl Library {
         };
         let key = (call.problem, operands.pointers.map(alignment));
         if !self.plans.contains_key(&key) {
-            let plan = Plan::find(self.handle, &call.problem, key.1, call.tiles)?;
+            let plan = Plan::find(self.handle, &call.problem, key.1, call.is_hopper)?;
             self.plans.insert(key, plan);
         }
         let plan = self.plans.get(&key).expect("inserted above");

@@ -2,10 +2,11 @@
 use super::problem::{Layout, OperandTypes, Problem, Tile};
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t,
-    cublasLtMatmulAlgoConfigGetAttribute, cublasLtMatmulAlgoGetHeuristic, cublasLtMatmulDesc_t,
-    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtReductionScheme_t, cudaDataType_t,
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoCheck,
+    cublasLtMatmulAlgoConfigAttributes_t, cublasLtMatmulAlgoConfigGetAttribute, cublasLtMatmulAlgoConfigSetAttribute,
+    cublasLtMatmulAlgoGetHeuristic, cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t as Attribute,
+    cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t,
+    cublasLtMatrixLayout_t, cublasLtReductionScheme_t, cudaDataType_t,
 };
 use cudarc::driver::sys::CUstream;
 use sieve_gpu::step::Fp8Format;
@@ -58,22 +59,66 @@ pub(super) struct Operands {
 }
 
 impl Plan {
-    /// Asks cuBLASLt's heuristic for algorithms and takes the first of `tiles` that one of them has; else the
-    /// heuristic's first.
+    /// Asks cuBLASLt's heuristic for algorithms. On Hopper it takes those that add in the one order, where the problem
+    /// wants it, and of them the first of [`Problem::preferred_tiles`] that one has; else the heuristic's first.
     ///
     /// `alignments` are the alignments of x, w, C and D in bytes.
     pub(super) fn find(
         library: cublasLtHandle_t,
         problem: &Problem,
         alignments: [u32; 4],
-        tiles: &[Tile],
+        is_hopper: bool,
     ) -> Result<Self, Refusal> {
         let mut plan = Self::describe(problem)?;
-        let found = plan.heuristic(library, alignments)?;
+        let mut found = plan.heuristic(library, alignments)?;
+        let mut tiles: &[Tile] = &[];
+        if is_hopper {
+            tiles = problem.preferred_tiles();
+            if problem.wants_one_order() {
+                found = plan.in_one_order(library, found);
+            }
+        }
         let first = found.first().ok_or_else(|| Refusal::NoAlgorithm("the heuristic returned none".to_owned()))?;
         let with_tile = |tile: &Tile| found.iter().find(|algorithm| has_tile(algorithm, *tile));
         plan.algorithm = *tiles.iter().find_map(with_tile).unwrap_or(first);
         Ok(plan)
+    }
+
+    /// Of the algorithms those that add k step by step in one order, whatever their tile: Hopper's own without a split
+    /// of k, then the same with their split taken away. All of `found` if there is none, as for sizes that are no
+    /// multiple of eight.
+    fn in_one_order(&self, library: cublasLtHandle_t, found: Vec<cublasLtMatmulAlgo_t>) -> Vec<cublasLtMatmulAlgo_t> {
+        let of_hopper: Vec<_> = found.iter().filter(|of| id(of) == Some(HOPPER_ALGORITHM)).copied().collect();
+        let whole = of_hopper.iter().filter(|of| splits(of) <= 1).copied();
+        let unsplit = of_hopper.iter().filter(|of| splits(of) > 1).filter_map(|of| self.without_split(library, *of));
+        let fitting: Vec<_> = whole.chain(unsplit).collect();
+        if fitting.is_empty() { found } else { fitting }
+    }
+
+    /// The algorithm without its split of k; `None` where the library does not take that.
+    fn without_split(
+        &self,
+        library: cublasLtHandle_t,
+        mut algorithm: cublasLtMatmulAlgo_t,
+    ) -> Option<cublasLtMatmulAlgo_t> {
+        use cublasLtMatmulAlgoConfigAttributes_t as Setting;
+        let none = cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32;
+        for (setting, value) in
+            [(Setting::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 1), (Setting::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, none)]
+        {
+            let (value, size) = ((&raw const value).cast(), size_of::<u32>());
+            // SAFETY: both settings are of 32 bits.
+            unsafe { cublasLtMatmulAlgoConfigSetAttribute(&mut algorithm, setting, value, size) }.result().ok()?;
+        }
+        let [a, b, c, d] = self.layouts;
+        let mut checked = MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit();
+        // SAFETY: the descriptors are alive, and the call fills the result if it succeeds.
+        let checked = unsafe {
+            let status = cublasLtMatmulAlgoCheck(library, self.operation, a, b, c, d, &algorithm, checked.as_mut_ptr());
+            status.result().ok()?;
+            checked.assume_init()
+        };
+        (checked.workspaceSize <= WORKSPACE_BYTES).then_some(algorithm)
     }
 
     /// Queues the GEMM.
@@ -203,6 +248,19 @@ impl Plan {
         let found = found.map(|result| unsafe { result.assume_init_ref() });
         Ok(found.filter(|result| result.state.result().is_ok()).map(|result| result.algo).collect())
     }
+}
+
+/// cuBLASLt's id of the algorithm whose kernels are written for Hopper (`nvjet`), whatever their tile.
+const HOPPER_ALGORITHM: i32 = 66;
+
+/// cuBLASLt's id of an algorithm.
+fn id(algorithm: &cublasLtMatmulAlgo_t) -> Option<i32> {
+    configured(algorithm, cublasLtMatmulAlgoConfigAttributes_t::CUBLASLT_ALGO_CONFIG_ID)
+}
+
+/// Parts into which an algorithm splits k, that are added up afterwards.
+fn splits(algorithm: &cublasLtMatmulAlgo_t) -> u32 {
+    configured(algorithm, cublasLtMatmulAlgoConfigAttributes_t::CUBLASLT_ALGO_CONFIG_SPLITK_NUM).unwrap_or(0)
 }
 
 /// Whether an algorithm has this tile and its cluster.

@@ -91,6 +91,12 @@ impl Problem {
         [a, b, c, d]
     }
 
+    /// Whether an element's sum over k must be added in one order, whatever the number of rows of x: in the forward pass,
+    /// so that a token has the same bits in a whole row and in a step of decoding (kernels/notes/one-order-of-sums.md).
+    pub(super) fn wants_one_order(&self) -> bool {
+        self.kind == GemmKind::Nt && self.operands == OperandTypes::Bf16
+    }
+
     /// Tiles that were faster than the heuristic's first choice, the best first; empty where none was.
     ///
     /// Measured on an H200 at its power limit, a quarter of a second each, on the GEMMs of a step of a 1.7B and an 80M

@@ -14,13 +14,13 @@ use super::{
     TokenStep, TokensBefore,
 };
 use crate::device::{cast, kernel_or, kernel_or_refusal};
-use crate::linear::cuda::gemm_plus_residual;
+use crate::linear::cuda::residual_is_apart;
 use crate::tensors::{Float, Ints, primitive};
 use crate::{Cuda, DmaLayer, QkNorm, RotaryEmbedding};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, NsaBlocks, TokenKeys};
 use sieve_kernels::step::{
-    Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope,
+    Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, residual_add, rms_norm_forward, rope,
     swiglu_forward,
 };
 use sieve_kernels::{
@@ -255,7 +255,8 @@ impl Layer<'_> {
         let bias = self.attention.qkv_bias.as_ref();
         let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, self.batch())).contiguous());
         let bias = bias.map(|bias| self.tape.noted(&bias));
-        let finish = bias.as_ref().map_or(Epilogue::Stored, Epilogue::Added);
+        // As in whole rows, the bias is added to the rounded product.
+        let finish = bias.as_ref().map_or(Epilogue::Stored, Epilogue::AddedToRounded);
         let qkv = project(normed, &self.noted(&self.attention.qkv), finish)?;
         let attended = self.attend(normed, &qkv, cache, scratch)?;
         let [o, down, gate_up] = [&self.attention.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
@@ -677,10 +678,16 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 }
 
 /// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
-/// separate kernels before and after it.
+/// separate kernels before and after it. Both have the same bits.
 fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
     let num_rows = x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1);
+    let finish = match finish {
+        Epilogue::Added(residual) if residual_is_apart(weight.dims(NAME, "weight")?) => {
+            Epilogue::AddedToRounded(residual)
+        }
+        finish => finish,
+    };
     if num_rows <= MAX_VECTORS {
         return matrix_vector(rows, weight, finish);
     }
@@ -688,10 +695,12 @@ fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Resu
         Vectors::Plain(x) => x.clone(),
         Vectors::Normed(x, norm, epsilon) => rms_norm_forward(x, norm, epsilon)?,
     };
-    let gemm = |h: &CudaTensor| matmul(GemmKind::Nt, h, weight, MatmulOutput::New(DType::BF16));
+    let gemm = |output: MatmulOutput<'_>| matmul(GemmKind::Nt, &h, weight, output);
+    let product = || gemm(MatmulOutput::New(DType::BF16));
     match finish {
-        Epilogue::Stored => gemm(&h),
-        Epilogue::Added(residual) => gemm_plus_residual([h, weight.clone(), residual.clone()]),
-        Epilogue::SwiGlu => swiglu_forward(&gemm(&h)?),
+        Epilogue::Stored => product(),
+        Epilogue::Added(residual) => gemm(MatmulOutput::PlusC(residual)),
+        Epilogue::AddedToRounded(residual) => residual_add(residual, &product()?),
+        Epilogue::SwiGlu => swiglu_forward(&product()?),
     }
 }

@@ -1,6 +1,7 @@
 //! Checks decoding: all tokens of a row, one after the other, against attention over the whole row.
 mod branches;
 mod caches;
+mod whole_rows;
 
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
@@ -63,5 +64,6 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     }
     caches::check(report, device, extent);
     branches::check(report, device, extent);
+    whole_rows::check(report, device, extent);
     Ok(())
 }

@@ -40,6 +40,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         stream::check_launches,
         activation::check_launches,
         matrix_vector::check_launches,
+        matrix_vector::check_same_bits,
         matrix_vector::check_likeliest,
         matrix_vector::check_draw,
         rotation::check_launches,
