@@ -2,8 +2,8 @@
 
     python speed_of_layers.py [--context 128 4096] [--only LAYER ..] [--device cuda]
 
-The rival has what a model of one's own would have: torch's RMSNorm, rotations by a table, SDPA. A line a layer: tokens a
-second, and their ratio to the rival's.
+The rival has what a model of one's own would have: torch's RMSNorm, rotations by a table, SDPA. A line a layer: tokens
+a second, and their ratio to the rival's.
 """
 
 import argparse

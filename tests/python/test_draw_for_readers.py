@@ -64,7 +64,9 @@ def test_it():
 
 class Draws(unittest.TestCase):
     def first_lines(self, files, what):
-        return {name: [lines[0].strip() for _, _, lines in pool] for name, pool in draws.drawn_from(files)[what].items()}
+        return {
+            name: [lines[0].strip() for _, _, lines in pool] for name, pool in draws.drawn_from(files)[what].items()
+        }
 
     def test_functions_of_three_languages_and_none_of_tests(self):
         files = {"crates/a/src/lib.rs": RUST, "kernels/a.cu": CUDA, "kernels/common/a.cuh": CUDA, "lab/a.py": PYTHON}
@@ -77,12 +79,24 @@ class Draws(unittest.TestCase):
     def test_comments_and_docstrings_and_none_of_tests(self):
         self.assertEqual(
             self.first_lines({"crates/a/src/lib.rs": RUST, "kernels/a.cu": CUDA, "python/a.py": PYTHON}, "comment"),
-            {"Rust": ["//! The file."], "CUDA": ["// Kernels."], "Python": ['"""The file."""', "# A comment.", '"""Drawn."""']},
+            {
+                "Rust": ["//! The file."],
+                "CUDA": ["// Kernels."],
+                "Python": ['"""The file."""', "# A comment.", '"""Drawn."""'],
+            },
         )
 
     def test_a_file_of_tests_is_left_out_by_its_name_or_its_declaration(self):
-        of_tests = ("crates/a/src/matrix.rs", "crates/a/src/matrix/deep.rs", "crates/a/tests/b.rs", "crates/a/src/tests.rs",
-                    "python/tests/a.py", "python/b/conftest.py", "lab/test_a.py", "tests/python/a.py")
+        of_tests = (
+            "crates/a/src/matrix.rs",
+            "crates/a/src/matrix/deep.rs",
+            "crates/a/tests/b.rs",
+            "crates/a/src/tests.rs",
+            "python/tests/a.py",
+            "python/b/conftest.py",
+            "lab/test_a.py",
+            "tests/python/a.py",
+        )
         drawn_from = ("crates/b/src/matrix.rs", "crates/a/src/latest.rs", "lab/fastest.py")
         sources = {".rs": "fn f() {\n" + BODY + "}\n", ".py": PYTHON}
         files = {path: sources[path[-3:]] for path in (*of_tests, *drawn_from)}
