@@ -96,6 +96,13 @@ fn circles_and_long_functions_are_found() {
 }
 
 #[test]
+fn readers_are_drawn_three_languages_and_no_tests() {
+    if let Some(python) = interpreter("readers_are_drawn_three_languages_and_no_tests", "import unittest") {
+        run(&python, "test_draw_for_readers.py", &[]);
+    }
+}
+
+#[test]
 fn stored_faults_are_still_in_the_code() {
     let test = "stored_faults_are_still_in_the_code";
     if let Some(python) = interpreter(test, "import tomllib") {

@@ -183,8 +183,8 @@ def table2(timer):
             wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             kept = torch.rand(batch, kv_heads, 1, n, device="cuda") < TABLE2_KEPT / n
             at = torch.arange(n, device="cuda")
-            seen = (at[None, :] <= at[n - queries:, None]) & kept | (at[None, :] == at[n - queries:, None])
-            mask = torch.zeros(seen.shape, device="cuda", dtype=torch.bfloat16).masked_fill_(~seen, float("-inf")).repeat_interleave(group, 1)
+            sees = (at[None, :] <= at[n - queries:, None]) & kept | (at[None, :] == at[n - queries:, None])
+            mask = torch.zeros(sees.shape, device="cuda", dtype=torch.bfloat16).masked_fill_(~sees, float("-inf")).repeat_interleave(group, 1)
             name = f"{batch}x{n} h{heads}/{kv_heads}"
             with torch.no_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
                 timer.time((name, batch, n, width, "SDPA + mask", phase), lambda: sdpa(q, wide_k, wide_v, attn_mask=mask), 15)
@@ -463,9 +463,9 @@ def dma_shape(timer, flex, name, has_bias, n, is_check=False):
     call = lambda *_: flex(q, k, v, score_mod=scored, block_mask=mask, enable_gqa=True)
     if is_check:
         token = torch.arange(n, device="cuda")
-        seen = (token[:, None] >= token) & (token[:, None] < expiry[:, None])
+        sees = (token[:, None] >= token) & (token[:, None] < expiry[:, None])
         wide = bias.repeat_interleave(group, 0)[:, None] if has_bias else 0.0
-        exact = lambda q, k, v, *_: visible(*(x.transpose(1, 2) for x in (q, k, v)), seen, wide).transpose(1, 2)
+        exact = lambda q, k, v, *_: visible(*(x.transpose(1, 2) for x in (q, k, v)), sees, wide).transpose(1, 2)
         check(f"{name}, DMA n {n} h{HEADS}/{KV_HEADS}", call, exact, leaves, (gradient,))
     else:
         shape = f"dma w {DMA_KEPT}, independent: h{HEADS}/{KV_HEADS}", 1, n, 128
@@ -515,48 +515,71 @@ def mla(timer):
         print(f"cuDNN mla {batch} x {n}: {forward:.3f} ({rates[0]:.0f} TFLOP/s) + {backward:.3f} ms ({rates[1]:.0f})", flush=True)
 
 
-def side_by_side(rows, ours):
-    """Lines `what, shape, ours, rival, ratio` for everything that both timed."""
-    found = {(row["name"], row["shape"]): row.get("median_ms") for row in ours["rows"]}
-    shape_of = lambda batch, n, width: f"{batch}x{n} h{HEADS}/{KV_HEADS} d{width}"
-    time = lambda name, batch, n, width: found.get((name, shape_of(batch, n, width)))
+def shape_of(batch, n, width):
+    """A shape as `sieve kernels bench` names it."""
+    return f"{batch}x{n} h{HEADS}/{KV_HEADS} d{width}"
 
-    def line(what, rival, mine, theirs):
-        if mine and theirs:
-            print(f"{what:64} {mine:9.4f} {rival:>14} {theirs:9.4f} {theirs / mine:8.2f}x", flush=True)
 
-    print(f"{'what':64} {'ours, ms':>9} {'rival':>14} {'its ms':>9} {'ratio':>9}")
+def print_ratio(what, rival, our_ms, rival_ms):
+    """A line of what both timed; none where one of the times is not there."""
+    if our_ms and rival_ms:
+        print(f"{what:64} {our_ms:9.4f} {rival:>14} {rival_ms:9.4f} {rival_ms / our_ms:8.2f}x", flush=True)
+
+
+def print_equal_calls(rows, our_times):
+    """What both timed as the same call, or as the parts of one."""
     for (what, batch, n, width, rival, phase), ms in rows.items():
         if " h" in what:
             order = ", fixed order" if rival.endswith("fixed order") and phase == "backward" else ""
             kind, label = what.rsplit(" ", 1)
-            mine = [found.get((f"{kind} {part}{order}", f"{batch}x{n} {label} d{width}")) for part in phase.split(" + ")]
-            line(f"{kind} {phase}{order} {label} {batch} x {n} d{width}", rival, sum(mine) if all(mine) else None, ms)
+            parts = [our_times.get((f"{kind} {part}{order}", f"{batch}x{n} {label} d{width}")) for part in phase.split(" + ")]
+            print_ratio(f"{kind} {phase}{order} {label} {batch} x {n} d{width}", rival, sum(parts) if all(parts) else None, ms)
             continue
         name = what if what == "decode" else f"{what} {phase}"
-        line(f"{name} {batch} x {n} d{width}", rival, time(name, batch, n, width), ms)
+        print_ratio(f"{name} {batch} x {n} d{width}", rival, our_times.get((name, shape_of(batch, n, width))), ms)
+
+
+def print_dma_beside_dense(rows, our_times):
+    """Both passes of DMA beside both of the rival's dense attention."""
     for (what, batch, n, width, rival, phase), ms in rows.items():
         if what != "dense" or phase != "forward":
             continue
-        whole = ms + rows[(what, batch, n, width, rival, "backward")]
+        shape = shape_of(batch, n, width)
+        both_ms = ms + rows[(what, batch, n, width, rival, "backward")]
         full = f"dma w {n} (nothing masked)"
-        parts = [time(f"{full} {p}", batch, n, width) for p in ("forward", "backward")]
+        parts = [our_times.get((f"{full} {part}", shape)) for part in ("forward", "backward")]
         if all(parts):
-            line(f"{full} forward + backward {batch} x {n} d{width}", f"{rival} dense", sum(parts), whole)
-        for (name, shape), mine in found.items():
-            if name.startswith("dma w") and name.endswith("select, lists, forward, backward") and shape == shape_of(batch, n, width):
-                line(f"{name} {batch} x {n} d{width}", f"{rival} dense", mine, whole)
-    for (shape, batch, n, width, rival, phase), ms in rows.items():
+            print_ratio(f"{full} forward + backward {batch} x {n} d{width}", f"{rival} dense", sum(parts), both_ms)
+        for (name, of), our_ms in our_times.items():
+            if name.startswith("dma w") and name.endswith("select, lists, forward, backward") and of == shape:
+                print_ratio(f"{name} {batch} x {n} d{width}", f"{rival} dense", our_ms, both_ms)
+
+
+def print_dma_beside_masks(rows, our_times):
+    """DMA's passes and steps beside SDPA under a mask, and dense attention, in the shapes of Table 2."""
+    for (shape, _, _, width, rival, phase), ms in rows.items():
         if phase.startswith("table2"):
-            for (name, of), mine in found.items():
+            for (name, of), our_ms in our_times.items():
                 is_dma = name.startswith("dma_decode") if phase.endswith("decode") else name.startswith("dma w") and name.endswith("select, forward")
                 if is_dma and of == f"{shape} d{width}":
-                    line(f"{name} {of}", rival, mine, ms)
+                    print_ratio(f"{name} {of}", rival, our_ms, ms)
+
+
+def print_dma_steps(rows, our_times):
+    """A step of DMA beside one of dense attention."""
     for batch, n, width in DECODE:
         dense_ms = rows.get(("decode", batch, n, width, "cuDNN", "forward"))
-        for (name, shape), mine in found.items():
+        for (name, shape), our_ms in our_times.items():
             if name.startswith("dma_decode") and shape == shape_of(batch, n, width):
-                line(f"{name} {batch} x {n} d{width}", "cuDNN dense", mine, dense_ms)
+                print_ratio(f"{name} {batch} x {n} d{width}", "cuDNN dense", our_ms, dense_ms)
+
+
+def side_by_side(rows, ours):
+    """Lines `what, shape, ours, rival, ratio` for everything that both timed."""
+    our_times = {(row["name"], row["shape"]): row.get("median_ms") for row in ours["rows"]}
+    print(f"{'what':64} {'ours, ms':>9} {'rival':>14} {'its ms':>9} {'ratio':>9}")
+    for print_part in (print_equal_calls, print_dma_beside_dense, print_dma_beside_masks, print_dma_steps):
+        print_part(rows, our_times)
 
 
 def main():

@@ -86,6 +86,30 @@ def loss_of(model, rows):
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()), more
 
 
+def cast_of(device):
+    """The kernels take bf16, to which autocast casts queries, keys and values."""
+    return torch.autocast("cuda", torch.bfloat16) if device != "cpu" else contextlib.nullcontext()
+
+
+def train(model, rows, given):
+    """Tokens a second; kernels are compiled, and their limits asked, in the first steps, which are left out."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    began, cast = 0.0, cast_of(given.device)
+    for step in range(given.steps):
+        if step == 2:
+            began = time.perf_counter()
+        with cast:
+            loss, more = loss_of(model, next(rows).to(given.device))
+        optimizer.zero_grad()
+        (loss + more).backward()
+        optimizer.step()
+        if step % 25 == 0 or step + 1 == given.steps:
+            print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
+    if given.device != "cpu":
+        torch.cuda.synchronize()
+    return (given.steps - 2) * given.batch * given.context / (time.perf_counter() - began) if given.steps > 2 else 0.0
+
+
 @torch.no_grad()
 def continuation(model, prompt, count, device):
     """The likeliest bytes behind a prompt, one after another behind caches."""
@@ -114,27 +138,9 @@ def main():
     held_out = len(data) // 20
     model = SmallGpt(given.layer).to(given.device)
     print(f"{given.layer}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {given.device}")
-    # The kernels take bf16, to which autocast casts queries, keys and values.
-    is_gpu = given.device != "cpu"
-    cast = torch.autocast("cuda", torch.bfloat16) if is_gpu else contextlib.nullcontext()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    rows, began = batches(data[:-held_out], given.batch, given.context, given.seed), 0.0
-    for step in range(given.steps):
-        if step == 2:
-            # Kernels are compiled, and their limits asked, in the first step.
-            began = time.perf_counter()
-        with cast:
-            loss, more = loss_of(model, next(rows).to(given.device))
-        optimizer.zero_grad()
-        (loss + more).backward()
-        optimizer.step()
-        if step % 25 == 0 or step + 1 == given.steps:
-            print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
-    if is_gpu:
-        torch.cuda.synchronize()
-    speed = (given.steps - 2) * given.batch * given.context / (time.perf_counter() - began) if given.steps > 2 else 0.0
+    speed = train(model, batches(data[:-held_out], given.batch, given.context, given.seed), given)
     model.eval()
-    with torch.no_grad(), cast:
+    with torch.no_grad(), cast_of(given.device):
         later = batches(data[-held_out:], given.batch, given.context, 1)
         loss = sum(loss_of(model, next(later).to(given.device))[0].item() for _ in range(4)) / 4
         said = continuation(model, b"The ", 24, given.device)

@@ -3,6 +3,7 @@
     pip install torchtitan==0.3.0
     python examples/torchtitan_layer.py                       # Qwen3's debug model and DMA: two minutes on a CPU
     python examples/torchtitan_layer.py --layer dense         # the same attention: equal losses from equal weights
+    python examples/torchtitan_layer.py --layer dma window --depth 8 --context 4096 --read 1024         # on a GPU
 
 What a model of one's own needs is `Exchanged` and the line that names it, GQAttention.Config._owner. torchtitan packs
 documents into rows; the masks of its backend "varlen" have their offsets, which the layer takes. Its own attention is
@@ -38,13 +39,14 @@ def exchanged(layer, **settings):
 
 BLOCKS = {"select_block_size": 16, "num_selected_blocks": 4}
 NSA = {"compress_block_size": 16, "compress_stride": 8, **BLOCKS}
+# Each takes the number of tokens that a query reads, which the blocks of some do not follow.
 LAYERS = {
-    "dense": exchanged(layers.DenseAttention),
-    "window": exchanged(layers.WindowAttention, window_size=64),
-    "dma": exchanged(layers.DynamicMaskAttention, keep_window_size=64),
-    "nsa": exchanged(layers.NativeSparseAttention, window_size=32, **NSA),
-    "infllm_v2": exchanged(layers.InfLLMv2Attention, num_local_blocks=1, **NSA),
-    "moba": exchanged(layers.MoBA, **BLOCKS),
+    "dense": lambda read: exchanged(layers.DenseAttention),
+    "window": lambda read: exchanged(layers.WindowAttention, window_size=read),
+    "dma": lambda read: exchanged(layers.DynamicMaskAttention, keep_window_size=read),
+    "nsa": lambda read: exchanged(layers.NativeSparseAttention, window_size=read // 2, **NSA),
+    "infllm_v2": lambda read: exchanged(layers.InfLLMv2Attention, num_local_blocks=1, **NSA),
+    "moba": lambda read: exchanged(layers.MoBA, **BLOCKS),
 }
 # torchtitan's names of weights, and the layers' names.
 NAMES = {"qkv_linear.wq": "q_proj", "qkv_linear.wk": "k_proj", "qkv_linear.wv": "v_proj", ".wo.": ".o_proj."}
@@ -92,9 +94,10 @@ def train(model, given, cast):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layer", choices=LAYERS, default="dma")
+    parser.add_argument("--layer", choices=LAYERS, nargs="+", default=["dma"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, number in (("steps", 50), ("batch", 4), ("context", 128), ("depth", 2), ("seed", 0)):
+    numbers = ("steps", 50), ("batch", 4), ("context", 128), ("depth", 2), ("read", 64), ("seed", 0)
+    for name, number in numbers:
         parser.add_argument(f"--{name}", type=int, default=number)
     given, cast = parser.parse_args(), contextlib.nullcontext()
     if given.device == "cpu":
@@ -106,14 +109,17 @@ def main():
     weights = {name: x.clone() for name, x in own.state_dict().items()}
     for theirs, ours in NAMES.items():
         weights = {name.replace(theirs, ours): x for name, x in weights.items()}
-    other = built(LAYERS[given.layer], given.depth, given.device)
-    # Both begin with the same weights; those that the layer alone has, as it makes them.
-    other.load_state_dict(weights, strict=False)
-    found = [train(model, given, cast) for model in (own, other)]
-    print(f"step  own attention  {given.layer}")
+    results = [train(own, given, cast)]
+    for name in given.layer:
+        other = built(LAYERS[name](given.read), given.depth, given.device)
+        # All begin with the same weights; those that the layer alone has, as it makes them.
+        other.load_state_dict(weights, strict=False)
+        results.append(train(other, given, cast))
+    print("step  own attention  " + "  ".join(f"{name:>9}" for name in given.layer))
     for step in sorted({*range(0, given.steps, 10), given.steps - 1}):
-        print(f"{step + 1:4}  {found[0][0][step]:13.4f}  {found[1][0][step]:.4f}")
-    print(f"tokens/s: {found[0][1]:.0f} and {found[1][1]:.0f}")
+        own_loss, *losses = (losses[step] for losses, _ in results)
+        print(f"{step + 1:4}  {own_loss:13.4f}  " + "  ".join(f"{loss:9.4f}" for loss in losses))
+    print("tokens/s: " + " and ".join(f"{speed:.0f}" for _, speed in results))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ PyTorch from the same seed.
 
 PROGRAM is `sieve`, which makes the exports in --folder; those that are there are taken as they are, so that a machine
 without the program can have them. Without a GPU `on_cpu()` computes. TRL is left out where it is not installed. Prints
-one line for each kind and trainer: "works" with the first and the last losses, or the error. Ends with 1 where losses
-of the two differ, or do not fall.
+one line for each kind and trainer: "works" with the first and the last losses and the steps a second of both, the first
+two steps left out, or the error. Ends with 1 where losses of the two differ, or do not fall.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ.update(TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
@@ -26,7 +28,7 @@ os.environ.setdefault("SIEVE_ATTENTION_LIBRARY", str(ROOT / "target/release/libs
 
 import torch  # noqa: E402
 from transformers import (  # noqa: E402
-    AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainingArguments,
+    AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainerCallback, TrainingArguments,
 )  # fmt: skip
 
 import sieve_attention as sieve  # noqa: E402
@@ -123,11 +125,30 @@ def by_transformers(folder, attention, steps):
         return losses_of(trainer)
 
 
+class Clock(TrainerCallback):
+    """When each step begins, and the last one ends; the logged loss of a step waits for the GPU."""
+
+    def __init__(self):
+        self.times = []
+
+    def on_step_begin(self, *_, **__):
+        self.times.append(time.perf_counter())
+
+    on_train_end = on_step_begin
+
+    def speed(self):
+        """Steps a second: the first compiles kernels, and the second may."""
+        later = self.times[2:] if len(self.times) > 3 else self.times
+        return 1 / statistics.median(end - begin for begin, end in zip(later, later[1:]))
+
+
 def losses_of(trainer):
-    """Of each step of its training."""
+    """Of each step of its training, and steps a second."""
+    clock = Clock()
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
     trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], clock.speed()
 
 
 def by_trl(folder, attention, steps):
@@ -148,17 +169,18 @@ def by_trl(folder, attention, steps):
 
 def compared(run, folder, steps):
     """What the line of a kind and a trainer says, and whether it is as it should be."""
-    losses = {}
+    losses, speeds = {}, {}
     for attention in ("sieve", "sdpa"):
         try:
-            losses[attention] = run(folder, attention, steps)
+            losses[attention], speeds[attention] = run(folder, attention, steps)
         except Exception as error:  # noqa: BLE001: whatever a trainer raises is the outcome
             return f"{attention}: {type(error).__name__}: {str(error)[:300]}", False
     ours, theirs = losses["sieve"], losses["sdpa"]
     off = max(abs(x - y) for x, y in zip(ours, theirs, strict=True))
     is_right = off <= (0.05 if IS_GPU else 1e-3) and ours[-1] < ours[0]
     shown = f"loss {ours[0]:.4f} to {ours[-1]:.4f}, plain PyTorch {theirs[0]:.4f} to {theirs[-1]:.4f}"
-    return f"{'works' if is_right else 'WRONG'}: {shown}, largest difference {off:.5f}", is_right
+    speed = f"{speeds['sieve']:.1f} and {speeds['sdpa']:.1f} steps/s"
+    return f"{'works' if is_right else 'WRONG'}: {shown}, largest difference {off:.5f}, {speed}", is_right
 
 
 def main():

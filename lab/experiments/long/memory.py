@@ -18,11 +18,11 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / part) for part in ("lab/experiments", "tests/python")]
 
-import kinds as known  # noqa: E402
+import kinds as recipes_of_kinds  # noqa: E402
 from runs import chart, device_name, json_lines, sets  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
-KINDS = sorted(known.names())  # each has a recipe of 80M
+KINDS = sorted(recipes_of_kinds.names())  # each has a recipe of 80M
 LENGTHS = [2048, 8192, 32768, 65536, 131072]
 SHOWN = [8192, 65536, 131072]  # in the table
 MEASURED = [32768, 131072]
@@ -40,15 +40,15 @@ def plan(sieve):
     for kind in KINDS:
         for length in LENGTHS:
             words = [sieve, "-q", "plan", "--recipe", f"{kind}_80m", "--gpu", "h200", *sets(keys(length)), "--json"]
-            found = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-            yield {"row": "planned", "kind": kind, "length": length, "bytes": found["memory"]["total_bytes"],
-                   "activation_bytes": found["memory"]["activation_bytes"],
-                   "cache_bytes": found["cache"]["bytes_at_seq_len"]}
+            planned = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+            yield {"row": "planned", "kind": kind, "length": length, "bytes": planned["memory"]["total_bytes"],
+                   "activation_bytes": planned["memory"]["activation_bytes"],
+                   "cache_bytes": planned["cache"]["bytes_at_seq_len"]}
 
 
 def two_steps(kind, sieve):
     """The keys for a run of two steps: one of each stage where the recipe has stages (two of them)."""
-    stages = known.recipe(f"{kind}_80m", sieve).get("stage", [])
+    stages = recipes_of_kinds.recipe(f"{kind}_80m", sieve).get("stage", [])
     return ["training.steps=2", *(f"stage.{number}.steps=1" for number in range(1, len(stages) + 1))]
 
 
@@ -80,22 +80,22 @@ def stored():
 
 def measured():
     """Most memory by kind and length where it was measured; the long model's by the rows of its last two stages."""
-    found = {(row["kind"], row["length"]): row["bytes"] for row in stored()
-             if row["row"] == "measured" and "bytes" in row}
+    most = {(row["kind"], row["length"]): row["bytes"] for row in stored()
+            if row["row"] == "measured" and "bytes" in row}
     peaks = [row["in_use_bytes"] for row in json_lines(HERE / "long_80m.jsonl") if row["kind"] == "memory"]
-    return {("mha", length): peak for length, peak in zip(MEASURED, peaks[1:])} | found
+    return {("mha", length): peak for length, peak in zip(MEASURED, peaks[1:])} | most
 
 
 def table():
     """Head and lines: planned and measured GiB of a step, MiB of a cache."""
     planned = {(row["kind"], row["length"]): row for row in stored() if row["row"] == "planned"}
-    seen = measured()
+    most = measured()
     head = ["kind", *(f"a step of {length:,} tokens, GiB" for length in SHOWN),
             f"measured, {MEASURED[-1]:,}", *(f"cache of {length:,}, MiB" for length in (SHOWN[0], SHOWN[-1]))]
     lines = []
     for kind in KINDS:
         of = [f"{planned[kind, length]['bytes'] / GIB:.1f}" for length in SHOWN]
-        peak = seen.get((kind, MEASURED[-1]))
+        peak = most.get((kind, MEASURED[-1]))
         caches = [f"{planned[kind, length]['cache_bytes'] / MIB:.0f}" for length in (SHOWN[0], SHOWN[-1])]
         lines.append([f"`{kind}`", *of, f"{peak / GIB:.1f}" if peak else "", *caches])
     return head, lines
@@ -105,8 +105,8 @@ def draw(path):
     planned = [row for row in stored() if row["row"] == "planned"]
     of = lambda value: {  # noqa: E731
         kind: [(row["length"] / 1024, [value(row)]) for row in planned if row["kind"] == kind] for kind in KINDS}
-    seen = measured()
-    dots = [(length / 1024, [size / GIB for (_, at), size in seen.items() if at == length]) for length in MEASURED]
+    most = measured()
+    dots = [(length / 1024, [size / GIB for (_, at), size in most.items() if at == length]) for length in MEASURED]
     axis = ("linear", "thousands (1024) of tokens", "{:.0f}")
     steps = of(lambda row: row["bytes"] / GIB) | {"measured": [dot for dot in dots if dot[1]]}
     panels = [("a training step of one row, GiB", steps, *axis),

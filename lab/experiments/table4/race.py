@@ -105,8 +105,8 @@ TINY_OF = {"mla": ["attention.kv_lora_rank=16", "attention.qk_rope_head_dim=8"],
 
 def parts_of(kind):
     """Of "dma_paper/kv6" the recipe's kind, its form and the KV heads: "dma", "_paper", "6"."""
-    found = re.fullmatch(r"(\w+?)(_paper)?(?:/kv(\d+))?", kind)
-    return (found[1], found[2] or "", found[3]) if found else (kind, "", None)
+    parts = re.fullmatch(r"(\w+?)(_paper)?(?:/kv(\d+))?", kind)
+    return (parts[1], parts[2] or "", parts[3]) if parts else (kind, "", None)
 
 
 def recipe_of(job):
@@ -206,10 +206,10 @@ def scored(args, runs, folder, rows_of):
         "needles": [*needles, "--data", heldout], "needles_prose": needles,
         "ruler": ["ruler", "--tasks", TASKS, "--lengths", f"{lengths[1]},{lengths[3]}", "--samples", args.samples]}
     with concurrent.futures.ThreadPoolExecutor(len(words)) as pool:
-        found = dict(zip(words, pool.map(lambda name: evaluated(folder, words[name], runs, args, name), words)))
-    ppl = {name: found["ppl"][name] for name in ("loss", "bits_per_byte", "num_tokens")}
-    return {"ppl": ppl, "ruler": by_task(found["ruler"]["methods"][-1]["tasks"]), **{
-        name: by_length(found[name]["methods"][-1]["cells"]) for name in ("needles", "needles_prose")}}
+        scores = dict(zip(words, pool.map(lambda name: evaluated(folder, words[name], runs, args, name), words)))
+    ppl = {name: scores["ppl"][name] for name in ("loss", "bits_per_byte", "num_tokens")}
+    return {"ppl": ppl, "ruler": by_task(scores["ruler"]["methods"][-1]["tasks"]), **{
+        name: by_length(scores[name]["methods"][-1]["cells"]) for name in ("needles", "needles_prose")}}
 
 
 def kept(args, folder):
@@ -242,15 +242,15 @@ def kept(args, folder):
 def speeds(steps, stages):
     """Tokens a second by the rows' length, the median of the logged steps of each stage without its first one, which
     compiles kernels, and the seconds of all steps at these speeds."""
-    found, seconds, begin = {}, 0, 0
+    rates, seconds, begin = {}, 0, 0
     tokens = steps[-1]["tokens_seen"] / steps[-1]["step"]
     for stage in stages:
         end = begin + stage["steps"]
         logged = [line["tokens_per_second"] for line in steps if begin < line["step"] <= end]
-        found[str(stage["seq_len"])] = round(statistics.median(logged[1:] or logged))
-        seconds += tokens * stage["steps"] / found[str(stage["seq_len"])]
+        rates[str(stage["seq_len"])] = round(statistics.median(logged[1:] or logged))
+        seconds += tokens * stage["steps"] / rates[str(stage["seq_len"])]
         begin = end
-    return found, seconds
+    return rates, seconds
 
 
 def folder_of(args, job):
@@ -307,10 +307,10 @@ def back(args, path):
         for one in sorted([*args.out.glob("runs/*.log"), *args.out.glob("runs/*/metrics.jsonl")]):
             logs.add(one, one.relative_to(args.out))
     weights, taken = args.out / "weights", args.out / "taken"
-    known = set(taken.read_text().splitlines()) if taken.exists() else set()
+    names_taken = set(taken.read_text().splitlines()) if taken.exists() else set()
     size, count = sum(one.stat().st_size for one in args.back.iterdir()), 2
     of = lambda one: weights / f"{one.name.partition('.tar.xz.')[0]}.sha256"  # noqa: E731
-    left = [one for one in sorted(weights.glob("*.*")) if one.name not in known and
+    left = [one for one in sorted(weights.glob("*.*")) if one.name not in names_taken and
             (one.suffix == ".sha256" or ".tar.xz." in one.name and of(one).exists())]
     while left and count < MOST_FILES and size + left[0].stat().st_size <= MOST_BYTES:
         one = left.pop(0)
@@ -387,9 +387,9 @@ def main():
         print(f"{sum(job in rows for job in jobs)} of {len(jobs)} runs have their line")
     if args.back and path.exists():
         back(args, path)
-    if found := table.races(rows.values()):
-        print("\n\n".join(table.texts(found)))
-        scored = [kinds for kinds in found.values() if not table.is_try(kinds)]
+    if races := table.races(rows.values()):
+        print("\n\n".join(table.texts(races)))
+        scored = [kinds for kinds in races.values() if not table.is_try(kinds)]
         if args.draw and scored:
             args.draw.write_text(table.picture_of_race(scored[-1]), encoding="utf-8")
     sys.exit(bool(args.sieve) and any(job not in rows for job in jobs))
