@@ -1,10 +1,10 @@
 // cross_entropy: losses of rows of logits, and their gradients in the same launch.
 // Math       lse = log sum exp(x); loss = lse - x[label]; dx = softmax(x) - onehot(label); a negative label is
 //            ignored: loss 0, dx 0
-// Layout     logits bf16 (GRADIENT) or f32 [rows, vocab_size], rows stride apart, a multiple of 8 and at least the next
-//            one after vocab_size, up to which gradients are written; labels i32 [rows]; losses f32 [rows]
+// Layout     logits bf16 [rows, vocab_size], rows stride apart, a multiple of 8 and at least the next one after
+//            vocab_size, up to which gradients are written; labels i32 [rows]; losses f32 [rows]
 // Buffers    logits, labels, losses
-// Defines    GRADIENT 0|1 (1: the gradients take the logits' place; 0: losses alone)
+// Defines    GRADIENT 0|1 (1: the gradients take the logits' place; 0: losses alone, the same ones)
 // Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two
 //            passes, the others are read again, from the L2
 // Numerics   f32 inside, sums in a fixed order; memory-bound
@@ -14,20 +14,6 @@
 
 constexpr int NUM_THREADS = 512, NUM_WARPS = NUM_THREADS / 32;
 constexpr int CACHED_CHUNKS = GRADIENT ? 7 : 0;  // 28 registers
-
-#if GRADIENT
-typedef bf16 logit;
-DEVICE float to_f32(bf16 x) { return bf16_to_f32(x); }
-struct Words { uint4 all; };
-DEVICE Words load_words(const logit* from) { return {load_16_bytes(from)}; }
-DEVICE void unpack(const Words& words, float (&to)[8]) { unpack_bf16x8(words.all, to); }
-#else
-typedef float logit;
-DEVICE float to_f32(float x) { return x; }
-struct Words { uint4 low, high; };
-DEVICE Words load_words(const logit* from) { return {load_16_bytes(from), load_16_bytes(from + 4)}; }
-DEVICE void unpack(const Words& words, float (&to)[8]) { load_f32x8((const float*)&words, to); }
-#endif
 
 struct CrossEntropyParams { u64 vocab_size, stride; };
 
@@ -71,12 +57,12 @@ DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8], int count) {
 
 // A block has one row of logits; a thread has every 512th chunk of eight of them.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
-cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_constant__ CrossEntropyParams params) {
+cross_entropy(bf16* logits, const i32* labels, float* losses, const __grid_constant__ CrossEntropyParams params) {
   __shared__ float shared_maximum[NUM_WARPS], shared_sum[NUM_WARPS];
   const u64 row = blockIdx.x;
   const i32 label = labels[row];
   const int vocab_size = (int)params.vocab_size, num_chunks = ceil_div(vocab_size, 8);
-  logit* row_logits = logits + row * params.stride;
+  bf16* row_logits = logits + row * params.stride;
 
   if (label < 0) {
     if (threadIdx.x == 0) losses[row] = 0.f;
@@ -88,14 +74,14 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
   }
   // Read before any thread may overwrite it.
   float picked = __uint_as_float(0x7fc00000u);
-  if (label < vocab_size) picked = to_f32(row_logits[label]);
+  if (label < vocab_size) picked = bf16_to_f32(row_logits[label]);
 
   // Load and score: the cached chunks together, then the others one after the other.
-  Words cache[max_int(CACHED_CHUNKS, 1)];
+  uint4 cache[max_int(CACHED_CHUNKS, 1)];
 #pragma unroll
   for (int c = 0; c < CACHED_CHUNKS; c++) {
     const int chunk = threadIdx.x + c * NUM_THREADS;
-    if (chunk < num_chunks) cache[c] = load_words(row_logits + (i64)chunk * 8);
+    if (chunk < num_chunks) cache[c] = load_16_bytes(row_logits + (i64)chunk * 8);
   }
   SoftmaxSum running = {-INFINITY_F32, 0.f};
 #pragma unroll
@@ -103,14 +89,14 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
     const int chunk = threadIdx.x + c * NUM_THREADS;
     if (chunk < num_chunks) {
       float values[8];
-      unpack(cache[c], values);
+      unpack_bf16x8(cache[c], values);
       add_chunk(running, values, vocab_size - chunk * 8);
     }
   }
 #pragma unroll 4
   for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
     float values[8];
-    unpack(load_words(row_logits + (i64)chunk * 8), values);
+    unpack_bf16x8(load_16_bytes(row_logits + (i64)chunk * 8), values);
     add_chunk(running, values, vocab_size - chunk * 8);
   }
 
@@ -135,9 +121,9 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
 #if GRADIENT
   // Store the gradient of the logits, probability minus label, over the logits.
   const float shift = running.maximum + log2f(running.sum);
-  auto store_chunk = [&](int chunk, const Words& words) {
+  auto store_chunk = [&](int chunk, const uint4& words) {
     float values[8];
-    unpack(words, values);
+    unpack_bf16x8(words, values);
     mask_tail(values, vocab_size - chunk * 8);
 #pragma unroll
     for (int i = 0; i < 8; i++) values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift));
@@ -155,6 +141,6 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
   }
 #pragma unroll 4
   for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS)
-    store_chunk(chunk, load_words(row_logits + (i64)chunk * 8));
+    store_chunk(chunk, load_16_bytes(row_logits + (i64)chunk * 8));
 #endif
 }

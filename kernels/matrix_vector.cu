@@ -36,48 +36,66 @@ DEVICE uint2 load_step(const bf16* row, int step, bool exists, int k) {
   return *reinterpret_cast<const uint2*>(row + step * 16);
 }
 
-#if INPUT == 1
 // 1 / RMS of a row, by each warp for itself: the sums of NORM_WARPS warps as rms_norm_forward has them.
-DEVICE float inverse_rms_of_row(const bf16* x, const MatrixVectorParams& params) {
+[[maybe_unused]] DEVICE float inverse_rms_of_row(const bf16* x, const MatrixVectorParams& params) {
   const int num_chunks = (int)(params.k / 8);
   float total = 0.f;
 #pragma unroll
   for (int warp = 0; warp < NORM_WARPS; warp++) {
     float squares = 0.f;
-#pragma unroll 8
-    for (int chunk = warp * 32 + (int)threadIdx.x % 32; chunk < num_chunks; chunk += 32 * NORM_WARPS) {
-      float values[8];
-      unpack_bf16x8(load_16_bytes(x + chunk * 8), values);
+    for (int first = warp * 32 + (int)threadIdx.x % 32; first < num_chunks; first += 256 * NORM_WARPS) {
+      uint4 words[8];  // on their way together
 #pragma unroll
-      for (int i = 0; i < 8; i++) squares = fmaf(values[i], values[i], squares);
+      for (int i = 0; i < 8; i++) {
+        const int chunk = first + i * 32 * NORM_WARPS;
+        words[i] = chunk < num_chunks ? load_16_bytes(x + chunk * 8) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        float values[8];
+        unpack_bf16x8(words[c], values);
+#pragma unroll
+        for (int i = 0; i < 8; i++) squares = fmaf(values[i], values[i], squares);
+      }
     }
     squares = lanes_sum<32>(squares);
     total = NORM_WARPS == 1 ? squares : total + squares;
   }
   return 1.f / sqrtf(total / (float)params.k + f32_word(params.epsilon));
 }
-#endif
 
 // Row `row` of h to shared memory, with zeros behind its k columns.
 DEVICE void prepare_row(uint4* h, const bf16* x, const bf16* norm, int chunks_of_h, const MatrixVectorParams& params) {
+  constexpr int AHEAD = INPUT == 1 ? 4 : 8;  // chunks of a thread on their way together
   const int num_chunks = (int)(params.k / 8);
-#if INPUT == 1
-  const float inverse = inverse_rms_of_row(x, params);
-#endif
-  for (int chunk = threadIdx.x; chunk < chunks_of_h; chunk += THREADS) {
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (chunk < num_chunks) {
-      words = load_16_bytes(x + chunk * 8);
-#if INPUT == 1
-      float values[8], factors[8];
-      unpack_bf16x8(words, values);
-      unpack_bf16x8(load_16_bytes(norm + chunk * 8), factors);
+  [[maybe_unused]] float inverse = 1.f;
+  for (int first = threadIdx.x; first < chunks_of_h; first += AHEAD * THREADS) {
+    uint4 words[AHEAD];
+    [[maybe_unused]] uint4 factor_words[AHEAD];
 #pragma unroll
-      for (int i = 0; i < 8; i++) values[i] = values[i] * inverse * factors[i];
-      words = pack_bf16x8(values);
+    for (int i = 0; i < AHEAD; i++) {
+      const int chunk = first + i * THREADS;
+      words[i] = chunk < num_chunks ? load_16_bytes(x + chunk * 8) : make_uint4(0, 0, 0, 0);
+#if INPUT == 1
+      factor_words[i] = chunk < num_chunks ? load_16_bytes(norm + chunk * 8) : make_uint4(0, 0, 0, 0);
 #endif
     }
-    h[chunk] = words;
+#if INPUT == 1
+    if (first < THREADS) inverse = inverse_rms_of_row(x, params);
+#endif
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const int chunk = first + i * THREADS;
+#if INPUT == 1
+      float values[8], factors[8];
+      unpack_bf16x8(words[i], values);
+      unpack_bf16x8(factor_words[i], factors);
+#pragma unroll
+      for (int j = 0; j < 8; j++) values[j] = values[j] * inverse * factors[j];
+      words[i] = pack_bf16x8(values);
+#endif
+      if (chunk < chunks_of_h) h[chunk] = words[i];
+    }
   }
 }
 

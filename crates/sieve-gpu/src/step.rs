@@ -24,7 +24,7 @@ pub(crate) mod swiglu_backward;
 pub(crate) mod swiglu_forward;
 
 pub use adamw::AdamwTensors;
-pub use cross_entropy::{LogitRows, cross_entropy, padded_width};
+pub use cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients, padded_width};
 pub use draw::draw;
 pub use embedding_backward::embedding_backward;
 pub use embedding_forward::embedding_forward;
@@ -49,7 +49,6 @@ pub(crate) use fill_zero::empty_zero;
 pub(crate) use fp8_quantise::{AMAX_PARTIALS, with_amax};
 pub(crate) use rows::{WORD_ELEMENTS, require_alignment, require_words, vector_width, with_width};
 
-use crate::runtime::DType;
 use crate::specialisations::{Calls, EPSILON, ROW};
 use sieve_core::{AdamWStep, Draw};
 
@@ -66,9 +65,9 @@ pub(crate) fn call_with_any_width(calls: &mut Calls) {
     calls.note(likeliest(&logits, VOCAB));
     calls.note(draw(&logits, &calls.i32(&[1, Draw::WORDS]), VOCAB));
     let (labels, losses) = (calls.i32(&[ROW]), calls.f32(&[ROW]));
-    for dtype in [DType::BF16, DType::F32] {
-        calls.note(cross_entropy(&LogitRows::new(&labels, ROW, VOCAB, dtype), &labels, &losses));
-    }
+    let logits = LogitRows::new(&labels, ROW, VOCAB);
+    calls.note(cross_entropy(&logits, &labels, &losses));
+    calls.note(cross_entropy_with_gradients(&logits, &labels, &losses));
     call_optimizer(calls, &[width]);
     let x = calls.bf16(&[ROW, width]);
     calls.note(residual_add(&x, &x));

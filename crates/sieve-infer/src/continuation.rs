@@ -2,9 +2,9 @@
 //!
 //! `generate` and `eval needle` read texts through this file.
 use crate::input::{check_vocabulary, ids};
-use crate::logits::log_probability;
+use crate::logits::{NextLogits, log_probabilities, log_probability, on_host};
 use crate::{InferError, Selection};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use sieve_core::{Draw, ModelShape};
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding};
@@ -134,6 +134,14 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.logits(tokens).map(on_host)
     }
 
+    /// As [`read`](Self::read); the logits are on the device, too, for log-probabilities.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_next(&mut self, tokens: &[u32]) -> Result<NextLogits<B>, InferError> {
+        self.logits(tokens).map(NextLogits::new)
+    }
+
     /// As [`read`](Self::read), at most `part` tokens at a time, behind the tokens read before: for a prompt that
     /// arrives in pieces, or whose activations must not take the memory of all its tokens. On a CPU the logits are the
     /// same for any parts, to the bit, and equal those of one pass over the whole text. Dense layers, latent ones and
@@ -249,8 +257,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
-    /// Reads one more token of each of several texts with the same number of positions. Calls `next` with each text's
-    /// index in `texts` and the logits of its next token.
+    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of their next
+    /// tokens, and for each text the index of its row of them.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -258,20 +266,14 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         texts: &mut [&mut Self],
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
-        mut next: impl FnMut(usize, &[f32]),
-    ) -> Result<(), InferError> {
+    ) -> Result<(NextLogits<B>, Vec<usize>), InferError> {
         let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
-        let [_, vocab_size] = logits.dims();
         // A batch's logits may be as large as the model's weights: no text gets a copy of its own.
-        let logits = on_host(logits);
-        for (text, row) in row_of.into_iter().enumerate() {
-            next(text, &logits[row * vocab_size..][..vocab_size]);
-        }
-        Ok(())
+        Ok((NextLogits::new(logits), row_of))
     }
 
     /// As [`read_each`](Self::read_each), but returns only the token that each text's draw gives, as
-    /// [`read_drawn`](Self::read_drawn).
+    /// [`read_drawn`](Self::read_drawn), with its log-probability if `with_scores`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -280,14 +282,22 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
         draws: &[Draw],
-        num_tokens: usize,
-    ) -> Result<Vec<Option<u32>>, InferError> {
+        (num_tokens, with_scores): (usize, bool),
+    ) -> Result<Vec<Drawn>, InferError> {
         let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
         // Rows without a text draw a token that nobody reads.
         let mut of_rows = vec![Draw::LIKELIEST; logits.dims()[0]];
         row_of.iter().zip(draws).for_each(|(&row, &draw)| of_rows[row] = draw);
-        let drawn = sieve_ops::draw(logits, &of_rows, num_tokens);
-        Ok(row_of.into_iter().map(|row| drawn[row]).collect())
+        let drawn = sieve_ops::draw(logits.clone(), &of_rows, num_tokens);
+        let scores = with_scores.then(|| {
+            let tokens: Vec<u32> = drawn.iter().map(|token| token.unwrap_or(0)).collect();
+            log_probabilities(logits, &tokens)
+        });
+        let of_row = |row: usize| Drawn {
+            token: drawn[row],
+            log_probability: scores.as_ref().map_or(f64::NAN, |scores| scores[row]),
+        };
+        Ok(row_of.into_iter().map(of_row).collect())
     }
 
     /// The logits after one more token of each text, and for each text the index of its row of logits. It is one
@@ -385,10 +395,13 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     }
 }
 
-/// Logits as f32 on the host. The device converts them: on the host that would take longer than the forward pass.
-fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
-    let logits = logits.cast(DType::F32).into_data();
-    logits.into_vec().expect("they were converted")
+/// A token that was drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Drawn {
+    /// `None` after a NaN logit.
+    pub token: Option<u32>,
+    /// The natural logarithm of its probability; NaN where it was not asked for, or there is no token.
+    pub log_probability: f64,
 }
 
 /// A model's likelihood of a text's ending.

@@ -79,7 +79,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                 }
             }
             open.step_until_left(
-                num_tokens,
+                (num_tokens, false),
                 |answer| answer.last,
                 |text, _| {
                     text.add_totals_to(selection.as_deref_mut());
@@ -87,7 +87,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                     observe(num_done);
                 },
                 |_| Draw::LIKELIEST,
-                |answer, next| answer.next = next,
+                |answer, next| answer.next = next.token,
             )?;
         }
         Ok(answers)

@@ -33,7 +33,7 @@ mod words;
 #[cfg(test)]
 mod test_model;
 
-pub use continuation::{Continuation, Ending, TextsWithEndings, prompt_part, texts_together};
+pub use continuation::{Continuation, Drawn, Ending, TextsWithEndings, prompt_part, texts_together};
 pub use conversation::{Answer, AnswerConfig, Conversation};
 pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, text_documents};
 pub use error::InferError;
@@ -41,7 +41,7 @@ pub use generator::{GenerateConfig, Generator};
 pub use greedy::{AfterPrompt, Greedy};
 pub use kept_texts::KeptTexts;
 pub use logit_rules::LogitRules;
-pub use logits::logits;
+pub use logits::{NextLogits, logits};
 pub use open_texts::OpenTexts;
 pub use perplexity::{
     Extrapolation, LossByDistance, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, RollingPerplexity,

@@ -1,7 +1,7 @@
 //! Logits of a whole document, for comparison with other programs; and the log-probability of a token by its logits.
 use crate::InferError;
 use crate::input::{check_row, ids};
-use burn::tensor::TensorData;
+use burn::tensor::{DType, Tensor, TensorData};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 
@@ -21,6 +21,52 @@ pub fn logits<B: DeviceBackend>(
     let context = LayerContext::new(&documents, &rope);
     let logits = model.logits(ids(tokens, [1, num_tokens], device), &context);
     Ok(logits.into_data().convert::<f32>())
+}
+
+/// The logits of the next token of some texts, a row each, on the device and on the host.
+#[derive(Clone, Debug)]
+pub struct NextLogits<B: DeviceBackend> {
+    on_device: Tensor<B, 2>,
+    on_host: Vec<f32>,
+}
+
+impl<B: DeviceBackend> NextLogits<B> {
+    /// Copies logits `[rows, vocab_size]` to the host.
+    pub(crate) fn new(on_device: Tensor<B, 2>) -> Self {
+        Self { on_host: on_host(on_device.clone()), on_device }
+    }
+
+    /// Number of rows.
+    pub fn num_rows(&self) -> usize {
+        self.on_device.dims()[0]
+    }
+
+    /// The logits of a row, f32 `[vocab_size]`.
+    pub fn row(&self, row: usize) -> &[f32] {
+        let [_, vocab_size] = self.on_device.dims();
+        &self.on_host[row * vocab_size..][..vocab_size]
+    }
+
+    /// The natural logarithm of the probability of one token of each row: the negatives of
+    /// [`Qwen3::token_losses_of`], where this has the same logits, to the bit.
+    ///
+    /// # Panics
+    /// Where there is not one token for each row.
+    pub fn log_probabilities(&self, tokens: &[u32]) -> Vec<f64> {
+        log_probabilities(self.on_device.clone(), tokens)
+    }
+}
+
+/// The natural logarithm of the probability of one token of each row of logits, as
+/// [`NextLogits::log_probabilities`] has it.
+pub(crate) fn log_probabilities<B: DeviceBackend>(logits: Tensor<B, 2>, tokens: &[u32]) -> Vec<f64> {
+    sieve_ops::losses_of_logits(logits, tokens).into_iter().map(|loss| -loss).collect()
+}
+
+/// Logits as f32 on the host. The device converts them: on the host that would take longer than the forward pass.
+pub(crate) fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
+    let logits = logits.cast(DType::F32).into_data();
+    logits.into_vec().expect("they were converted")
 }
 
 /// The natural logarithm of a token's probability by the logits before it: on a CPU the same number, to the bit, as the

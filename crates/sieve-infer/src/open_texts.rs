@@ -1,5 +1,5 @@
 //! Texts that are decoded as one batch while others join and leave between tokens.
-use crate::continuation::{Continuation, rows_of_texts};
+use crate::continuation::{Continuation, Drawn, rows_of_texts};
 use crate::input::check_row;
 use crate::{InferError, Selection};
 use sieve_core::Draw;
@@ -145,27 +145,59 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         token_of: impl FnMut(&T) -> Option<u32>,
         mut next: impl FnMut(&mut T, &[f32]),
     ) -> Result<(), InferError> {
+        let with_scores = false;
+        let sample = |owned: &mut T, logits: &[f32]| {
+            next(owned, logits);
+            None
+        };
+        self.step_sampling(with_scores, token_of, sample, |_, _, _| {})
+    }
+
+    /// As [`step`](Self::step), but `sample` takes each text's logits and gives its next token, before `next` takes this
+    /// token, with its log-probability if `with_scores`, and the same logits.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn step_sampling(
+        &mut self,
+        with_scores: bool,
+        token_of: impl FnMut(&T) -> Option<u32>,
+        mut sample: impl FnMut(&mut T, &[f32]) -> Option<u32>,
+        mut next: impl FnMut(&mut T, Drawn, &[f32]),
+    ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, |_, _| {});
         if tokens.is_empty() {
             return Ok(());
         }
-        let (mut texts, mut owned): (Vec<_>, Vec<_>) = self.texts.iter_mut().map(|(text, owned)| (text, owned)).unzip();
-        Continuation::read_each(&mut texts, &tokens, &mut self.rows, |at, logits| next(owned[at], logits))
+        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
+        let (logits, row_of) = Continuation::read_each(&mut texts, &tokens, &mut self.rows)?;
+        let sampled: Vec<_> =
+            self.owned_mut().zip(&row_of).map(|(owned, &row)| sample(owned, logits.row(row))).collect();
+        let scores = with_scores.then(|| {
+            let mut of_rows = vec![0; logits.num_rows()];
+            row_of.iter().zip(&sampled).for_each(|(&row, token)| of_rows[row] = token.unwrap_or(0));
+            logits.log_probabilities(&of_rows)
+        });
+        for ((owned, row), token) in self.owned_mut().zip(row_of).zip(sampled) {
+            let log_probability = scores.as_ref().map_or(f64::NAN, |scores| scores[row]);
+            next(owned, Drawn { token, log_probability }, logits.row(row));
+        }
+        Ok(())
     }
 
-    /// As [`step`](Self::step), but tokens are drawn on the device, among the first `num_tokens`: `draw_of` says how
-    /// for each text, and `next` takes the token; `None` after a NaN logit.
+    /// As [`step_sampling`](Self::step_sampling), but tokens are drawn on the device, among the first `num_tokens`:
+    /// `draw_of` says how for each text.
     ///
     /// # Errors
     /// As [`step`](Self::step).
     pub fn step_drawing(
         &mut self,
-        num_tokens: usize,
+        (num_tokens, with_scores): (usize, bool),
         token_of: impl FnMut(&T) -> Option<u32>,
         draw_of: impl FnMut(&mut T) -> Draw,
-        next: impl FnMut(&mut T, Option<u32>),
+        next: impl FnMut(&mut T, Drawn),
     ) -> Result<(), InferError> {
-        self.step_until_left(num_tokens, token_of, |_, _| {}, draw_of, next)
+        self.step_until_left((num_tokens, with_scores), token_of, |_, _| {}, draw_of, next)
     }
 
     /// As [`step_drawing`](Self::step_drawing); `left` takes each text that leaves, with its last state.
@@ -174,11 +206,11 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     /// As [`step`](Self::step).
     pub(crate) fn step_until_left(
         &mut self,
-        num_tokens: usize,
+        (num_tokens, with_scores): (usize, bool),
         token_of: impl FnMut(&T) -> Option<u32>,
         left: impl FnMut(&Continuation<'a, B>, &mut T),
         draw_of: impl FnMut(&mut T) -> Draw,
-        mut next: impl FnMut(&mut T, Option<u32>),
+        mut next: impl FnMut(&mut T, Drawn),
     ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, left);
         if tokens.is_empty() {
@@ -186,10 +218,9 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         }
         let draws: Vec<Draw> = self.owned_mut().map(draw_of).collect();
         let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
-        let drawn = Continuation::read_each_drawn(&mut texts, &tokens, &mut self.rows, &draws, num_tokens)?;
-        for ((_, owned), token) in self.texts.iter_mut().zip(drawn) {
-            next(owned, token);
-        }
+        let wanted = (num_tokens, with_scores);
+        let drawn = Continuation::read_each_drawn(&mut texts, &tokens, &mut self.rows, &draws, wanted)?;
+        self.owned_mut().zip(drawn).for_each(|(owned, drawn)| next(owned, drawn));
         Ok(())
     }
 

@@ -140,7 +140,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             Prompts::Own(_, open) => {
                 let token = |&at: &usize| (!is_done[at]).then(|| last[at]);
                 let draw_of = |at: &mut usize| samplers[*at].next_draw();
-                open.step_drawing(config.num_tokens, token, draw_of, |&mut at, token| drawn[at] = token)?;
+                open.step_drawing((config.num_tokens, false), token, draw_of, |&mut at, next| drawn[at] = next.token)?;
             }
         }
         Ok(drawn)

@@ -1,9 +1,9 @@
 //! Log-probabilities of single tokens, and of every token of several prompts in one pass.
 use crate::InferError;
 use crate::input::{check_row, ids};
-use crate::logits::log_probability;
+use crate::logits::{NextLogits, log_probability, on_host};
 use crate::pass::LOGIT_TOKENS;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 
@@ -27,8 +27,13 @@ impl TokenScore {
         Self::known(token, log_probability(logits, token), logits, num_top)
     }
 
+    /// The score of a token whose log-probability is known, without others.
+    pub fn alone(token: u32, log_probability: f64) -> Self {
+        Self { token, log_probability, top: Vec::new() }
+    }
+
     /// As [`new`](Self::new), where the log-probability is known.
-    fn known(token: u32, log_probability: f64, logits: &[f32], num_top: usize) -> Self {
+    pub fn known(token: u32, log_probability: f64, logits: &[f32], num_top: usize) -> Self {
         let own = logits[token as usize];
         let relative = |(id, logit): (u32, f32)| (id, log_probability + f64::from(logit - own));
         Self { token, log_probability, top: largest(logits, num_top).into_iter().map(relative).collect() }
@@ -53,11 +58,11 @@ fn largest(logits: &[f32], count: usize) -> Vec<(u32, f32)> {
 
 /// The scores of a prompt.
 #[derive(Clone, Debug)]
-pub struct PromptScores {
+pub struct PromptScores<B: DeviceBackend> {
     /// The score of each token but the first.
     pub tokens: Vec<TokenScore>,
-    /// The logits of the token after the prompt.
-    pub next: Vec<f32>,
+    /// The logits of the token after the prompt, one row.
+    pub next: NextLogits<B>,
 }
 
 /// Scores every token of `prompts` but their first ones. Short prompts share a forward pass. `num_top` tokens are
@@ -70,7 +75,7 @@ pub fn score_prompts<B: DeviceBackend>(
     prompts: &[&[u32]],
     num_top: usize,
     device: &B::Device,
-) -> Result<Vec<PromptScores>, InferError> {
+) -> Result<Vec<PromptScores<B>>, InferError> {
     for prompt in prompts {
         check_row(prompt, prompt.len(), model.shape())?;
     }
@@ -95,7 +100,7 @@ fn score_row<B: DeviceBackend>(
     prompts: &[&[u32]],
     num_top: usize,
     device: &B::Device,
-) -> Result<Vec<PromptScores>, InferError> {
+) -> Result<Vec<PromptScores<B>>, InferError> {
     let tokens = prompts.concat();
     let shape = [1, tokens.len()];
     let (mut start, mut end, mut labels) = (Vec::new(), Vec::new(), Vec::new());
@@ -112,25 +117,23 @@ fn score_row<B: DeviceBackend>(
     let labels = Tensor::from_data(TensorData::new(labels, shape), device);
     let losses = model.token_losses_of(hidden.clone(), labels).into_data();
     let losses: Vec<f64> = losses.iter::<f64>().collect();
-    let mut found: Vec<PromptScores> = Vec::with_capacity(prompts.len());
+    let mut found: Vec<PromptScores<B>> = Vec::with_capacity(prompts.len());
+    let mut of_prompt = Vec::new();
     for first in (0..tokens.len()).step_by(LOGIT_TOKENS) {
         let count = LOGIT_TOKENS.min(tokens.len() - first);
-        let logits = model.logits_of(hidden.clone().narrow(1, first, count));
-        let logits: Vec<f32> = logits.cast(DType::F32).into_data().into_vec().expect("they were converted");
+        let on_device = model.logits_of(hidden.clone().narrow(1, first, count)).flatten::<2>(0, 1);
+        let logits = on_host(on_device.clone());
         for (position, logits) in (first..).zip(logits.chunks(model.shape().vocab_size)) {
-            if start[position] as usize == position {
-                found.push(PromptScores { tokens: Vec::new(), next: Vec::new() });
-            }
-            let of_prompt = found.last_mut().expect("the first position begins a prompt");
             if position + 1 == end[position] as usize {
-                of_prompt.next = logits.to_vec();
+                let next = NextLogits::new(on_device.clone().narrow(0, position - first, 1));
+                found.push(PromptScores { tokens: std::mem::take(&mut of_prompt), next });
                 continue;
             }
             if !losses[position].is_finite() {
                 return Err(InferError::NotFinite(position + 1));
             }
             let score = TokenScore::known(tokens[position + 1], -losses[position], logits, num_top);
-            of_prompt.tokens.push(score);
+            of_prompt.push(score);
         }
     }
     Ok(found)
@@ -165,7 +168,7 @@ mod tests {
                 }
                 assert_eq!(scores.tokens.len(), prompt.len() - 1);
                 let next = rows.next().expect("a row");
-                assert_close("next", &sieve_testing::wide(&scores.next), &sieve_testing::wide(next), 1e-4);
+                assert_close("next", &sieve_testing::wide(scores.next.row(0)), &sieve_testing::wide(next), 1e-4);
             }
         }
     }

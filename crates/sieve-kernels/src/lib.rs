@@ -37,7 +37,7 @@ pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelTrace, TraceResult};
 pub use launch::LaunchCounts;
 pub use linear_cross_entropy::{
-    LinearCrossEntropyGradients, linear_cross_entropy_with_gradients, loss_block_tokens, token_losses,
+    LinearCrossEntropyGradients, linear_cross_entropy_with_gradients, loss_block_tokens, losses_of_logits, token_losses,
 };
 pub use memory_watch::MemoryPeak;
 pub use nccl::{NcclGroup, NcclPiece, NcclReplicas, NcclStream, NcclSums, NcclWatch, NcclWork};

@@ -1,7 +1,7 @@
 //! Projection to the vocabulary and cross-entropy, one block of tokens after another: GEMMs by cuBLASLt around
 //! `kernels/cross_entropy.cu`. Only one block's logits are in memory at a time.
 use crate::cublaslt::{GemmKind, MatmulOutput, matmul};
-use sieve_gpu::step::{FixedSum, LogitRows, Term, cross_entropy, padded_width};
+use sieve_gpu::step::{FixedSum, LogitRows, Term, cross_entropy, cross_entropy_with_gradients, padded_width};
 use sieve_gpu::{CudaTensor, DType, KernelError, operand, require_non_empty};
 
 const NAME: &str = "linear_cross_entropy";
@@ -24,19 +24,35 @@ pub struct LinearCrossEntropyGradients {
     pub dweight: CudaTensor,
 }
 
-/// Cross-entropy of each token in nats, f32 `[tokens]`, 0 where its label is negative: from f32 logits, for evaluation.
-/// `h` bf16 `[tokens, d_model]`, `weight` bf16 `[vocab_size, d_model]`, `labels` i32 `[tokens]`.
+/// Cross-entropy of each token in nats, f32 `[tokens]`, 0 where its label is negative: the losses that
+/// [`linear_cross_entropy_with_gradients`] adds up, to the bit. `h` bf16 `[tokens, d_model]`, `weight` bf16 `[vocab_size, d_model]`, `labels` i32 `[tokens]`.
 ///
 /// # Errors
 /// Other types or shapes, no tokens, no cuBLASLt.
 pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let input = Input::of(h, weight, labels)?;
-    let block = block_tokens(input.tokens, input.vocab_size, DType::F32.size());
-    let logits = LogitRows::new(h, block, input.vocab_size, DType::F32);
+    let block = loss_block_tokens(input.tokens, input.vocab_size);
+    let logits = LogitRows::new(h, block, input.vocab_size);
     let losses = h.empty_contiguous(&[input.tokens], DType::F32);
     for first in (0..input.tokens).step_by(block) {
-        input.block_losses([first, block.min(input.tokens - first)], &logits, &losses)?;
+        input.block_losses([first, block.min(input.tokens - first)], &logits, &losses, cross_entropy)?;
     }
+    Ok(losses)
+}
+
+/// The losses of one token of each row of `logits`, bf16 `[rows, vocab_size rounded up to 8]`; `labels` i32 `[rows]`.
+/// Returns f32 `[rows]`: the losses of [`token_losses`], to the bit.
+///
+/// # Errors
+/// Other types or shapes.
+pub fn losses_of_logits(
+    logits: &CudaTensor,
+    vocab_size: usize,
+    labels: &CudaTensor,
+) -> Result<CudaTensor, KernelError> {
+    let [rows, _] = logits.dims(NAME, "logits")?;
+    let losses = logits.empty_contiguous(&[rows], DType::F32);
+    cross_entropy(&LogitRows::of(&logits.contiguous(), vocab_size)?, &labels.contiguous(), &losses)?;
     Ok(losses)
 }
 
@@ -52,13 +68,13 @@ pub fn linear_cross_entropy_with_gradients(
     let input = Input::of(h, weight, labels)?;
     let (tokens, d_model) = (input.tokens, input.d_model);
     let block = loss_block_tokens(tokens, input.vocab_size);
-    let logits = LogitRows::new(h, block, input.vocab_size, DType::BF16);
+    let logits = LogitRows::new(h, block, input.vocab_size);
     let losses = h.empty_contiguous(&[tokens], DType::F32);
     let dh = h.empty_contiguous(&[tokens, d_model], DType::BF16);
     let dweight = h.empty_contiguous(&[input.vocab_size, d_model], DType::F32);
     for first in (0..tokens).step_by(block) {
         let count = block.min(tokens - first);
-        let [h, dlogits] = input.block_losses([first, count], &logits, &losses)?;
+        let [h, dlogits] = input.block_losses([first, count], &logits, &losses, cross_entropy_with_gradients)?;
         let dh = dh.row_range(NAME, "dh", first, count)?;
         matmul(GemmKind::Nn, &dlogits, &input.weight, MatmulOutput::Into(&dh))?;
         // The first block overwrites dweight, so it needs no clearing.
@@ -99,32 +115,28 @@ impl Input {
         })
     }
 
-    /// Computes `count` tokens' logits from token `first` on, and their losses. Returns those rows of h and of
-    /// `logits`; bf16 logits have then been overwritten by their gradients.
+    /// Computes `count` tokens' logits from token `first` on, and their losses by `losses_of`. Returns those rows of h
+    /// and of `logits`.
     fn block_losses(
         &self,
         [first, count]: [usize; 2],
         logits: &LogitRows,
         losses: &CudaTensor,
+        losses_of: fn(&LogitRows, &CudaTensor, &CudaTensor) -> Result<(), KernelError>,
     ) -> Result<[CudaTensor; 2], KernelError> {
         let rows = logits.matrix(count)?;
         let h = self.h.row_range(NAME, "h", first, count)?;
         matmul(GemmKind::Nt, &h, &self.weight, MatmulOutput::Into(&rows))?;
         let labels = self.labels.row_range(NAME, "labels", first, count)?;
         let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy(logits, &labels, &losses)?;
+        losses_of(logits, &labels, &losses)?;
         Ok([h, rows])
     }
 }
 
-/// Tokens of a block in [`linear_cross_entropy_with_gradients`], whose logits are bf16; `tokens` is at least one.
+/// Tokens of a block, whose bf16 logits take at most [`BLOCK_BYTES`]; `tokens` is at least one.
 pub fn loss_block_tokens(tokens: usize, vocab_size: usize) -> usize {
-    block_tokens(tokens, vocab_size, DType::BF16.size())
-}
-
-/// Tokens of a block, whose logits of `logit_bytes` bytes each take at most [`BLOCK_BYTES`].
-fn block_tokens(tokens: usize, vocab_size: usize, logit_bytes: usize) -> usize {
-    let fitting = BLOCK_BYTES / (padded_width(vocab_size) * logit_bytes);
+    let fitting = BLOCK_BYTES / (padded_width(vocab_size) * DType::BF16.size());
     let most = (fitting / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
     // Blocks of nearly equal size: a short last block would run at a fraction of the speed.
     let num_blocks = tokens.div_ceil(most);
@@ -137,15 +149,15 @@ mod tests {
 
     #[test]
     fn blocks_stay_within_their_memory_and_are_even() {
-        assert_eq!(block_tokens(16384, 50280, 2), 8192);
-        assert_eq!(block_tokens(65536, 50304, 2), 8192);
-        assert_eq!(block_tokens(16384, 151_936, 2), 2432);
-        assert_eq!(block_tokens(100, 50280, 2), 100);
-        assert_eq!(block_tokens(1, 1, 2), 1);
-        assert_eq!(block_tokens(9000, 50280, 2), 4608, "two blocks, not 8320 and 680");
-        for (tokens, vocab, bytes) in [(16384, 50280, 4), (65536, 50280, 2), (777, 1 << 20, 2)] {
-            let block = block_tokens(tokens, vocab, bytes);
-            let small = block * padded_width(vocab) * bytes <= BLOCK_BYTES;
+        assert_eq!(loss_block_tokens(16384, 50280), 8192);
+        assert_eq!(loss_block_tokens(65536, 50304), 8192);
+        assert_eq!(loss_block_tokens(16384, 151_936), 2432);
+        assert_eq!(loss_block_tokens(100, 50280), 100);
+        assert_eq!(loss_block_tokens(1, 1), 1);
+        assert_eq!(loss_block_tokens(9000, 50280), 4608, "two blocks, not 8320 and 680");
+        for (tokens, vocab) in [(16384, 50280), (65536, 50280), (777, 1 << 20)] {
+            let block = loss_block_tokens(tokens, vocab);
+            let small = block * padded_width(vocab) * 2 <= BLOCK_BYTES;
             assert!(small || block <= TOKEN_STEP, "{tokens} {vocab}: {block}");
         }
     }

@@ -372,6 +372,8 @@ device_ops! {
         /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit
         /// is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
+        /// The op [`crate::losses_of_logits`]; f32 losses, `[rows]`.
+        fn losses_of_logits(logits: Float<Self>, labels: Ints<Self>) -> Float<Self>;
         /// The op [`crate::attention_decode`].
         fn attention_decode(
             q: Float<Self>,

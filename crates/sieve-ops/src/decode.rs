@@ -122,6 +122,20 @@ pub fn draw<B: DeviceBackend>(logits: Tensor<B, 2>, draws: &[Draw], num_tokens: 
     tokens::<B>(Tensor::from_primitive(ids))
 }
 
+/// The loss in nats of one token of each row of logits, `[rows, vocab_size]`: the bits of
+/// [`token_losses`](crate::token_losses), which computes these logits.
+///
+/// # Panics
+/// Where there is not one token for each row.
+pub fn losses_of_logits<B: DeviceBackend>(logits: Tensor<B, 2>, tokens: &[u32]) -> Vec<f64> {
+    let [rows, _] = logits.dims();
+    assert_eq!(tokens.len(), rows, "one token for each row");
+    let labels: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    let labels = Tensor::<B, 1, Int>::from_data(TensorData::new(labels, [rows]), (&logits.device(), DType::I32));
+    let losses = tensor::<B, 1>(B::losses_of_logits(primitive(logits), labels.into_primitive()));
+    losses.into_data().iter::<f64>().collect()
+}
+
 /// The ids that a device chose, -1 standing for none.
 fn tokens<B: DeviceBackend>(ids: Tensor<B, 2, Int>) -> Vec<Option<u32>> {
     ids.into_data().iter::<i64>().map(|id| u32::try_from(id).ok()).collect()

@@ -43,6 +43,20 @@ pub(crate) mod reference {
     //! Projection and cross-entropy in plain Burn operations, with all logits at once.
     use super::*;
 
+    /// The loss of a label of each row of logits, `[rows]`.
+    pub(crate) fn losses_of_logits<B: Backend>(logits: Float<B>, labels: Ints<B>) -> Float<B> {
+        let (logits, _) = upcast::<B, 2>(logits);
+        let labels: Tensor<B, 1, Int> = Tensor::from_primitive(labels);
+        let picked = logits.clone().gather(1, labels.unsqueeze_dim(1));
+        primitive((lse(&logits) - picked).squeeze_dim::<1>(1))
+    }
+
+    /// The log-sum-exp of each row, `[rows, 1]`.
+    fn lse<B: Backend>(logits: &Tensor<B, 2>) -> Tensor<B, 2> {
+        let largest = logits.clone().max_dim(1);
+        (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest
+    }
+
     struct Logits<B: Backend> {
         h: Tensor<B, 2>,
         weight: Tensor<B, 2>,
@@ -63,8 +77,7 @@ pub(crate) mod reference {
         let labels: Tensor<B, 1, Int> = Tensor::from_primitive(labels);
         let labels: Tensor<B, 2, Int> = labels.unsqueeze_dim(1);
         let logits = h.clone().matmul(weight.clone().transpose());
-        let largest = logits.clone().max_dim(1);
-        let lse = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
+        let lse = lse(&logits);
         let ignored = labels.clone().lower_elem(0);
         let target = labels.mask_fill(ignored.clone(), 0);
         Logits { h, weight, logits, lse, ignored, target }

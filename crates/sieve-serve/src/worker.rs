@@ -8,7 +8,9 @@ use crate::metrics::Metrics;
 use crate::queue::{Piece, Taken, Text, Waiting};
 use crate::server::Engine;
 use sieve_data::Tokenizer;
-use sieve_infer::{Continuation, InferError, KeptTexts, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts};
+use sieve_infer::{
+    Continuation, Drawn, InferError, KeptTexts, NextLogits, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts,
+};
 use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -222,7 +224,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             let mut writing = Writing::new(text, &self.engine.tokenizer)?;
             writing.send(Piece::Prompt(scores.tokens));
             if writing.text.max_tokens > 0 {
-                writing.draw(&scores.next, self.engine, self.metrics)?;
+                writing.draw_first(&scores.next, self.engine, self.metrics)?;
             }
             writing.end();
         }
@@ -270,7 +272,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         }
         let begun = Instant::now();
         let part = reading.num_read..reading.num_read + num_tokens;
-        let logits = reading.text.read(&reading.prompt[part.clone()])?;
+        let logits = reading.text.read_next(&reading.prompt[part.clone()])?;
         Pace::note(&mut self.pace.token, begun.elapsed().as_secs_f64() / num_tokens.max(1) as f64);
         reading.num_read = part.end;
         if part.end < reading.prompt.len() {
@@ -280,7 +282,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         let Reading { prompt, text, texts, .. } = reading;
         let (mut going_on, mut has_failed) = (Vec::with_capacity(texts.len()), false);
         for mut writing in texts {
-            match writing.draw(&logits, engine, metrics).map(|()| writing.has_ended) {
+            match writing.draw_first(&logits, engine, metrics).map(|()| writing.has_ended) {
                 Ok(true) => writing.end(),
                 Ok(false) => going_on.push(writing),
                 Err(error) => {
@@ -331,16 +333,18 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 Ok(()) => {}
                 Err(error) => writing.fail(error.into()),
             };
-            // Log-probabilities and rules need the logits on the host. The same draw gives the same token there.
-            if open.owned().any(|writing| writing.text.num_top.is_some() || writing.sampler.needs_logits()) {
-                return open.step(token, |writing, logits| {
-                    let done = writing.draw(logits, engine, metrics);
+            let with_scores = open.owned().any(|writing| writing.text.num_top.is_some());
+            // The likeliest tokens and rules need the logits on the host. The same draw gives the same token there.
+            if open.owned().any(|writing| writing.text.num_top > Some(0) || writing.sampler.needs_logits()) {
+                let sample = |writing: &mut Writing<'_>, logits: &[f32]| writing.sample(logits, engine);
+                return open.step_sampling(with_scores, token, sample, |writing, next, logits| {
+                    let done = writing.take(next, logits, engine, metrics);
                     settled(writing, done);
                 });
             }
             let draw_of = |writing: &mut Writing<'_>| writing.sampler.next_draw();
-            open.step_drawing(engine.num_tokens(), token, draw_of, |writing, token| {
-                let done = writing.take(token, None, engine, metrics);
+            open.step_drawing((engine.num_tokens(), with_scores), token, draw_of, |writing, next| {
+                let done = writing.take(next, &[], engine, metrics);
                 settled(writing, done);
             })
         });
@@ -420,29 +424,40 @@ impl<'t> Writing<'t> {
         let _ = self.text.pieces.send((self.text.index, piece));
     }
 
-    /// Draws the next token and sends the text that it adds.
-    fn draw<B: DeviceBackend>(
+    /// The next token. Rows beyond the tokenizer's vocabulary are padding: no such token is drawn, but its probability
+    /// counts.
+    fn sample<B: DeviceBackend>(&mut self, logits: &[f32], engine: &Engine<'_, B>) -> Option<u32> {
+        self.sampler.sample(&logits[..engine.num_tokens()])
+    }
+
+    /// Draws the first token after a prompt and sends the text that it adds; `logits` are one row.
+    fn draw_first<B: DeviceBackend>(
         &mut self,
+        logits: &NextLogits<B>,
+        engine: &Engine<'_, B>,
+        metrics: &Metrics,
+    ) -> Result<(), InferError> {
+        let token = self.sample(logits.row(0), engine);
+        let score = token.filter(|_| self.text.num_top.is_some()).map(|token| logits.log_probabilities(&[token])[0]);
+        let next = Drawn { token, log_probability: score.unwrap_or(f64::NAN) };
+        self.take(next, logits.row(0), engine, metrics)
+    }
+
+    /// Takes a drawn token and sends the text that it adds, with its scores if the request wants them: `logits` are
+    /// read where it wants the likeliest tokens, too.
+    fn take<B: DeviceBackend>(
+        &mut self,
+        next: Drawn,
         logits: &[f32],
         engine: &Engine<'_, B>,
         metrics: &Metrics,
     ) -> Result<(), InferError> {
-        // Rows beyond the tokenizer's vocabulary are padding: no such token is drawn, but its probability counts.
-        let token = self.sampler.sample(&logits[..engine.num_tokens()]);
-        let scores = token.zip(self.text.num_top).map(|(token, num_top)| TokenScore::new(token, logits, num_top));
-        self.take(token, scores, engine, metrics)
-    }
-
-    /// Takes a drawn token, with its scores if the request wants them, and sends the text that it adds.
-    fn take<B: DeviceBackend>(
-        &mut self,
-        token: Option<u32>,
-        scores: Option<TokenScore>,
-        engine: &Engine<'_, B>,
-        metrics: &Metrics,
-    ) -> Result<(), InferError> {
         let num_read = self.text.prompt.len() + self.num_tokens;
-        let token = token.ok_or(InferError::NotFinite(num_read))?;
+        let token = next.token.ok_or(InferError::NotFinite(num_read))?;
+        let scores = self.text.num_top.map(|num_top| match num_top {
+            0 => TokenScore::alone(token, next.log_probability),
+            _ => TokenScore::known(token, next.log_probability, logits, num_top),
+        });
         metrics.new_tokens.fetch_add(1, Relaxed);
         if self.num_tokens > 0 {
             self.read.push(self.last);

@@ -48,36 +48,63 @@ impl TokenCall<'_> {
             { max_positions, table_stride, epsilon }: seen.rotation,
         });
         let blocks = shape.num_kv_heads * shape.group_size().div_ceil(ROWS);
-        let kernel = attention_token_kernel(shape.head_dim, seen.form, step.sinks.is_some());
-        // SAFETY: the caller's promise; the kernel clamps lengths to the capacity, writes every element of o and row
-        // `length` of the caches.
-        unsafe { kernel.launch([blocks, 1, shape.batch], tensors, &params) }
+        let tiling = TokenTiling::new(shape.head_dim, blocks * shape.batch, (*window).min(*capacity));
+        let kernel = attention_token_kernel(tiling, seen.form, step.sinks.is_some());
+        // SAFETY: the caller's promise; the kernel writes every element of o, and row `length` of the caches if it is
+        // one of them.
+        unsafe { kernel.launch([tiling.cluster * blocks, 1, shape.batch], tensors, &params) }
     }
 }
 
-/// The specialisation for heads of `head_dim` columns, a form that joins the cache, with sinks or without.
-fn attention_token_kernel(head_dim: usize, form: DecodeForm, has_sinks: bool) -> SourceKernel {
+/// Tile sizes; no result depends on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct TokenTiling {
+    head_dim: usize,
+    /// Thread blocks that share the keys of a row's head.
+    cluster: usize,
+    /// Steps of keys and values in shared memory.
+    num_stages: usize,
+}
+
+impl TokenTiling {
+    /// The tiling for `heads` rows' heads with up to `keys` keys each: where there are few, eight blocks read each, since
+    /// a multiprocessor alone reads at a hundredth of the device's rate.
+    fn new(head_dim: usize, heads: usize, keys: usize) -> Self {
+        const MOST_SHARED: usize = 96;
+        let is_shared = heads <= MOST_SHARED && keys > 4 * STAGE_KEYS;
+        let (cluster, num_stages) = match (is_shared, head_dim) {
+            (true, 128) => (8, 2),
+            (true, _) => (8, 3),
+            (false, 128) => (1, 3),
+            (false, _) => (1, 4),
+        };
+        Self { head_dim, cluster, num_stages }
+    }
+
+    /// Dynamic shared memory of a block, in bytes: queries; stages of keys, and of all blocks' values in the block's
+    /// columns; all blocks' weights, and the block's own unrounded ones; maxima of warps and of stages, factors, sums,
+    /// inverses and totals of rows.
+    fn shared_bytes(self) -> usize {
+        let Self { head_dim, cluster, num_stages } = self;
+        // An odd number of chunks of 16 bytes.
+        let pitch = |elements: usize| if elements % 16 == 0 { 2 * elements + 16 } else { 2 * elements };
+        let keys = num_stages * STAGE_KEYS * (pitch(head_dim) + cluster * pitch(head_dim / cluster));
+        let weights = ROWS * (pitch(cluster * STAGE_KEYS) + 136 * 4);
+        ROWS * pitch(head_dim) + keys + weights + ROWS * 4 * (8 + 6 * cluster + 2)
+    }
+}
+
+/// The specialisation for a tiling and a form that joins the cache, with sinks or without.
+fn attention_token_kernel(tiling: TokenTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
     SourceKernel::new(NAME)
-        .define("HEAD_DIM", head_dim)
+        .define("HEAD_DIM", tiling.head_dim)
         .define("ROTATE", form.rotation())
         .define("SINKS", has_sinks as u8)
-        .define("NUM_STAGES", num_stages(head_dim))
+        .define("CLUSTER", tiling.cluster)
+        .define("NUM_STAGES", tiling.num_stages)
         .threads(256)
-        .shared_bytes(shared_bytes(head_dim))
+        .shared_bytes(tiling.shared_bytes())
         .starts_early()
-}
-
-/// Stages of keys and values in shared memory.
-fn num_stages(head_dim: usize) -> usize {
-    if head_dim <= 64 { 4 } else { 3 }
-}
-
-/// Dynamic shared memory of a block, in bytes: queries, stages of keys and of values with 16 bytes of padding a row;
-/// weights, rounded and not; each warp's maxima, a factor and an inverse of each row.
-fn shared_bytes(head_dim: usize) -> usize {
-    let row = 2 * head_dim + 16;
-    let weights = ROWS * (2 * STAGE_KEYS + 16) + ROWS * 136 * 4;
-    (ROWS + 2 * num_stages(head_dim) * STAGE_KEYS) * row + weights + ROWS * (8 + 1 + 1) * 4
 }
 
 #[cfg(test)]
@@ -87,7 +114,10 @@ mod tests {
     #[test]
     fn a_block_fits_a_hopper_device() {
         for head_dim in [64, 128] {
-            assert!(shared_bytes(head_dim) <= 227 << 10, "{head_dim}");
+            let tilings =
+                [(1, 4096), (1, 512), (97, 4096)].map(|(heads, keys)| TokenTiling::new(head_dim, heads, keys));
+            assert_eq!(tilings.map(|tiling| tiling.cluster), [8, 1, 1]);
+            assert!(tilings.iter().all(|tiling| tiling.shared_bytes() <= 227 << 10), "{tilings:?}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Launch of `kernels/cross_entropy.cu`: losses, and gradients of logits in place.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_float, require_non_empty};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "cross_entropy";
@@ -14,21 +14,22 @@ pub struct LogitRows {
 }
 
 impl LogitRows {
-    /// Allocates logits of `rows` rows; contents undefined.
-    pub fn new(like: &CudaTensor, rows: usize, vocab_size: usize, dtype: DType) -> Self {
+    /// Allocates bf16 logits of `rows` rows; contents undefined.
+    pub fn new(like: &CudaTensor, rows: usize, vocab_size: usize) -> Self {
         let shape = [rows, padded_width(vocab_size)];
-        Self { tensor: like.empty_contiguous(&shape, dtype), vocab_size }
+        Self { tensor: like.empty_contiguous(&shape, DType::BF16), vocab_size }
     }
 
-    /// The rows of a contiguous tensor `[rows, vocab_size rounded up to 8]`.
+    /// The rows of a contiguous bf16 tensor `[rows, vocab_size rounded up to 8]`.
     ///
     /// # Errors
-    /// Other shapes, gaps, an empty vocabulary.
+    /// Another type, other shapes, gaps, an empty vocabulary.
     pub fn of(tensor: &CudaTensor, vocab_size: usize) -> Result<Self, KernelError> {
         let [rows, _] = tensor.dims(NAME, "logits")?;
         require_non_empty(NAME, "vocab_size", vocab_size)?;
         tensor.require_shape(NAME, "logits", &[rows, padded_width(vocab_size)])?;
         tensor.require_contiguous(NAME, "logits")?;
+        tensor.require_dtype(NAME, "logits", DType::BF16)?;
         Ok(Self { tensor: tensor.clone(), vocab_size })
     }
 
@@ -44,13 +45,29 @@ pub fn padded_width(vocab_size: usize) -> usize {
     vocab_size.next_multiple_of(WORD_ELEMENTS)
 }
 
-/// Writes the losses of the first rows, one for each of `labels` (i32 `[rows]`), to `losses` (f32 `[rows]`). bf16
-/// logits are overwritten by their gradients; f32 logits are not changed.
+/// Writes the losses of the first rows, one for each of `labels` (i32 `[rows]`), to `losses` (f32 `[rows]`).
 ///
 /// # Errors
 /// Other types or shapes, more labels than rows.
 pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTensor) -> Result<(), KernelError> {
-    let has_gradient = require_float(NAME, "logits' type", &logits.tensor)?;
+    let has_gradient = false;
+    launch(logits, labels, losses, has_gradient)
+}
+
+/// As [`cross_entropy`]; the logits are overwritten by their gradients.
+///
+/// # Errors
+/// The errors of [`cross_entropy`].
+pub fn cross_entropy_with_gradients(
+    logits: &LogitRows,
+    labels: &CudaTensor,
+    losses: &CudaTensor,
+) -> Result<(), KernelError> {
+    let has_gradient = true;
+    launch(logits, labels, losses, has_gradient)
+}
+
+fn launch(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTensor, has_gradient: bool) -> Result<(), KernelError> {
     require_alignment(NAME, "logits", &logits.tensor)?;
     let [rows] = labels.dims(NAME, "labels")?;
     operands!(only NAME, labels: I32[rows] contiguous, losses: F32[rows] contiguous);
@@ -63,7 +80,7 @@ pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTenso
     unsafe { kernel.launch([rows, 1, 1], &[&logits.tensor, labels, losses], &params) }
 }
 
-/// The specialisation for bf16 logits with their gradients, or for f32 logits.
+/// The specialisation that leaves the logits' gradients in their place, or the logits.
 fn cross_entropy_kernel(has_gradient: bool) -> SourceKernel {
     SourceKernel::new(NAME).define("GRADIENT", has_gradient as u8).threads(512)
 }

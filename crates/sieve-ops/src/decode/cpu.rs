@@ -33,6 +33,15 @@ pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
     from_vec(ids, shape)
 }
 
+pub(crate) fn losses_of_logits(logits: FlexTensor, labels: FlexTensor) -> FlexTensor {
+    unless_f32!(&logits, "losses_of_logits": crate::loss::reference::losses_of_logits::<Flex>(logits, labels));
+    let (logits, labels) = (contiguous(logits), contiguous(labels));
+    let rows = floats(&logits).chunks(last_dim(&logits)).zip(ints(&labels));
+    let losses: Vec<f32> = rows.map(|(row, &label)| crate::token_loss_on_host(row, label as u32)).collect();
+    let count = losses.len();
+    from_vec(losses, [count])
+}
+
 pub(crate) fn attention_decode(
     q: FlexTensor,
     keys: &KeyCache<Flex>,

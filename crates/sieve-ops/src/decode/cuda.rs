@@ -3,7 +3,7 @@ use super::reference::Logits;
 use super::{DmaCache, DmaToken, KeyCache, SelectorCache, TokenBuffer, reference};
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::{kernel_of, kernel_or, tensors};
-use crate::tensors::tensor;
+use crate::tensors::{primitive, tensor};
 use crate::{AttentionSpec, Cuda};
 use burn::tensor::{Int, Tensor};
 use sieve_core::{DmaBias, HeavyKeys, TokenKeys};
@@ -21,6 +21,24 @@ pub(crate) fn draw(logits: Float, draws: Float, num_tokens: usize) -> Float {
 pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
     let attempt = sieve_kernels::step::likeliest(&kernel_tensor(logits.clone()), num_tokens);
     kernel_or("likeliest", attempt.map(ToBurn::burn), || reference::likeliest::<Cuda>(logits, num_tokens))
+}
+
+pub(crate) fn losses_of_logits(logits: Float, labels: Float) -> Float {
+    let rows = tensor::<Cuda, 2>(logits.clone());
+    let [count, vocab_size] = rows.dims();
+    // The kernel reads whole words, and ignores what stands behind the vocabulary.
+    let rest = vocab_size.next_multiple_of(8) - vocab_size;
+    let padded = if rest == 0 {
+        rows
+    } else {
+        let zeros = Tensor::zeros([count, rest], (&rows.device(), rows.dtype()));
+        Tensor::cat(vec![rows, zeros], 1)
+    };
+    let operands = [primitive(padded), labels.clone()].map(kernel_tensor);
+    let attempt = sieve_kernels::losses_of_logits(&operands[0], vocab_size, &operands[1]);
+    kernel_or("losses_of_logits", attempt.map(ToBurn::burn), || {
+        crate::loss::reference::losses_of_logits::<Cuda>(logits, labels)
+    })
 }
 
 pub(crate) fn attention_decode(

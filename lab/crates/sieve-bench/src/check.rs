@@ -145,6 +145,7 @@ const SINKS: Part = ("sinks", step::check_sinks);
 const OF_A_FAMILY: &[Part] = &[
     ("long rows", attention::check_long_row),
     ATTENTION,
+    DECODING,
     MASKS,
     ("large biases", biases::check_wrappers),
     LATENT,
@@ -152,7 +153,7 @@ const OF_A_FAMILY: &[Part] = &[
 ];
 
 /// Parts whose kernels are portable ones alone.
-const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, DECODING, STEP];
+const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, STEP];
 
 /// Parts about the attention of one new token: under decode selectors, and over a KV cache.
 const TOKENS: &[Part] = &[("tokens under selectors", select::check_tokens), DECODING];
@@ -254,7 +255,13 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     })?;
     if good && has_own_family {
         let own = Gpu::new(gpu.index, extent.policy);
-        good = stage(progress, "Hopper kernels", |progress| progress.wrappers("Hopper kernels", both, &own, &extent))?;
+        good = stage(progress, "Hopper kernels", |progress| {
+            if settings.part == CheckPart::All {
+                let check = |report: &mut Report| step::check_same_bits(report, &own, &extent);
+                progress.part("a row's product, in calls of few rows and of many".to_owned(), check)?;
+            }
+            progress.wrappers("Hopper kernels", both, &own, &extent)
+        })?;
     }
     if good && settings.gemms {
         stage(progress, "models", |progress| {

@@ -50,16 +50,35 @@ pub(in crate::specialisations) fn sinks(calls: &mut Calls, width: usize, dtype: 
     }
 }
 
-/// Decoding: tokens that join the cache, before and after their rotation, and queries of a cache and of its blocks.
+/// Decoding: tokens that join the cache, and queries of a cache and of its blocks.
 pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionShape, has_sinks: bool) {
+    // A short cache takes another tiling than a long one.
+    for capacity in [ROW, 256] {
+        tokens_that_join(calls, shape, has_sinks, capacity);
+    }
     let Some(token) = calls.token(shape, ROW) else {
         return;
     };
     let Token { shape, qkv, cache, length, scratch } = &token;
     let sinks = calls.bf16(&[shape.num_heads]);
     let step = DecodeStep { sinks: has_sinks.then_some(&sinks), ..DecodeStep::new(ROW / 2, SCALE) };
-    calls.note(cache.attention_decode(qkv, length, step, scratch));
     calls.note(cache.attention_decode_cached(&qkv.q, length, step, scratch));
+    // Chosen blocks take no sinks.
+    if !has_sinks {
+        let chosen = calls.i32(&[1, shape.num_kv_heads, 4]);
+        calls.note(cache.attention_decode_chosen(&qkv.q, length, step, scratch, &chosen, 64));
+    }
+}
+
+/// Tokens that join their caches, before and after their rotation.
+fn tokens_that_join(calls: &mut Calls, shape: &AttentionShape, has_sinks: bool, capacity: usize) {
+    let Some(token) = calls.token(shape, capacity) else {
+        return;
+    };
+    let Token { shape, qkv, cache, length, scratch } = &token;
+    let sinks = calls.bf16(&[shape.num_heads]);
+    let step = DecodeStep { sinks: has_sinks.then_some(&sinks), ..DecodeStep::new(capacity / 2, SCALE) };
+    calls.note(cache.attention_decode(qkv, length, step, scratch));
     // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
     if shape.head_dim == shape.head_dim_v {
         let table = calls.f32(&[ROW, shape.head_dim / 2]);
@@ -68,10 +87,5 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
             let rotation = TokenRotation { norm, tables: [&table; 2] };
             calls.note(cache.attention_decode_rotated(qkv, rotation, length, step, scratch));
         }
-    }
-    // Chosen blocks take no sinks.
-    if !has_sinks {
-        let chosen = calls.i32(&[1, shape.num_kv_heads, 4]);
-        calls.note(cache.attention_decode_chosen(&qkv.q, length, step, scratch, &chosen, 64));
     }
 }

@@ -16,11 +16,15 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     }
     let mut random = Random(extent.seed);
     for at in 0..extent.few().max(12) {
-        let (kv_heads, group) = (random.between(1, 3), random.one_of(&[1, 2, 5, 16, 17]));
-        let tokens = random.between(1, extent.longest.max(300));
-        let heads = [kv_heads * group, kv_heads];
-        let shape = AttentionShape::new(random.between(1, 2), tokens, heads, [[64, 128][at % 2]; 2]);
-        let window = [None, Some(128), Some(random.between(1, 300))][at % 3];
+        // Few heads, whose keys eight blocks of threads share where they are over 512, and many.
+        let (batch, kv_heads, group) = if at % 4 == 2 {
+            (2, random.between(49, 52), 1)
+        } else {
+            (random.between(1, 2), random.between(1, 3), random.one_of(&[1, 2, 5, 16, 17]))
+        };
+        let (tokens, heads) = (random.between(1, 2500), [kv_heads * group, kv_heads]);
+        let shape = AttentionShape::new(batch, tokens, heads, [[64, 128][at % 2]; 2]);
+        let window = [None, Some(1024), Some(random.between(1, 300))][at % 3];
         let (has_sinks, magnitude) = (at % 4 == 3, extent.magnitude_of(at));
         let seed = random.between(0, 1 << 30) as u64;
         let outcome = compare(device, shape, window, has_sinks, magnitude, seed);
@@ -84,7 +88,7 @@ fn compare(
     let result: AttentionResult = sinks.as_ref().map_or(Ok(result.clone()), |sinks| result.with_sinks(sinks))?;
     let expected = Numbers { values: device.floats(&result.o)?, sizes: [batch, seq_len, num_heads, head_dim] };
 
-    let edges = [0, 1, 63, 64, 127, 128, 129, 255, 256, seq_len - 1];
+    let edges = [0, 1, 127, 128, 129, 512, 1023, 1024, 1151, seq_len - 1];
     let some: [usize; 6] = std::array::from_fn(|_| random.below(seq_len));
     for at in edges.into_iter().filter(|at| *at < seq_len).chain(some) {
         let lowest = window.map_or(0, |window| (at + 1).saturating_sub(window));

@@ -1,6 +1,6 @@
-//! Checks and times the cross-entropy kernel: vocabularies of any size, labels that are ignored or out of range. With
-//! bf16 logits the kernel overwrites them with their gradients; with f32 logits it computes losses alone.
-use super::wrappers::{LaunchCheck, SEED, gapped, same};
+//! Checks and times the cross-entropy kernel: vocabularies of any size, labels that are ignored or out of range. It
+//! overwrites the logits with their gradients, or computes the same losses alone.
+use super::wrappers::{LaunchCheck, SEED, gapped};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
@@ -8,7 +8,7 @@ use crate::report::{Outcome, Report, wrong};
 use crate::timed::{Bench, Work};
 use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
-use sieve_kernels::step::{LogitRows, cross_entropy};
+use sieve_kernels::step::{LogitRows, cross_entropy, cross_entropy_with_gradients};
 use sieve_testing::{Random, round_bf16};
 
 /// Rows and vocabulary. The kernel keeps the first 28,672 bf16 columns in registers and reads later columns twice.
@@ -17,20 +17,17 @@ const SIZES: &[[usize; 2]] = &[[1, 1], [7, 13], [2, 50257], [5, 4096], [333, 502
 /// The emulator checks this many of the sizes.
 const EMULATED: usize = 3;
 
-/// Checks the loss kernels at every size, with f32 and bf16 logits.
+/// Checks the loss kernels at every size, with gradients and without.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, vocab] in &SIZES[..extent.pick(EMULATED, SIZES.len())] {
-        for dtype in [DType::BF16, DType::F32] {
-            let case = format!("{rows} x {vocab} {}", dtype.name());
-            let outcome = losses(LaunchCheck::new(device, extent.seed), rows, vocab, dtype);
-            report.add("cross_entropy", "kernel", &case, outcome);
-        }
+        let outcome = losses(LaunchCheck::new(device, extent.seed), rows, vocab);
+        report.add("cross_entropy", "kernel", &format!("{rows} x {vocab}"), outcome);
     }
     let outcome = outside(LaunchCheck::new(device, extent.seed));
     report.add("cross_entropy", "kernel", "a label outside", outcome);
 }
 
-/// Times losses with gradients over bf16 logits, and losses alone over f32 logits.
+/// Times losses with gradients, and losses alone.
 pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
     let mut random = Random(SEED);
     let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
@@ -38,13 +35,13 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<
     let losses = bench.f32([rows]);
     let width = vocab.next_multiple_of(8);
     let shape = format!("{rows}x{vocab}");
-    // bf16 logits are read and overwritten; f32 logits are read.
-    let bytes = (4 * rows * vocab) as f64;
+    let bytes = (2 * rows * vocab) as f64;
     let logits = LogitRows::of(&bench.bf16([rows, width]), vocab)?;
-    bench.row("cross_entropy, in place", &shape, Work::Bytes(bytes), || cross_entropy(&logits, &labels, &losses));
-    drop(logits);
-    let logits = LogitRows::of(&bench.f32([rows, width]), vocab)?;
-    bench.row("cross_entropy losses, f32", &shape, Work::Bytes(bytes), || cross_entropy(&logits, &labels, &losses));
+    bench.row("cross_entropy losses", &shape, Work::Bytes(bytes), || cross_entropy(&logits, &labels, &losses));
+    // The logits are read and overwritten.
+    bench.row("cross_entropy, in place", &shape, Work::Bytes(2.0 * bytes), || {
+        cross_entropy_with_gradients(&logits, &labels, &losses)
+    });
     Ok(())
 }
 
@@ -66,9 +63,9 @@ fn expected(logits: &[f32], label: i32) -> (f32, Vec<f32>) {
     ((lse - wide(logits[label])) as f32, logits.iter().enumerate().map(gradient).collect())
 }
 
-/// Compares the losses, and what the kernel leaves in the logits: gradients in bf16, in f32 the logits themselves.
+/// Compares the losses, alone and with gradients, which must be equal, and the gradients that are left in the logits.
 /// Every fifth label is ignored.
-fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -> Outcome {
+fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize) -> Outcome {
     let device = calls.device;
     let width = vocab.next_multiple_of(8);
     let normals = calls.random.bf16_normals(rows * vocab);
@@ -87,28 +84,25 @@ fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -
     let rounded: Vec<f32> = gradients.iter().map(|&x| round_bf16(x)).collect();
 
     let labels_on_device = device.int(&labels, &[rows]);
-    let logits = device.float(&buffer, &[rows, width], dtype);
-    let found = device.float(&vec![f32::NAN; rows], &[rows], DType::F32);
-    cross_entropy(&LogitRows::of(&logits, vocab)?, &labels_on_device, &found)?;
+    let logits = device.float(&buffer, &[rows, width], DType::BF16);
+    let [alone, found] = [(); 2].map(|()| device.float(&vec![f32::NAN; rows], &[rows], DType::F32));
+    let logit_rows = LogitRows::of(&logits, vocab)?;
+    cross_entropy(&logit_rows, &labels_on_device, &alone)?;
+    cross_entropy_with_gradients(&logit_rows, &labels_on_device, &found)?;
     calls.close("losses", &found, &losses)?;
+    calls.equal("losses alone", &alone, &found)?;
     let after = device.floats(&logits)?;
     let after = after.chunks_exact(width).flat_map(|row| &row[..vocab]).copied();
     let after: Vec<f32> = after.collect();
-    match dtype {
-        DType::BF16 => {
-            let ratio = Tolerance::new(2.0, 1e-6, 1e-6).judge("dlogits", &after, &rounded, &gradients)?;
-            calls.worst = calls.worst.max(ratio);
-        }
-        _ => same("the logits", &after, &values)?,
-    }
-    Ok(calls.worst)
+    let ratio = Tolerance::new(2.0, 1e-6, 1e-6).judge("dlogits", &after, &rounded, &gradients)?;
+    Ok(calls.worst.max(ratio))
 }
 
 /// Checks that a label past the vocabulary makes the loss of its own row NaN, and of no other row.
 fn outside(mut calls: LaunchCheck<'_>) -> Outcome {
     let device = calls.device;
     let values = calls.random.bf16_normals(3 * 8);
-    let logits = device.float(&values, &[3, 8], DType::F32);
+    let logits = device.float(&values, &[3, 8], DType::BF16);
     let logits = LogitRows::of(&logits, 8)?;
     let losses = device.float(&[0.0; 3], &[3], DType::F32);
     cross_entropy(&logits, &device.int(&[2, 9, 7], &[3]), &losses)?;
