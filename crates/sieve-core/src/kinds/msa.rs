@@ -3,11 +3,12 @@
 use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, block_sizes, check_pieces};
 use super::settings::{AttentionPreset, Settings, Sizes};
 use super::sizes::IndexScores;
-use super::{HasFacts, Indexer, KindFacts};
-use crate::NsaBlocks;
+use super::{Attention, HasFacts, Indexer, KindFacts};
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
+use crate::model::ModelShape;
 use crate::recipe::{ModelSection, Rules};
+use crate::{NsaBlocks, Refusal};
 use toml::Table;
 
 keys! {
@@ -87,6 +88,69 @@ impl MsaShape {
             rule,
             forced: ForcedBlocks { first: false, local: self.num_local_blocks },
         }
+    }
+}
+
+/// The attention of a model whose layers are MSA of one size, or dense.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MsaAndDense {
+    /// The sizes of the MSA layers.
+    pub msa: MsaShape,
+    /// For each layer whether it is MSA.
+    pub is_msa: Vec<bool>,
+}
+
+impl MsaAndDense {
+    /// The attention of `model`.
+    ///
+    /// # Errors
+    /// No layer of MSA, or a layer that is neither: the refusal names the recipe's key.
+    pub fn of(model: &ModelShape) -> Result<Self, Refusal> {
+        let refused = |what: String, hint: &'static str| Err(Refusal::new(what, hint));
+        let mut sizes: Vec<MsaShape> = Vec::new();
+        for (attention, _) in model.attentions() {
+            match attention {
+                Attention::Msa(msa) => sizes.push(msa),
+                Attention::DENSE => {}
+                other => {
+                    let name = other.kind().name();
+                    return refused(
+                        format!("attention.kind or model.layer_types has {name}, and the class has msa and mha"),
+                        "leave the form out to get the class that computes this model",
+                    );
+                }
+            }
+        }
+        let (msa, others) = match sizes.as_slice() {
+            [] => {
+                return refused(
+                    "no layer is msa (attention.kind, model.layer_types)".to_owned(),
+                    "leave the form out to get the class that computes this model",
+                );
+            }
+            [msa, others @ ..] => (*msa, others),
+        };
+        if others.iter().any(|other| other.choice() != msa.choice()) {
+            return refused(
+                "the msa layers of [attention] and of its tables differ in their blocks, and the class has one size"
+                    .to_owned(),
+                "leave the form out to get the class that computes this model",
+            );
+        }
+        if msa.indexer != IndexScores::Msa {
+            return refused(
+                "attention.indexer is \"qsa\", and the class scores each token's key".to_owned(),
+                "leave the form out, or train with attention.indexer = \"msa\"",
+            );
+        }
+        if model.num_shared_layers() > 0 {
+            return refused(
+                "model.layer_types has \"shared\", and in the class each layer chooses for itself".to_owned(),
+                "leave the form out, or train without shared layers",
+            );
+        }
+        let is_msa = (0..model.num_layers).map(|layer| model.attention_of(layer) != Attention::DENSE);
+        Ok(Self { msa, is_msa: is_msa.collect() })
     }
 }
 
