@@ -100,7 +100,9 @@ def generated(model, ids):
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     if not pads_left(model):
         rows = [ids[:, :length] for length in prompts(ids)]
-        return [model.generate(row, **options)[0, row.shape[1] :].tolist() for row in rows]
+        # Without a mask generate() takes token 0 for padding.
+        texts = [model.generate(row, attention_mask=torch.ones_like(row), **options)[0] for row in rows]
+        return [text[row.shape[1] :].tolist() for text, row in zip(texts, rows)]
     rows, mask = padded(ids, "left")
     beams = [
         model.generate(rows, attention_mask=mask, num_beams=3, use_cache=use_cache, **options).tolist()
