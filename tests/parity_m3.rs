@@ -151,8 +151,8 @@ fn what_minimax_m3_lacks_is_refused_by_the_recipes_key() {
         m3 => layer_types = ["msa", "swa", "msa"] => msa\n[attention.swa]\nsliding_window = 7 => has swa, and the
         m3 => layer_types = ["msa", "big", "msa"] => msa\n[attention.big]\nkind = "msa"\nselect_block_size = 8\n\
             num_selected_blocks = 3 => differ in their blocks
-        m3 => qk_norm = true => msa\nindexer = "qsa" => attention.indexer is "qsa" | attention.indexer = "msa"
-        m3 => layer_types = ["msa", "shared", "msa"] => msa => model.layer_types has "shared" | train without
+        m3 => qk_norm = true => msa\nindexer = "qsa" => attention.indexer is "qsa" | leave the form out
+        m3 => layer_types = ["msa", "shared", "msa"] => msa => model.layer_types has "shared"
         m3 => qk_norm = false => msa => model.qk_norm is false
         m3 => qk_norm = false\nqkv_bias = true => msa => model.qk_norm is false
         m3 => qkv_bias = true => msa => model.qkv_bias is true

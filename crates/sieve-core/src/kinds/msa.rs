@@ -91,7 +91,10 @@ impl MsaShape {
     }
 }
 
-/// The attention of a model whose layers are MSA of one size, or dense.
+/// The hint for a model that a class of [`MsaAndDense`] does not compute.
+const LEAVE_OUT: &str = "leave the form out to get the class that computes this model";
+
+/// The attention of a model whose layers are MSA of one size, or dense, as in MiniMax-M3.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MsaAndDense {
     /// The sizes of the MSA layers.
@@ -106,7 +109,6 @@ impl MsaAndDense {
     /// # Errors
     /// No layer of MSA, or a layer that is neither: the refusal names the recipe's key.
     pub fn of(model: &ModelShape) -> Result<Self, Refusal> {
-        let refused = |what: String, hint: &'static str| Err(Refusal::new(what, hint));
         let mut sizes: Vec<MsaShape> = Vec::new();
         for (attention, _) in model.attentions() {
             match attention {
@@ -114,40 +116,27 @@ impl MsaAndDense {
                 Attention::DENSE => {}
                 other => {
                     let name = other.kind().name();
-                    return refused(
-                        format!("attention.kind or model.layer_types has {name}, and the class has msa and mha"),
-                        "leave the form out to get the class that computes this model",
-                    );
+                    let what = format!("attention.kind or model.layer_types has {name}, and the class has msa and mha");
+                    return Err(Refusal::new(what, LEAVE_OUT));
                 }
             }
         }
-        let (msa, others) = match sizes.as_slice() {
-            [] => {
-                return refused(
-                    "no layer is msa (attention.kind, model.layer_types)".to_owned(),
-                    "leave the form out to get the class that computes this model",
-                );
-            }
-            [msa, others @ ..] => (*msa, others),
+        let &[msa, ref others @ ..] = sizes.as_slice() else {
+            return Err(Refusal::new("no layer is msa (attention.kind, model.layer_types)", LEAVE_OUT));
         };
-        if others.iter().any(|other| other.choice() != msa.choice()) {
-            return refused(
-                "the msa layers of [attention] and of its tables differ in their blocks, and the class has one size"
-                    .to_owned(),
-                "leave the form out to get the class that computes this model",
-            );
-        }
-        if msa.indexer != IndexScores::Msa {
-            return refused(
-                "attention.indexer is \"qsa\", and the class scores each token's key".to_owned(),
-                "leave the form out, or train with attention.indexer = \"msa\"",
-            );
-        }
-        if model.num_shared_layers() > 0 {
-            return refused(
-                "model.layer_types has \"shared\", and in the class each layer chooses for itself".to_owned(),
-                "leave the form out, or train without shared layers",
-            );
+        let rules = [
+            (
+                others.iter().all(|other| other.choice() == msa.choice()),
+                "the msa layers of [attention] and of its tables differ in their blocks, and the class has one size",
+            ),
+            (msa.indexer == IndexScores::Msa, "attention.indexer is \"qsa\", and the class scores each token's key"),
+            (
+                model.num_shared_layers() == 0,
+                "model.layer_types has \"shared\", and in the class each layer chooses for itself",
+            ),
+        ];
+        if let Some((_, what)) = rules.into_iter().find(|(holds, _)| !holds) {
+            return Err(Refusal::new(what, LEAVE_OUT));
         }
         let is_msa = (0..model.num_layers).map(|layer| model.attention_of(layer) != Attention::DENSE);
         Ok(Self { msa, is_msa: is_msa.collect() })

@@ -132,6 +132,7 @@ const KEYS: &[Entry] = &[
     (&[M3Vllm], &["use_qk_norm"], Use::On("the class norms queries and keys")),
     (&[Doge], &["sliding_window"], Use::Off("a window below the dynamic mask")),
     (&[DeepseekV3], &["sliding_window"], Use::Off("a window over latents")),
+    (&[M3, M3Vllm], &["sliding_window"], Use::Off("a window below the choice of blocks")),
     (&[Llama, Mistral, Ministral, SmolLm3, Qwen2, Qwen3, DeepseekV3], &["num_experts"], Use::Off("experts")),
     (&[], &["is_causal"], Use::On("in a recipe's model no token reads a later one")),
     // No effect on logits.
