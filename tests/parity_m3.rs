@@ -198,8 +198,8 @@ fn a_minimax_m3_that_no_recipe_has_is_refused() {
             swiglu_beta => 1.0 => swiglu_beta = 1.0
             attention_output_gate => true => attention_output_gate is true
             use_gemma_norm => false => use_gemma_norm is false
-            sparse_attention_config => {"sparse_num_index_heads": 2, "sparse_init_block": 1, "sparse_score_type": "max"} \
-                => sparse_init_block is 1
+            sparse_attention_config => {"sparse_num_index_heads": 2, "sparse_init_block": 1, \
+                "sparse_score_type": "max"} => sparse_init_block is 1
             "#,
         ),
     ] {

@@ -46,6 +46,8 @@ pub struct ExportReport {
     /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs only with
     /// `trust_remote_code=True`.
     pub is_remote_code: bool,
+    /// Whether the class counts blocks of keys from a row's padding: a batch padded on the left gets other text.
+    pub counts_padding: bool,
     /// Whether the class is vLLM's, and `transformers` lacks it.
     pub is_for_vllm: bool,
     /// Whether `AutoTokenizer` of transformers 5 splits words as Qwen2 does, although the model's tokenizer does not.
@@ -131,6 +133,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         architecture: architecture.class().name,
         leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
+        counts_padding: architecture == Architecture::M3,
         is_for_vllm: architecture == Architecture::M3Vllm,
         replaces_tokenizer,
         not_stock: shape

@@ -80,6 +80,9 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     if report.leaves_ties_open {
         terminal::note(TIES);
     }
+    if report.counts_padding {
+        terminal::note(PADDING);
+    }
     if report.replaces_tokenizer {
         terminal::note(OTHER_TOKENIZER);
     }
@@ -103,6 +106,10 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
 const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns, and equal tokens are equal keys in \
     the first layer: beyond keep_window_size tokens logits may differ by some tenths from Sieve's\n  \
     hint: --form sieve writes modeling_sieve.py, which keeps the later key as Sieve does";
+
+/// Printed if the exported class counts padding as tokens of a block.
+const PADDING: &str = "note: this class of transformers counts blocks of keys from the padding: of a batch padded \
+    on the left, shorter prompts get other text than the model's\n  hint: give it one prompt at a time";
 
 /// Printed if AutoTokenizer of `transformers` replaces the export's tokenizer.
 const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwen2 folder with Qwen2's own splitting \

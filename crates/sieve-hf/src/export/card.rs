@@ -180,7 +180,7 @@ impl Card<'_> {
             }
             Architecture::M3 => {
                 "- **Batches whose padding is on the left get wrong text without an error**: in transformers (5.23.0) \
-                 blocks of keys begin at the padding. Give it one prompt at a time, or pad on the right.\n\
+                 blocks of keys begin at the padding. Give it one prompt at a time.\n\
                  - **Engines that put an attention function of their own into the class of transformers**, as vLLM's \
                  `--model-impl transformers` does, read all keys: other text than the model's.\n\
                  - Training in other programs, and float16: the up projections are stored times 2^32, because this \
