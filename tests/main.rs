@@ -6,6 +6,7 @@ mod random_model;
 
 mod parity_causality;
 mod parity_decode;
+mod parity_m3;
 mod parity_transformers;
 
 mod killed_rank;

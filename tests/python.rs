@@ -47,6 +47,7 @@ fn scripts_without_options_print_their_use_alone() {
         ("dma_expiry.py", "import torch, safetensors"),
         ("transformers_logits.py", "import torch, transformers, safetensors"),
         ("rolling_windows.py", "import lm_eval.utils"),
+        ("vllm_m3.py", "import zipfile"),
     ] {
         let Some(python) = interpreter(test, imports) else {
             continue;

@@ -121,7 +121,7 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
 /// Positions of the models.
 pub(crate) const CONTEXT: usize = 64;
 
-/// A recipe with these lines: width 64, 3 layers, 4 query and 2 KV heads of width 16.
+/// A recipe with these lines: width 64, 3 layers, 4 query and 2 KV heads of width 16 unless a line says `head_dim`.
 pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
     recipe_with_context(model, attention, CONTEXT)
 }
@@ -130,9 +130,10 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
 pub(crate) fn recipe_with_context(model: &str, attention: &str, context: usize) -> Recipe {
     // MLA needs a key and a value for every query head.
     let kv_heads = if attention.contains("mla") { 4 } else { 2 };
+    let head_dim = if model.contains("head_dim") { "" } else { "head_dim = 16\n" };
     let text = format!(
         "[model]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
-         num_key_value_heads = {kv_heads}\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = \
+         num_key_value_heads = {kv_heads}\n{head_dim}vocab_size = {VOCAB_SIZE}\nmax_position_embeddings = \
          {context}\n{model}\n\
          [attention]\n{attention}\n[tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"none\"]\n\
          [training]\nsteps = 1\nseq_len = 48\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\

@@ -3,9 +3,9 @@
 usage: config_keys.py PYTHON... > tests/golden/transformers_config_keys.json
 
 Each PYTHON has a release of transformers; the file has one entry a release. CLASSES are the classes that an import
-reads. A key is a field of the class (version 5) or an argument of its constructor (version 4), of it or of its base
-class, a key that the base class takes out of the others (`kwargs.pop`), a setting of generation, or a key of a rotary
-dictionary.
+reads; a release lacks those that are newer. A key is a field of the class (version 5) or an argument of its constructor
+(version 4), of it or of its base class, a key that the base class takes out of the others (`kwargs.pop`), a setting of
+generation, or a key of a rotary dictionary.
 """
 
 import inspect
@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 
-CLASSES = ["llama", "mistral", "ministral", "smollm3", "qwen2", "qwen3", "doge", "deepseek_v3"]
+CLASSES = ["llama", "mistral", "ministral", "smollm3", "qwen2", "qwen3", "doge", "deepseek_v3",
+           "minimax_m3_vl_text"]
 
 
 def fields(cls):
@@ -39,11 +40,13 @@ def fields(cls):
 
 def release():
     import transformers
-    from transformers import AutoConfig, GenerationConfig, modeling_rope_utils
+    from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, modeling_rope_utils
     from transformers.configuration_utils import PretrainedConfig
 
     classes = {}
     for name in CLASSES:
+        if name not in CONFIG_MAPPING:
+            continue
         cls = type(AutoConfig.for_model(name))
         keys, optional = fields(cls)
         classes[name] = {

@@ -7,7 +7,8 @@ with the tensor "logits", float32 [1, tokens, vocabulary]; one JSON line a folde
 that transformers chose, the parameters it missed or did not expect, the ids that its tokenizer gives for TEXT, and of
 all classes but Doge, which leaves open which of equal keys it keeps:
 
-- generated: what a greedy, cached, left-padded batch of the first PROMPTS tokens goes on with;
+- generated: what a greedy, cached, left-padded batch of the first PROMPTS tokens goes on with, times a whole number
+  that grows with TOKENS. MiniMax-M3 gets each prompt alone: its blocks begin at the padding;
 - worst: the largest differences of logits from those of the whole pass, by what was done otherwise.
 """
 
@@ -25,16 +26,28 @@ NEW = 12
 
 
 def load(folder, **options):
+    """The model of a folder; only one with code of its own is trusted."""
+    has_code = "auto_map" in json.loads(Path(folder, "config.json").read_text())
     name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    options = {name: torch.float32, "trust_remote_code": True, **options}
+    options = {name: torch.float32, "trust_remote_code": has_code, **options}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+def prompts(ids):
+    """Lengths of the prompts."""
+    return [length * (ids.shape[1] // 48) for length in PROMPTS]
+
+
+def pads_left(model):
+    return model.config.model_type != "minimax_m3_vl_text"
+
+
 def padded(ids, side):
-    """The first PROMPTS tokens as rows with their masks; padding is token 0, which is no stranger to the model."""
-    width = max(PROMPTS) + 1
-    rows, mask = torch.zeros(len(PROMPTS), width, dtype=torch.long), torch.zeros(len(PROMPTS), width, dtype=torch.long)
-    for row, length in enumerate(PROMPTS):
+    """The prompts as rows with their masks; padding is token 0, which is no stranger to the model."""
+    lengths = prompts(ids)
+    width = max(lengths) + 1
+    rows, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
         here = slice(width - length, width) if side == "left" else slice(0, length)
         rows[row, here], mask[row, here] = ids[0, :length], 1
     return rows, mask
@@ -44,20 +57,22 @@ def differences(model, ids, logits):
     """Largest difference from `logits`, of the whole pass, by what was done otherwise."""
     apart = {}
     cache, parts = None, []
-    for part in ids.split([7, 1, 1, 5] + [1] * (ids.shape[1] - 14), 1):
+    long = (ids.shape[1] - 48) // 48
+    for part in ids.split([7, 1, 1, 5] + [48] * long + [1] * (ids.shape[1] - 14 - 48 * long), 1):
         out = model(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         parts.append(out.logits)
     apart["cached"] = (torch.cat(parts, 1) - logits).abs().max()
     embeds = model.get_input_embeddings()(ids)
     apart["inputs_embeds"] = (model(inputs_embeds=embeds, use_cache=False).logits - logits).abs().max()
-    for side in ("left", "right"):
+    for side in ("left", "right") if pads_left(model) else ("right",):
         rows, mask = padded(ids, side)
         # Stock classes do not count positions by the mask.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         out = model(rows, attention_mask=mask, position_ids=positions, use_cache=True)
         apart[f"{side} padding"] = max(
-            (out.logits[row][mask[row].bool()] - logits[0, :length]).abs().max() for row, length in enumerate(PROMPTS)
+            (out.logits[row][mask[row].bool()] - logits[0, :length]).abs().max()
+            for row, length in enumerate(prompts(ids))
         )
         # A stock window counts the padding behind a row's tokens as tokens.
         if side == "right" and type(model).__name__ != "SieveForCausalLM":
@@ -66,7 +81,7 @@ def differences(model, ids, logits):
         order = torch.tensor([2, 0, 1])
         cache = out.past_key_values
         cache.reorder_cache(order)
-        lengths = [PROMPTS[row] for row in order]
+        lengths = [prompts(ids)[row] for row in order]
         more = torch.stack([ids[0, n : n + 2] for n in lengths])
         mask, later = torch.cat([mask[order], torch.ones_like(more)], 1), []
         for step in range(2):
@@ -82,8 +97,13 @@ def differences(model, ids, logits):
 
 def generated(model, ids):
     """Greedy tokens of a left-padded batch; the best beams with a cache must be those without."""
-    rows, mask = padded(ids, "left")
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    if not pads_left(model):
+        rows = [ids[:, :length] for length in prompts(ids)]
+        # Without a mask generate() takes token 0 for padding.
+        texts = [model.generate(row, attention_mask=torch.ones_like(row), **options)[0] for row in rows]
+        return [text[row.shape[1] :].tolist() for text, row in zip(texts, rows)]
+    rows, mask = padded(ids, "left")
     beams = [
         model.generate(rows, attention_mask=mask, num_beams=3, use_cache=use_cache, **options).tolist()
         for use_cache in (True, False)
@@ -167,6 +187,8 @@ def main() -> None:
             save_file({"logits": logits.float().contiguous()}, f"{folder}/transformers.safetensors")
             worst = {} if is_doge else differences(model, ids, logits)
             tokens = None if is_doge else generated(model, ids)
+        if not pads_left(model):
+            model.save_pretrained(f"{folder}-saved")
         if name == "SieveForCausalLM":
             worst |= sieve_alone(folder, model, ids, logits)
         print(

@@ -44,7 +44,7 @@ pub use launched::Launched;
 pub(crate) use list::{ATTENTION_KEYS, kind_of_layer_type, table_name};
 pub use list::{Attention, AttentionKind, names_of_kinds, shapes};
 pub use moba::MobaShape;
-pub use msa::MsaShape;
+pub use msa::{MsaAndDense, MsaShape};
 pub use native_sparse::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 pub use op::AttentionOp;
 pub use param::{ParamSpec, Part, Rows};

@@ -5,6 +5,8 @@
 //! (some layers have it), `SmolLM3ForCausalLM` (some layers do not rotate) or `Qwen2ForCausalLM` (with biases).
 //! Dynamic mask models are `DogeForCausalLM`, and latent ones without head norms `DeepseekV3ForCausalLM`.
 //!
+//! MSA is MiniMax-M3's text class on request, of `transformers` or of vLLM ([`m3`]).
+//!
 //! Other models (NSA; DMA with dense layers; norms and biases, or norms and layers that do not rotate) are computed by
 //! `modeling_sieve.py`, which is written next to the weights (`trust_remote_code=True`); DMA's published form too, on
 //! request. The same checkpoint always gives the same bytes.
@@ -14,6 +16,7 @@ mod card;
 pub(crate) mod config;
 mod folder;
 mod json_text;
+pub(crate) mod m3;
 mod shards;
 pub(crate) mod tensors;
 pub(crate) mod tokenizer_files;
@@ -35,7 +38,7 @@ use tensors::ExportTensor;
 /// What an export wrote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportReport {
-    /// The class of `transformers` that reads the export.
+    /// The class of `transformers` or vLLM that reads the export.
     pub architecture: &'static str,
     /// Whether the class leaves the choice among keys of equal score to `torch.topk`. Logits differ where training kept
     /// another of these keys.
@@ -43,6 +46,10 @@ pub struct ExportReport {
     /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs only with
     /// `trust_remote_code=True`.
     pub is_remote_code: bool,
+    /// Whether the class counts blocks of keys from a row's padding: a batch padded on the left gets other text.
+    pub counts_padding: bool,
+    /// Whether the class is vLLM's, and `transformers` lacks it.
+    pub is_for_vllm: bool,
     /// Whether `AutoTokenizer` of transformers 5 splits words as Qwen2 does, although the model's tokenizer does not.
     pub replaces_tokenizer: bool,
     /// Why the stock class of the model's kind cannot compute it, if there is such a class.
@@ -126,8 +133,16 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         architecture: architecture.class().name,
         leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
+        counts_padding: architecture == Architecture::M3,
+        is_for_vllm: architecture == Architecture::M3Vllm,
         replaces_tokenizer,
-        not_stock: shape.attention.as_kind().stock(&shape).err().flatten(),
+        not_stock: shape
+            .attention
+            .as_kind()
+            .stock(&shape)
+            .err()
+            .flatten()
+            .filter(|_| architecture == Architecture::Sieve),
         files,
         num_parameters,
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),

@@ -6,10 +6,11 @@
 
 mod config;
 mod keys;
+mod m3;
 mod rotary;
 mod weights;
 
-use crate::export::tensors::{ExportTensor, Source, tensors_of};
+use crate::export::tensors::{ExportTensor, Form, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::parameters::{load_parameters_then, visit};
 use crate::tensor_file::TensorHeader;
@@ -51,8 +52,7 @@ pub fn check_config(path: &Path) -> Result<(), CheckpointError> {
 
 /// The families of `transformers` that [`import`] reads, as a list that ends with `or`.
 pub fn importable_families() -> String {
-    let stock = Architecture::ALL.into_iter().filter(|architecture| *architecture != Architecture::Sieve);
-    let names = stock.map(Architecture::family).collect::<Vec<_>>();
+    let names = Architecture::stock().map(Architecture::family).collect::<Vec<_>>();
     match names.split_last() {
         Some((last, others)) => format!("{} or {last}", others.join(", ")),
         None => unreachable!("several classes are listed"),
@@ -338,8 +338,8 @@ struct Joined {
     shape: Vec<usize>,
     /// The type that the model keeps; of residual scales f32.
     dtype: DType,
-    /// Names in the folder, with the rows that each of them is.
-    parts: Vec<(String, Range<usize>)>,
+    /// Names in the folder, with the rows that each of them is and how they are stored.
+    parts: Vec<(String, Range<usize>, Form)>,
 }
 
 impl FoundTensors {
@@ -348,9 +348,14 @@ impl FoundTensors {
         let Joined { shape, dtype, parts } = &self.tensors[name];
         let row_bytes = shape[1..].iter().product::<usize>() * dtype.size();
         let mut bytes = Bytes::from_bytes_vec(vec![0; shape[0] * row_bytes]);
-        for (theirs, rows) in parts {
+        for (theirs, rows, form) in parts {
             let stored = self.weights.find(theirs)?.expect("it was found before");
-            stored.convert(*dtype, &mut bytes[rows.start * row_bytes..rows.end * row_bytes]);
+            let place = &mut bytes[rows.start * row_bytes..rows.end * row_bytes];
+            if *form == Form::PLAIN {
+                stored.convert(*dtype, place);
+            } else {
+                place.copy_from_slice(&form.weights(stored.data()).convert_dtype(*dtype).bytes);
+            }
         }
         Ok(TensorData::from_bytes(bytes, shape.clone(), *dtype))
     }
@@ -448,7 +453,7 @@ fn find_tensors(
             dtype,
             parts: Vec::new(),
         });
-        joined.parts.push((name.clone(), rows.clone()));
+        joined.parts.push((name.clone(), rows.clone(), tensor.form));
     }
     problems.check(&weights.folder, &config.assumed)?;
     Ok(FoundTensors { weights, tensors, ignored, shape })

@@ -287,7 +287,8 @@ impl Stored<'_> {
         }
     }
 
-    fn data(&self) -> TensorData {
+    /// All values.
+    pub(crate) fn data(&self) -> TensorData {
         let bytes = Bytes::from_bytes_vec(self.bytes.to_vec());
         self.release(self.bytes);
         TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)

@@ -171,7 +171,7 @@ const FLAGS: [Flag; 66] = [
     flag(&["export"], &["output", "output-dir"], "--out {:DIR}"),
     flag(
         &["export"],
-        &["format", "gguf", "onnx", "quantize", "outtype"],
+        &["gguf", "onnx", "quantize", "outtype"],
         "leave it out: an export is safetensors; llama.cpp's converter makes GGUF of dense ones",
     ),
     flag(

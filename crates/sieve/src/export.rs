@@ -23,8 +23,8 @@ pub(crate) struct ExportArgs {
     /// Number type of the weights
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DtypeArg,
-    /// Class of transformers for DMA as published; when absent, transformers' own class if it has one
-    #[arg(long, value_enum)]
+    /// Class that computes it, for MSA and for DMA as published; when absent, transformers' own class if it has one
+    #[arg(long, visible_alias = "format", value_enum)]
     form: Option<FormArg>,
 }
 
@@ -34,6 +34,10 @@ enum FormArg {
     Doge,
     /// modeling_sieve.py, which keeps the later of keys with equal scores, as in training
     Sieve,
+    /// MSA as MiniMaxM3VLForCausalLM, MiniMax-M3's text class in transformers
+    M3,
+    /// MSA as MiniMaxM3SparseForCausalLM, that class in vLLM
+    M3Vllm,
 }
 
 /// Runs `sieve export`: writes a checkpoint as a model of transformers.
@@ -50,6 +54,8 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
         form: args.form.map(|form| match form {
             FormArg::Doge => ExportForm::Doge,
             FormArg::Sieve => ExportForm::Sieve,
+            FormArg::M3 => ExportForm::M3,
+            FormArg::M3Vllm => ExportForm::M3Vllm,
         }),
         eos_token_id: tokenizer.eos_id()?,
         pad_token_id: tokenizer.pad_id(),
@@ -74,6 +80,9 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     if report.leaves_ties_open {
         terminal::note(TIES);
     }
+    if report.counts_padding {
+        terminal::note(PADDING);
+    }
     if report.replaces_tokenizer {
         terminal::note(OTHER_TOKENIZER);
     }
@@ -84,7 +93,11 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     terminal::line(&format!(
         "{}\n  {}",
         terminal::next(&[format!("{} --checkpoint {}", ask.command(), terminal::quoted(&args.out))]),
-        python_command(&args.out, report.is_remote_code, report.replaces_tokenizer, &ask)
+        if report.is_for_vllm {
+            format!("vllm serve {}", terminal::quoted(&args.out))
+        } else {
+            python_command(&args.out, report.is_remote_code, report.replaces_tokenizer, &ask)
+        }
     ));
     Ok(())
 }
@@ -93,6 +106,10 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
 const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns, and equal tokens are equal keys in \
     the first layer: beyond keep_window_size tokens logits may differ by some tenths from Sieve's\n  \
     hint: --form sieve writes modeling_sieve.py, which keeps the later key as Sieve does";
+
+/// Printed if the exported class counts padding as tokens of a block.
+const PADDING: &str = "note: this class of transformers counts blocks of keys from the padding: of a batch padded \
+    on the left, shorter prompts get other text than the model's\n  hint: give it one prompt at a time";
 
 /// Printed if AutoTokenizer of `transformers` replaces the export's tokenizer.
 const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwen2 folder with Qwen2's own splitting \

@@ -3,11 +3,12 @@
 use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, block_sizes, check_pieces};
 use super::settings::{AttentionPreset, Settings, Sizes};
 use super::sizes::IndexScores;
-use super::{HasFacts, Indexer, KindFacts};
-use crate::NsaBlocks;
+use super::{Attention, HasFacts, Indexer, KindFacts};
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
+use crate::model::ModelShape;
 use crate::recipe::{ModelSection, Rules};
+use crate::{NsaBlocks, Refusal};
 use toml::Table;
 
 keys! {
@@ -87,6 +88,58 @@ impl MsaShape {
             rule,
             forced: ForcedBlocks { first: false, local: self.num_local_blocks },
         }
+    }
+}
+
+/// The hint for a model that a class of [`MsaAndDense`] does not compute.
+const LEAVE_OUT: &str = "leave the form out to get the class that computes this model";
+
+/// The attention of a model whose layers are MSA of one size, or dense, as in MiniMax-M3.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MsaAndDense {
+    /// The sizes of the MSA layers.
+    pub msa: MsaShape,
+    /// For each layer whether it is MSA.
+    pub is_msa: Vec<bool>,
+}
+
+impl MsaAndDense {
+    /// The attention of `model`.
+    ///
+    /// # Errors
+    /// No layer of MSA, or a layer that is neither: the refusal names the recipe's key.
+    pub fn of(model: &ModelShape) -> Result<Self, Refusal> {
+        let mut sizes: Vec<MsaShape> = Vec::new();
+        for (attention, _) in model.attentions() {
+            match attention {
+                Attention::Msa(msa) => sizes.push(msa),
+                Attention::DENSE => {}
+                other => {
+                    let name = other.kind().name();
+                    let what = format!("attention.kind or model.layer_types has {name}, and the class has msa and mha");
+                    return Err(Refusal::new(what, LEAVE_OUT));
+                }
+            }
+        }
+        let &[msa, ref others @ ..] = sizes.as_slice() else {
+            return Err(Refusal::new("no layer is msa (attention.kind, model.layer_types)", LEAVE_OUT));
+        };
+        let rules = [
+            (
+                others.iter().all(|other| other.choice() == msa.choice()),
+                "the msa layers of [attention] and of its tables differ in their blocks, and the class has one size",
+            ),
+            (msa.indexer == IndexScores::Msa, "attention.indexer is \"qsa\", and the class scores each token's key"),
+            (
+                model.num_shared_layers() == 0,
+                "model.layer_types has \"shared\", and in the class each layer chooses for itself",
+            ),
+        ];
+        if let Some((_, what)) = rules.into_iter().find(|(holds, _)| !holds) {
+            return Err(Refusal::new(what, LEAVE_OUT));
+        }
+        let is_msa = (0..model.num_layers).map(|layer| model.attention_of(layer) != Attention::DENSE);
+        Ok(Self { msa, is_msa: is_msa.collect() })
     }
 }
 

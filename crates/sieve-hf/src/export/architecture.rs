@@ -1,5 +1,6 @@
 //! The classes of `transformers` that compute models, and the settings of an export.
 
+use super::m3;
 use crate::CheckpointError;
 use burn::tensor::DType;
 use sieve_core::ModelShape;
@@ -32,14 +33,18 @@ impl ExportDtype {
     }
 }
 
-/// The class that computes dynamic mask attention in its published form.
+/// A class that computes a model on request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportForm {
-    /// Stock `DogeForCausalLM`, which leaves the choice among equal scores to `torch.topk`.
+    /// Dynamic mask attention as stock `DogeForCausalLM`, which leaves the choice among equal scores to `torch.topk`.
     Doge,
     /// `SieveForCausalLM` of the exported `modeling_sieve.py`, which of equal scores keeps the later key, as training
     /// does.
     Sieve,
+    /// MSA as `MiniMaxM3VLForCausalLM`, MiniMax-M3's text class in `transformers`.
+    M3,
+    /// MSA as `MiniMaxM3SparseForCausalLM`, that class in vLLM.
+    M3Vllm,
 }
 
 /// Settings of an export to the Hugging Face layout.
@@ -71,6 +76,10 @@ pub(crate) enum Architecture {
     SmolLm3,
     Doge,
     DeepseekV3,
+    /// MiniMax-M3's text class in `transformers`.
+    M3,
+    /// MiniMax-M3's text class in vLLM.
+    M3Vllm,
     /// The class in `modeling_sieve.py`, which is exported with the weights.
     Sieve,
 }
@@ -102,7 +111,7 @@ pub(crate) enum Windows {
 }
 
 impl Architecture {
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 11] = [
         Self::Qwen3,
         Self::Llama,
         Self::Mistral,
@@ -111,6 +120,8 @@ impl Architecture {
         Self::SmolLm3,
         Self::Doge,
         Self::DeepseekV3,
+        Self::M3,
+        Self::M3Vllm,
         Self::Sieve,
     ];
 
@@ -125,6 +136,8 @@ impl Architecture {
             Self::SmolLm3 => ("SmolLM3ForCausalLM", "smollm3", false, false, Windows::Named),
             Self::Doge => ("DogeForCausalLM", "doge", true, false, Windows::None),
             Self::DeepseekV3 => ("DeepseekV3ForCausalLM", "deepseek_v3", true, false, Windows::None),
+            Self::M3 => ("MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", true, false, Windows::None),
+            Self::M3Vllm => ("MiniMaxM3SparseForCausalLM", "minimax_m3_text", true, false, Windows::None),
             Self::Sieve => ("SieveForCausalLM", "sieve", true, false, Windows::Named),
         };
         let nope = matches!(self, Self::SmolLm3 | Self::Sieve);
@@ -135,19 +148,32 @@ impl Architecture {
     pub(crate) fn family(self) -> &'static str {
         match self {
             Self::DeepseekV3 => "DeepSeek-V3 (only dense layers)",
+            Self::M3 | Self::M3Vllm => "MiniMax-M3 (only as exported)",
             _ => self.class().name.trim_end_matches("ForCausalLM"),
         }
     }
 
     /// Whether the attention is grouped-query attention with or without a window.
     pub(crate) fn is_grouped(self) -> bool {
-        !matches!(self, Self::Doge | Self::DeepseekV3 | Self::Sieve)
+        !matches!(self, Self::Doge | Self::DeepseekV3 | Self::M3 | Self::M3Vllm | Self::Sieve)
+    }
+
+    /// Whether the class is MiniMax-M3's text class.
+    pub(crate) fn is_m3(self) -> bool {
+        matches!(self, Self::M3 | Self::M3Vllm)
+    }
+
+    /// The classes that `transformers` itself has.
+    pub(crate) fn stock() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|class| !matches!(class, Self::M3Vllm | Self::Sieve))
     }
 
     /// The class that computes a model of `shape`; with `form`, only that class.
     pub(super) fn of(shape: &ModelShape, form: Option<ExportForm>) -> Result<Self, CheckpointError> {
         match (form, Self::usual(shape)) {
             (None, usual) => Ok(usual),
+            (Some(ExportForm::M3), _) => m3::fits(shape, Self::M3).map(|()| Self::M3),
+            (Some(ExportForm::M3Vllm), _) => m3::fits(shape, Self::M3Vllm).map(|()| Self::M3Vllm),
             (Some(ExportForm::Doge), Self::Doge) => Ok(Self::Doge),
             (Some(ExportForm::Sieve), Self::Doge | Self::DeepseekV3 | Self::Sieve) => Ok(Self::Sieve),
             (Some(ExportForm::Doge), _) => Err(CheckpointError::refused(

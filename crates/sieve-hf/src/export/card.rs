@@ -144,14 +144,17 @@ impl Card<'_> {
         } else {
             ("inputs = tokenizer(\"Once\", return_tensors=\"pt\")", "--prompt Once")
         };
+        let sieve = format!("```\nsieve generate --checkpoint . {prompt}\nsieve import --from . --out in\n```\n");
+        if self.architecture == Architecture::M3Vllm {
+            return format!("```\nvllm serve .\n```\n\n{sieve}");
+        }
         format!(
             "```python\nfrom transformers import AutoModelForCausalLM, {tokenizer}\n\n\
              folder = \".\"  # this folder, or its name on the hub\n\
              tokenizer = {tokenizer}.from_pretrained(folder)\n\
              model = AutoModelForCausalLM.from_pretrained(folder{trust}{eager})\n\
              {inputs}\n\
-             print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))\n```\n\n\
-             ```\nsieve generate --checkpoint . {prompt}\nsieve import --from . --out in\n```\n"
+             print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))\n```\n\n{sieve}"
         )
     }
 
@@ -174,6 +177,19 @@ impl Card<'_> {
                  attention function that passes over its mask. An export with `--form sieve` is refused there.\n\
                  - transformers 5.10.4 with SDPA, its default, is wrong: pass `attn_implementation=\"eager\"`.\n\
                  - llama.cpp: its converter refuses the class.\n"
+            }
+            Architecture::M3 => {
+                "- **Batches whose padding is on the left get wrong text without an error**: in transformers (5.23.0) \
+                 blocks of keys begin at the padding. Give it one prompt at a time.\n\
+                 - **Engines that put an attention function of their own into the class of transformers**, as vLLM's \
+                 `--model-impl transformers` does, read all keys: other text than the model's.\n\
+                 - Training in other programs, and float16: the up projections are stored times 2^32, because this \
+                 class multiplies by `up + 1`, and the down projections divided by it. PyTorch refuses float16.\n\
+                 - vLLM: its class of this model has other keys; `--form m3-vllm` writes them.\n"
+            }
+            Architecture::M3Vllm => {
+                "- vLLM itself was not run: names, shapes and keys were compared with its 0.33.0.\n\
+                 - transformers: its class of this model has other keys; `--form m3` writes them.\n"
             }
             Architecture::DeepseekV3 => {
                 "- **Continuous batching of transformers (`generate_batch`) gives empty texts** and logs an error \

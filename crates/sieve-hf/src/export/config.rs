@@ -1,6 +1,6 @@
 //! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
 use super::json_text::to_text;
-use super::{Architecture, ExportOptions, tokenizer_files};
+use super::{Architecture, ExportOptions, m3, tokenizer_files};
 use serde_json::{Map, Value, json};
 use sieve_core::model::RopeScaling;
 use sieve_core::{Attention, ModelShape};
@@ -62,7 +62,7 @@ pub(super) fn model(
     }
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(of_kind);
-    to_text(&config)
+    to_text(&if architecture == Architecture::M3Vllm { m3::nested(config) } else { config })
 }
 
 /// The keys of windows that a class of grouped-query attention has.
@@ -103,6 +103,7 @@ pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<S
     let kind = shape.attention.as_kind();
     let keys = match architecture {
         Architecture::Sieve => of_sieve(shape, shape.attention.kind().name(), kind.config_keys(shape)),
+        Architecture::M3 | Architecture::M3Vllm => m3::keys(shape, architecture),
         _ => kind.stock(shape).expect("the architecture is the model's stock class").keys,
     };
     match keys {

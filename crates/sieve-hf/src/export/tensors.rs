@@ -1,20 +1,56 @@
 //! Maps a checkpoint's tensors to the tensors of `transformers`.
-use super::Architecture;
+use super::{Architecture, m3};
 use crate::tensor_file::TensorHeader;
 use crate::{CheckpointError, TensorFiles};
 use burn::tensor::{DType, TensorData};
 use sieve_core::ModelShape;
-use sieve_core::kinds::Part;
+use sieve_core::kinds::{ParamSpec, Part};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// One tensor of an exported model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ExportTensor {
     /// Name of the tensor in `transformers`.
     pub(crate) name: String,
     pub(crate) shape: Vec<usize>,
     pub(crate) source: Source,
+    pub(crate) form: Form,
+}
+
+/// How a class stores the weights w of a tensor: those from a row on as `(w + add) * times`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Form {
+    pub(crate) from_row: usize,
+    pub(crate) add: f32,
+    pub(crate) times: f32,
+}
+
+impl Form {
+    /// The weights as they are.
+    pub(crate) const PLAIN: Self = Self { from_row: 0, add: 0.0, times: 1.0 };
+
+    /// The values that the class stores.
+    fn stored(self, data: TensorData) -> TensorData {
+        self.changed(data, |weight| (weight + self.add) * self.times)
+    }
+
+    /// The weights whose stored values these are.
+    pub(crate) fn weights(self, data: TensorData) -> TensorData {
+        self.changed(data, |stored| stored / self.times - self.add)
+    }
+
+    /// Changes the values in f32; plain ones stay of their type.
+    fn changed(self, data: TensorData, change: impl Fn(f32) -> f32) -> TensorData {
+        if self == Self::PLAIN {
+            return data;
+        }
+        let width: usize = data.shape[1..].iter().product();
+        let mut data = data.convert_dtype(DType::F32);
+        let values = data.as_mut_slice::<f32>().expect("converted to f32");
+        values[self.from_row * width..].iter_mut().for_each(|value| *value = change(*value));
+        data
+    }
 }
 
 /// Where the values of an exported tensor come from.
@@ -53,7 +89,7 @@ impl ExportTensor {
                 data
             }
         };
-        Ok(data.convert_dtype(dtype))
+        Ok(self.form.stored(data).convert_dtype(dtype))
     }
 }
 
@@ -63,24 +99,37 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
     // Doge always has residual scales.
     let residual_scale = shape.residual_scale || architecture == Architecture::Doge;
     let named = ModelShape { residual_scale, ..shape.clone() };
-    let all = named.all_parameters().into_iter();
+    let mut all = named.all_parameters();
+    // vLLM's class ties nothing: the embedding is stored twice.
+    if architecture == Architecture::M3Vllm && shape.tie_word_embeddings {
+        all.push(ParamSpec { theirs: vec![("lm_head.weight".to_owned(), shape.vocab_size)], ..all[0].clone() });
+    }
+    let all = all.into_iter();
     all.flat_map(|spec| {
         let is_missing = spec.part == Part::ResidualScale && !shape.residual_scale;
         let mut start = 0;
-        let parts = spec.theirs.iter().map(|(name, rows)| {
+        let parts = parts_of(&spec, architecture).into_iter().map(|(name, rows, form)| {
             let range = start..start + rows;
             start = range.end;
-            let dims = [&[*rows], &spec.dims[1..]].concat();
+            let dims = [&[rows], &spec.dims[1..]].concat();
             let source = if is_missing {
                 Source::Ones
             } else {
                 Source::Rows { name: spec.ours.clone(), rows: range, num_rows: spec.dims[0] }
             };
-            ExportTensor { name: name.clone(), shape: dims, source }
+            ExportTensor { name, shape: dims, source, form }
         });
         parts.collect::<Vec<_>>()
     })
     .collect()
+}
+
+/// The tensors of a parameter: the name, number of rows and form of each.
+fn parts_of(spec: &ParamSpec, architecture: Architecture) -> Vec<(String, usize, Form)> {
+    if architecture.is_m3() {
+        return m3::parts(spec, architecture);
+    }
+    spec.theirs.iter().map(|(name, rows)| (name.clone(), *rows, Form::PLAIN)).collect()
 }
 
 /// Refuses weights with a tensor that the export would leave out.

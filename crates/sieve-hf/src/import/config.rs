@@ -1,5 +1,6 @@
 //! Converts `config.json` of `transformers` into a recipe, with the meaning that transformers 5 gives it.
 use super::keys::{Use, defaults, is_known, use_of};
+use super::m3;
 use crate::CheckpointError;
 use crate::export::config::LAYER_KEYS;
 use crate::export::config::{AMPLITUDE, DERIVED, NO_ROPE};
@@ -14,8 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// The hint for a configuration that no recipe describes: what can be imported.
 fn hint() -> String {
-    let classes = Architecture::ALL.into_iter().filter(|architecture| *architecture != Architecture::Sieve);
-    let classes = classes.map(|architecture| architecture.class().name).collect::<Vec<_>>().join(", ");
+    let classes = Architecture::stock().map(|architecture| architecture.class().name).collect::<Vec<_>>().join(", ");
     format!(
         "{classes} and own exports can be imported, all with dense SiLU feed-forward layers, their rotary embedding \
          plain or scaled as linear, llama3 or yarn; DeepSeek-V3 with q_lora_rank null and rope_interleave false"
@@ -38,7 +38,7 @@ const OLD_FULL: &str = "attention";
 
 /// A kind of attention with its keys.
 #[derive(PartialEq)]
-struct KindTable {
+pub(super) struct KindTable {
     kind: AttentionKind,
     /// The other keys, as lines of TOML.
     keys: String,
@@ -46,7 +46,7 @@ struct KindTable {
 
 impl KindTable {
     /// The only kind that has the first of the keys, which are names and values.
-    fn with_keys(keys: &[(&str, String)]) -> Self {
+    pub(super) fn with_keys(keys: &[(&str, String)]) -> Self {
         let has_first = |(_, own): &(AttentionKind, Vec<String>)| own.iter().any(|key| key == keys[0].0);
         let (kind, _) = keys_of_kinds().into_iter().find(has_first).expect("the key of a kind");
         let lines = keys.iter().map(|(key, value)| format!("{key} = {value}"));
@@ -59,7 +59,7 @@ impl KindTable {
     }
 
     /// Dense attention, which has no keys.
-    fn dense() -> Self {
+    pub(super) fn dense() -> Self {
         Self { kind: Attention::DENSE.kind(), keys: String::new() }
     }
 
@@ -118,6 +118,7 @@ pub(super) struct Reader {
 impl Reader {
     fn new(path: &Path, text: &str) -> Result<Self, CheckpointError> {
         let value: Value = serde_json::from_str(text).map_err(|error| CheckpointError::not_json(path, text, &error))?;
+        let value = m3::text_model(value);
         if !value.is_object() {
             return Err(CheckpointError::malformed(path, "it is not a JSON object"));
         }
@@ -134,6 +135,9 @@ impl Reader {
         let given = value.as_object().cloned().unwrap_or_default();
         let mut all = defaults(architecture);
         all.extend(given.clone());
+        if architecture.is_m3() {
+            m3::rename_keys(&mut all);
+        }
         Ok(Self { path: path.to_owned(), architecture, given, value: Value::Object(all), notes: RefCell::default() })
     }
 
@@ -155,7 +159,7 @@ impl Reader {
         CheckpointError::not_importable(&self.path, problem.into(), VALUE_HINT)
     }
 
-    fn integer(&self, key: &str) -> Result<usize, CheckpointError> {
+    pub(super) fn integer(&self, key: &str) -> Result<usize, CheckpointError> {
         let number = self.value[key].as_u64();
         number
             .map(|number| number as usize)
@@ -466,6 +470,7 @@ impl Reader {
                 (own, Vec::new())
             }
             Architecture::DeepseekV3 => (self.deepseek_attention(num_layers)?, Vec::new()),
+            Architecture::M3 | Architecture::M3Vllm => self.m3_attention(num_layers)?,
             _ => self.grouped_attention(windows, num_layers)?,
         };
         let layers = dense.into_iter().map(|dense| if dense { dense_beside(&own) } else { Layer::Own }).collect();
