@@ -122,23 +122,19 @@ DEVICE void score_keys(float (&s)[2][4], const u32 (&q)[HEAD_DIM / 16][4], u32 k
 // o += P V over a stage's keys, by rising position: weights at shared address `weights`, the warp's columns of the
 // values at `v` (both this lane's).
 DEVICE void weigh_values(float (&o)[WARP_TILES][4], u32 weights, u32 v) {
+  constexpr int STEPS = STAGE_KEYS / 16, LOADS = STEPS * WARP_TILES / 2;
+  u32 a[STEPS][4], b[LOADS][4];  // loaded before the first product, since the sums wait for each other
 #pragma unroll
-  for (int step = 0; step < STAGE_KEYS / 16; step += 2) {
-    u32 a[2][4], b[2][4];
+  for (int step = 0; step < STEPS; step++) load_matrix_x4(a[step], weights + step * 32);
 #pragma unroll
-    for (int i = 0; i < 2; i++) load_matrix_x4(a[i], weights + (step + i) * 32);
+  for (int i = 0; i < LOADS; i++) load_matrix_x4_transposed(b[i], v + i * (STAGE_KEYS / LOADS) * V_PITCH);
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
     if constexpr (WARP_TILES == 2) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) load_matrix_x4_transposed(b[i], v + (step + i) * 16 * V_PITCH);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        mma_bf16(o[0], a[i], b[i][0], b[i][1]);
-        mma_bf16(o[WARP_TILES - 1], a[i], b[i][2], b[i][3]);
-      }
+      mma_bf16(o[0], a[step], b[step][0], b[step][1]);
+      mma_bf16(o[WARP_TILES - 1], a[step], b[step][2], b[step][3]);
     } else {
-      load_matrix_x4_transposed(b[0], v + step * 16 * V_PITCH);
-      mma_bf16(o[0], a[0], b[0][0], b[0][1]);
-      mma_bf16(o[0], a[1], b[0][2], b[0][3]);
+      mma_bf16(o[0], a[step], b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
     }
   }
 }

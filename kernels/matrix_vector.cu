@@ -11,7 +11,7 @@
 //            rms_norm_forward for this k) (set by step/matrix_vector.rs)
 // Tiling     grid (up to 4 a multiprocessor); 32 NUM_WARPS threads; h in shared memory, (k rounded up to 16 DEPTH, plus
 //            16) * 2 bytes a row; a warp walks tiles of 8 rows of w by m16n8k16 with the rows of h as A, DEPTH steps of
-//            16 columns on their way while the oldest is multiplied; each byte of w is read once
+//            16 columns on their way while the oldest are multiplied; each byte of w is read once
 // Numerics   f32 sums over rising steps of 16 columns, one after the other: the bits of a GEMM on tensor cores that does
 //            not split k (kernels/notes/one-order-of-sums.md), for any number of rows; the norm's bits are
 //            rms_norm_forward's; writes every element of y
@@ -28,13 +28,24 @@ static_assert(!(OUTPUT && RESIDUAL), "an activation is not added to");
 
 struct MatrixVectorParams { u64 rows, n, k, x_stride, w_stride, residual_stride, epsilon; };
 
-// The lane's four of the 16 columns of step `step` of a row of w at `row`, which begins at the lane's first column.
-// Inside a step the order of columns does not matter to the sum, so a lane's four are neighbours.
-DEVICE uint2 load_step(const bf16* row, int step, bool exists, int k) {
-  const int column = step * 16 + (int)threadIdx.x % 4 * 4;
-  if (!exists || column >= k) return make_uint2(0, 0);
-  return *reinterpret_cast<const uint2*>(row + step * 16);
+// The lane's eight of the 32 columns of a pair of steps of a row of w; `row` begins at the lane's first column.
+DEVICE uint4 load_pair(const bf16* row, int pair, bool exists, int k) {
+  const int column = pair * 32 + (int)threadIdx.x % 4 * 8;
+  if (!exists || column >= k) return make_uint4(0, 0, 0, 0);
+  return load_16_bytes(row + pair * 32);
 }
+
+// B of both steps of a pair from the words that the four lanes of a row have loaded: lanes 0 and 1 the first step's
+// columns, lanes 2 and 3 the second's. Each lane gives half of its own to the lane two further on. Inside a step the
+// order of columns does not matter to the sum; step_column() says which a lane then has.
+DEVICE void share_pair(uint2 (&b)[2], const uint4& words) {
+  const bool upper = threadIdx.x & 2;
+  const u32 x = __shfl_xor_sync(~0u, upper ? words.x : words.z, 2), y = __shfl_xor_sync(~0u, upper ? words.y : words.w, 2);
+  b[0] = upper ? make_uint2(x, y) : make_uint2(words.x, words.y);
+  b[1] = upper ? make_uint2(words.z, words.w) : make_uint2(x, y);
+}
+// The first of the lane's four columns of a step.
+DEVICE int step_column() { return (int)(threadIdx.x & 1) * 8 + (int)(threadIdx.x >> 1 & 1) * 4; }
 
 // 1 / RMS of a row, by each warp for itself: the sums of NORM_WARPS warps as rms_norm_forward has them.
 [[maybe_unused]] DEVICE float inverse_rms_of_row(const bf16* x, const MatrixVectorParams& params) {
@@ -124,12 +135,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   u64 first = ((u64)blockIdx.x * NUM_WARPS + threadIdx.x / 32) * TILE;  // the tile's first row of w
 
   // The first words of w may be loaded before the last kernel, which writes x or the residual, has ended.
-  uint2 words[PARTS][DEPTH];
+  uint4 words[PARTS][DEPTH / 2];
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++)
+  for (int i = 0; i < DEPTH / 2; i++)
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
-      words[part][i] = load_step(w + (first + g + part * params.n) * params.w_stride + t * 4, i, first + g < params.n, k);
+      words[part][i] = load_pair(w + (first + g + part * params.n) * params.w_stride + t * 8, i, first + g < params.n, k);
   wait_for_previous();
   for (int r = 0; r < X_ROWS; r++) {
     if (r < (int)params.rows) {
@@ -140,23 +151,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   __syncthreads();  // h is stored
 
-  const uint2* own = reinterpret_cast<const uint2*>(h + g % X_ROWS * pitch) + t;  // of row g of A, if it is a row of h
+  // The lane's columns of row g of A, if it is a row of h.
+  const uint2* own = reinterpret_cast<const uint2*>(h + g % X_ROWS * pitch) + step_column() / 4;
   for (; first < params.n; first += step_of_tiles) {
     float sums[PARTS][4] = {};
     for (int round = 0; round < num_rounds; round++) {
       // The steps that take the place of those multiplied here: of the next round, or of the warp's next tile.
       const bool ends_tile = round + 1 == num_rounds;
-      const int next = ends_tile ? 0 : (round + 1) * DEPTH;
+      const int next = ends_tile ? 0 : (round + 1) * (DEPTH / 2);
       const u64 next_row = (ends_tile ? first + step_of_tiles : first) + g;
-      const bf16* from = w + next_row * params.w_stride + t * 4;
+      const bf16* from = w + next_row * params.w_stride + t * 8;
 #pragma unroll
-      for (int i = 0; i < DEPTH; i++) {
-        const uint2 of_h = g < X_ROWS ? own[(round * DEPTH + i) * 4] : make_uint2(0, 0);
-        const u32 a[4] = {of_h.x, 0, of_h.y, 0};
+      for (int i = 0; i < DEPTH / 2; i++) {
+        uint2 b[PARTS][2];
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-          mma_bf16(sums[part], a, words[part][i].x, words[part][i].y);
-          words[part][i] = load_step(from + part * params.n * params.w_stride, next + i, next_row < params.n, k);
+          share_pair(b[part], words[part][i]);
+          words[part][i] = load_pair(from + part * params.n * params.w_stride, next + i, next_row < params.n, k);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const uint2 of_h = g < X_ROWS ? own[(round * DEPTH + i * 2 + half) * 4] : make_uint2(0, 0);
+          const u32 a[4] = {of_h.x, 0, of_h.y, 0};
+#pragma unroll
+          for (int part = 0; part < PARTS; part++) mma_bf16(sums[part], a, b[part][half].x, b[part][half].y);
         }
       }
     }

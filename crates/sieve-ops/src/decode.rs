@@ -14,7 +14,7 @@ mod tests;
 mod token_buffer;
 mod token_step;
 
-pub use cache::{DmaCache, KeyCache, SelectorCache};
+pub use cache::{DmaCache, KeyCache, SelectorCache, aligned};
 pub use call::{DmaToken, TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore};
 pub use sieve_cpu::{draw as draw_on_host, first_of_largest, token_loss as token_loss_on_host};
 pub use token_buffer::{RowsOf, TokenBuffer};

@@ -51,7 +51,7 @@ pub use chosen::{
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, RowsOf, SelectorCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache,
-    TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, draw,
+    TokenExtra, TokenLayer, TokenStep, TokensBefore, aligned, attention_decode, cached_attention, dma_decode, draw,
     draw_on_host, first_of_largest, losses_of_logits, mla_decode, repeat_token_step, token_loss_on_host, token_step,
 };
 #[cfg(feature = "cuda")]

@@ -276,7 +276,7 @@ fn launch(
     let mut tensors = vec![q.tensor()];
     tensors.extend(seen.tensors.iter().chain(&sinks));
     tensors.extend([length, &o]);
-    if token::takes(shape, q.tensor(), seen.form, &step) {
+    if token::takes(shape, q.tensor(), seen.form, &step, window.min(capacity)) {
         let call = TokenCall { shape, seen: &seen, step: &step, q_words, window, capacity };
         // SAFETY: sizes, strides and types checked above.
         unsafe { call.launch(&tensors) }?;

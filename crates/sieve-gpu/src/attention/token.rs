@@ -12,11 +12,21 @@ const ROWS: usize = 16;
 /// Keys of a stage, as of [`hopper_tiling`](crate::attention::hopper_tiling)'s.
 const STAGE_KEYS: usize = 128;
 
-/// Whether a token that joins its cache takes this kernel: where a whole row takes
+/// Most keys of a row's head, in its window or its cache, for which the kernel is taken: 4,096 tokens and the room that a
+/// cache of them has for more. Beyond, one text waits for its order of sums (kernels/notes/one-order-of-sums.md).
+const MOST_KEYS: usize = 4096 + 512;
+
+/// Whether a token that joins its cache, and sees up to `keys` keys, takes this kernel: where a whole row takes
 /// `kernels/hopper_attention_forward.cu`, whose order of sums it has, and no first keys stand before a window.
-pub(crate) fn takes(shape: &AttentionShape, q: &CudaTensor, form: DecodeForm, step: &DecodeStep<'_>) -> bool {
+pub(crate) fn takes(
+    shape: &AttentionShape,
+    q: &CudaTensor,
+    form: DecodeForm,
+    step: &DecodeStep<'_>,
+    keys: usize,
+) -> bool {
     let is_hopper = KernelFamily::of(shape, KeySource::Dense, q) == KernelFamily::Hopper;
-    is_hopper && shape.head_dim == shape.head_dim_v && form.joins() && step.num_first == 0
+    is_hopper && shape.head_dim == shape.head_dim_v && form.joins() && step.num_first == 0 && keys <= MOST_KEYS
 }
 
 /// The operands of a launch, which [`decode`](crate::attention::decode) has checked.

@@ -12,7 +12,7 @@ use sieve_core::ModelShape;
 use sieve_core::kinds::Dense;
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, Documents, KeyCache, RowsOf, SelectorCache,
-    SieveBackend, TokenAttention, TokenCache, attention_of_last, cached_attention, split_heads,
+    SieveBackend, TokenAttention, TokenCache, aligned, attention_of_last, cached_attention, split_heads,
 };
 
 /// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
@@ -186,7 +186,8 @@ impl<B: Backend> LayerCache<B> {
     pub fn keep_recent(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec) {
         let window_size = spec.window_size;
         let [_, k, v] = split_heads(qkv.clone(), spec.num_kv_heads);
-        let seen = |x: Tensor<B, 4>| last(x, window_size.unwrap_or(usize::MAX));
+        let num_tokens = qkv.dims()[1];
+        let seen = |x: Tensor<B, 4>| last(x, aligned(num_tokens, window_size.unwrap_or(num_tokens)));
         *self = Self::Recent(RecentCache { keys: KeyCache::new(seen(k), seen(v)), window_size });
     }
 }
@@ -207,7 +208,7 @@ fn attend_recent<B: DeviceBackend>(
         return cached_attention(keys, qkv, sinks, spec, cached.scratch);
     }
     // A window includes the query's own token, so the first new token sees one cached token fewer.
-    let earlier = spec.window_size.map_or(keys.len(), |window| keys.len().min(window - 1));
+    let earlier = aligned(keys.len(), spec.window_size.map_or(keys.len(), |window| window - 1));
     let row = keys.before(&qkv, earlier);
     let o = attention_of_last(row, sinks, spec, earlier);
     let [_, k, v] = split_heads(qkv, spec.num_kv_heads);

@@ -20,6 +20,13 @@ pub struct KeyCache<B: Backend> {
     pub v: TokenBuffer<B, 4>,
 }
 
+/// How many of the last of `len` keys to keep, at least `kept`: keys are dropped in whole stages of 128, so that kernels
+/// that go through stages have the same ones in a text's cache as in its whole row.
+pub fn aligned(len: usize, kept: usize) -> usize {
+    const STAGE: usize = 128;
+    len - len.saturating_sub(kept) / STAGE * STAGE
+}
+
 impl<B: Backend> KeyCache<B> {
     /// A cache of these tokens with some room for more: k, v `[batch, new, num_kv_heads, head_dim]`.
     pub fn new(k: Tensor<B, 4>, v: Tensor<B, 4>) -> Self {
@@ -70,8 +77,10 @@ impl<B: Backend> KeyCache<B> {
         Tensor::cat(vec![keys, qkv.clone()], 1)
     }
 
-    /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it.
+    /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it, and
+    /// those before them that [`aligned`] keeps.
     pub fn reserve(&mut self, new: usize, kept: usize) {
+        let kept = aligned(self.len(), kept);
         self.k.reserve(new, kept);
         self.v.reserve(new, kept);
     }
