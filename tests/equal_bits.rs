@@ -268,26 +268,26 @@ fn served_tokens_have_the_log_probabilities_of_their_echo_among_any_others() {
         let (texts, dtype) = ([1, 3, 16][at % 3], ["f32", "bf16"][at % 2]);
         let served = Served::new(&tiny, kind, &format!("--max-texts {texts} --dtype {dtype}"));
         let ask = |prompt: &Value, more: Value| {
-            let mut body = json!({"prompt": prompt, "logprobs": 0});
+            let mut body = json!({"prompt": prompt, "logprobs": 0, "return_token_ids": true});
             more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
-            served.completion(&body)["logprobs"].clone()
+            served.completion(&body)
         };
-        let list = |logprobs: &Value, of: &str| logprobs[of].as_array().expect("a list").clone();
+        let list = |of: &Value| of.as_array().expect("a list").clone();
         std::thread::scope(|scope| {
             for client in 0..6 {
                 let ask = &ask;
                 scope.spawn(move || {
-                    let prompt: Vec<u32> = (0..3 + 4 * client).map(|n| (n * n * 5 + client) % 90).collect();
+                    let prompt: Vec<Value> = (0..3 + 4 * client).map(|n| json!((n * n * 5 + client) % 90)).collect();
                     let sampled = json!({"max_tokens": 9 + 2 * client, "temperature": 0.9, "seed": client});
                     let sampled = ask(&json!(prompt), sampled);
-                    let token =
-                        |word: &Value| word.as_str().and_then(|word| word.trim().strip_prefix('t')?.parse().ok());
-                    let new: Vec<u32> = list(&sampled, "tokens").iter().map_while(token).collect();
+                    let new = list(&sampled["token_ids"]);
+                    assert_eq!(list(&sampled["prompt_token_ids"]), prompt, "{kind}, client {client}");
                     let echoed =
                         ask(&json!([prompt.clone(), new.clone()].concat()), json!({"max_tokens": 0, "echo": true}));
-                    let echoed = &list(&echoed, "token_logprobs")[prompt.len()..];
                     assert!(!new.is_empty());
-                    assert_eq!(echoed, &list(&sampled, "token_logprobs")[..new.len()], "{kind}, client {client}");
+                    assert_eq!(list(&echoed["token_ids"])[prompt.len()..], new, "{kind}, client {client}");
+                    let scores = |choice: &Value| list(&choice["logprobs"]["token_logprobs"]);
+                    assert_eq!(scores(&echoed)[prompt.len()..], scores(&sampled), "{kind}, client {client}");
                 });
             }
         });

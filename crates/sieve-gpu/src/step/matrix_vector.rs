@@ -1,7 +1,6 @@
 //! Launch of `kernels/matrix_vector.cu`: the GEMV of decoding, with norm, residual or SwiGLU.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require};
-use crate::step::rms_norm_forward::WARP_WIDTH;
 use crate::step::{Rows, with_width};
 
 const NAME: &str = "matrix_vector";
@@ -9,8 +8,8 @@ const NAME: &str = "matrix_vector";
 /// Most rows of a call; for more rows a GEMM is faster.
 pub const MAX_VECTORS: usize = 4;
 
-/// Rows of w that a warp multiplies at once.
-const TILE: usize = 8;
+/// Warps of a thread block.
+const NUM_WARPS: usize = 8;
 
 /// Thread blocks that run on a multiprocessor at a time.
 const BLOCKS: usize = 4;
@@ -29,17 +28,15 @@ pub enum Vectors<'a> {
 pub enum Epilogue<'a> {
     /// The product is stored unchanged.
     Stored,
-    /// A residual, bf16 `[.., n]`, is added to the f32 sum.
+    /// A residual, bf16 `[.., n]`, is added.
     Added(&'a CudaTensor),
-    /// A residual, bf16 `[.., n]`, is added to the product, after this is rounded to bf16.
-    AddedToRounded(&'a CudaTensor),
     /// SwiGLU, where the first half of the rows of `w` gives gates.
     SwiGlu,
 }
 
 /// `input wᵀ` with the epilogue `finish`. `w` is bf16 `[n, k]`, for SwiGLU `[2 * n, k]`; returns bf16 `[.., n]`. Sums
-/// are f32, with the bits of a GEMM that does not split k. The norm is rounded to bf16 like the output of its own
-/// kernel, whose bits it has; so are gates and ups.
+/// are f32, and a residual is added to them before the rounding. The norm is rounded to bf16 like the output of its own
+/// kernel; so are gates and ups.
 ///
 /// # Errors
 /// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8, or rows of `k` that do not
@@ -52,7 +49,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     };
     let (n, residual) = match finish {
         Epilogue::Stored => (n, None),
-        Epilogue::Added(residual) | Epilogue::AddedToRounded(residual) => (n, Some(residual)),
+        Epilogue::Added(residual) => (n, Some(residual)),
         Epilogue::SwiGlu if n.is_multiple_of(2) => (n / 2, None),
         Epilogue::SwiGlu => return Err(KernelError::unsupported(NAME, "rows of w", n, "gates and as many ups")),
     };
@@ -79,8 +76,11 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
         residual_stride: residual.as_ref().map_or(0, |residual| residual.stride),
         epsilon,
     });
-    let kernel = matrix_vector_kernel(Form { is_normed, finish: Finish::of(finish), rows: x.rows, n, k });
-    let blocks = n.div_ceil(TILE * num_warps(n)).min(BLOCKS * x.tensor.hardware().num_multiprocessors);
+    let multiprocessors = x.tensor.hardware().num_multiprocessors;
+    let warps_per_row = warps_per_row(w.rows, multiprocessors);
+    let kernel = matrix_vector_kernel(is_normed, Form::of(finish), x.rows, warps_per_row);
+    let kernel = kernel.shared_bytes(held_rows(x.rows) * k * DType::BF16.size());
+    let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |residual| &residual.tensor);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
     // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` columns of the residual, and writes every
@@ -91,50 +91,32 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
 
 /// What a specialisation does with the products: its epilogue.
 #[derive(Clone, Copy)]
-enum Finish {
+pub(crate) enum Form {
     Stored,
     Added,
-    AddedToRounded,
     SwiGlu,
 }
 
-impl Finish {
+impl Form {
     fn of(finish: Epilogue<'_>) -> Self {
         match finish {
             Epilogue::Stored => Self::Stored,
             Epilogue::Added(_) => Self::Added,
-            Epilogue::AddedToRounded(_) => Self::AddedToRounded,
             Epilogue::SwiGlu => Self::SwiGlu,
         }
     }
 }
 
-/// What decides a call's specialisation and shared memory: whether x is normed (1 or 0), the epilogue, and its sizes.
-struct Form {
-    is_normed: u8,
-    finish: Finish,
-    rows: usize,
-    n: usize,
-    k: usize,
-}
-
-fn matrix_vector_kernel(form: Form) -> SourceKernel {
-    let Form { is_normed, finish, rows, n, k } = form;
-    let is_gated = matches!(finish, Finish::SwiGlu);
-    let residual = match finish {
-        Finish::Stored | Finish::SwiGlu => 0,
-        Finish::Added => 1,
-        Finish::AddedToRounded => 2,
-    };
+/// The specialisation for an input (0: plain, 1: normed), an epilogue, a number of rows of x, and warps that share a
+/// row of w.
+fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
-        .define("INPUT", is_normed)
-        .define("OUTPUT", u8::from(is_gated))
-        .define("RESIDUAL", residual)
+        .define("INPUT", input)
+        .define("OUTPUT", u8::from(matches!(output, Form::SwiGlu)))
+        .define("RESIDUAL", u8::from(matches!(output, Form::Added)))
         .define("X_ROWS", held_rows(rows))
-        .define("NUM_WARPS", num_warps(n))
-        .define("NORM_WARPS", if is_normed == 1 && k > WARP_WIDTH { 4 } else { 1 })
-        .threads(num_warps(n) * 32)
-        .shared_bytes(held_rows(rows) * row_bytes(k, is_gated))
+        .define("WARPS_PER_ROW", warps_per_row)
+        .threads(NUM_WARPS * 32)
         .starts_early()
 }
 
@@ -143,15 +125,10 @@ fn held_rows(rows: usize) -> usize {
     rows.next_power_of_two()
 }
 
-/// Shared memory of a row of x in bytes: whole rounds of the steps that are on their way, and 16 columns of padding.
-fn row_bytes(k: usize, is_gated: bool) -> usize {
-    let round = if is_gated { 24 } else { 48 } * 16;
-    (k.next_multiple_of(round) + 16) * DType::BF16.size()
-}
-
-/// Warps of a thread block: few, since blocks of few rows are shared out evenly, unless there are many rows.
-fn num_warps(n: usize) -> usize {
-    if n > 1 << 15 { 4 } else { 2 }
+/// Warps that share a row of w: the fewest with which all warps of the device have work.
+fn warps_per_row(n: usize, multiprocessors: usize) -> usize {
+    let wanted = BLOCKS * NUM_WARPS * multiprocessors;
+    wanted.div_ceil(n.max(1)).next_power_of_two().min(NUM_WARPS)
 }
 
 #[cfg(test)]
@@ -159,10 +136,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_is_held_in_whole_rounds_of_steps() {
+    fn short_matrices_share_their_rows_among_warps() {
+        let warps = |n| warps_per_row(n, 132);
+        assert_eq!([50_304, 12_288, 4224, 4096].map(warps), [1, 1, 1, 2]);
+        assert_eq!([2048, 1024, 8].map(warps), [4, 8, 8]);
         assert_eq!([1, 2, 3, 4].map(held_rows), [1, 2, 4, 4]);
-        assert_eq!([8, 768, 2048].map(|k| row_bytes(k, false)), [1568, 1568, 4640]);
-        assert_eq!(row_bytes(2048, true), 4640);
-        assert_eq!([768, 151_936].map(num_warps), [2, 4]);
     }
 }

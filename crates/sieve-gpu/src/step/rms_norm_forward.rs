@@ -6,7 +6,7 @@ use crate::step::Rows;
 const NAME: &str = "rms_norm_forward";
 
 /// Columns of a row that a warp holds in registers, see `common/norm_row.cuh`.
-pub(crate) const WARP_WIDTH: usize = 2048;
+const WARP_WIDTH: usize = 2048;
 
 /// Most columns of a row that the kernel takes.
 const MAX_WIDTH: usize = 4 * WARP_WIDTH;

@@ -14,7 +14,7 @@ use super::{
     TokenStep, TokensBefore,
 };
 use crate::device::{cast, kernel_or, kernel_or_refusal};
-use crate::linear::cuda::residual_is_apart;
+use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
 use crate::{Cuda, DmaLayer, QkNorm, RotaryEmbedding};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -255,9 +255,13 @@ impl Layer<'_> {
         let bias = self.attention.qkv_bias.as_ref();
         let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, self.batch())).contiguous());
         let bias = bias.map(|bias| self.tape.noted(&bias));
-        // As in whole rows, the bias is added to the rounded product.
-        let finish = bias.as_ref().map_or(Epilogue::Stored, Epilogue::AddedToRounded);
-        let qkv = project(normed, &self.noted(&self.attention.qkv), finish)?;
+        let weight = self.noted(&self.attention.qkv);
+        let qkv = match &bias {
+            None => project(normed, &weight, Epilogue::Stored)?,
+            Some(bias) if num_rows(&x) <= MAX_VECTORS => project(normed, &weight, Epilogue::Added(bias))?,
+            // As in whole rows, the bias is added to the rounded product.
+            Some(bias) => residual_add(bias, &project(normed, &weight, Epilogue::Stored)?)?,
+        };
         let attended = self.attend(normed, &qkv, cache, scratch)?;
         let [o, down, gate_up] = [&self.attention.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
         let x = project(Vectors::Plain(&attended), &o, Epilogue::Added(&x))?;
@@ -678,29 +682,25 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 }
 
 /// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
-/// separate kernels before and after it. Both have the same bits.
+/// separate kernels before and after it, which have the bits of whole rows.
 fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
-    let num_rows = x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1);
-    let finish = match finish {
-        Epilogue::Added(residual) if residual_is_apart(weight.dims(NAME, "weight")?) => {
-            Epilogue::AddedToRounded(residual)
-        }
-        finish => finish,
-    };
-    if num_rows <= MAX_VECTORS {
+    if num_rows(x) <= MAX_VECTORS {
         return matrix_vector(rows, weight, finish);
     }
     let h = match rows {
         Vectors::Plain(x) => x.clone(),
         Vectors::Normed(x, norm, epsilon) => rms_norm_forward(x, norm, epsilon)?,
     };
-    let gemm = |output: MatmulOutput<'_>| matmul(GemmKind::Nt, &h, weight, output);
-    let product = || gemm(MatmulOutput::New(DType::BF16));
+    let product = || matmul(GemmKind::Nt, &h, weight, MatmulOutput::New(DType::BF16));
     match finish {
         Epilogue::Stored => product(),
-        Epilogue::Added(residual) => gemm(MatmulOutput::PlusC(residual)),
-        Epilogue::AddedToRounded(residual) => residual_add(residual, &product()?),
+        Epilogue::Added(residual) => gemm_plus_residual([h, weight.clone(), residual.clone()]),
         Epilogue::SwiGlu => swiglu_forward(&product()?),
     }
+}
+
+/// Number of rows, `[.., width]`.
+fn num_rows(x: &CudaTensor) -> usize {
+    x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1)
 }

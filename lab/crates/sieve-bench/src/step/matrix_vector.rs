@@ -7,7 +7,7 @@ use crate::timed::{Bench, Work};
 use crate::tolerance::Tolerance;
 use sieve_core::Draw;
 use sieve_kernels::step::{
-    Epilogue, MAX_VECTORS, Vectors, draw, likeliest, matrix_vector, residual_add, rms_norm_forward, swiglu_forward,
+    Epilogue, MAX_VECTORS, Vectors, draw, likeliest, matrix_vector, rms_norm_forward, swiglu_forward,
 };
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, GemmKind, KernelError, KernelFamily, KeySource, MatmulOutput, matmul,
@@ -40,7 +40,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
 }
 
 /// Checks on Hopper that a row has one product whatever the number of rows beside it, at sizes `[n, k]` of the weights
-/// of a model of 80M and of 1.7B: by the GEMV kernel and by GEMMs of few and of many rows.
+/// of a model of 80M and of 1.7B.
 pub(super) fn check_same_bits(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let shape = AttentionShape::new(1, 1, [1, 1], [128, 128]);
     if family(device, &shape, KeySource::Dense) != KernelFamily::Hopper {
@@ -52,44 +52,27 @@ pub(super) fn check_same_bits(report: &mut Report, device: &dyn Device, extent: 
     }
 }
 
-/// Compares the products of the first rows of 4096 with those of calls of fewer rows, normed, with a residual added in
-/// each of the two ways, and gated.
+/// Compares the products of the first rows of 4096 with those of calls of fewer rows, normed, with a residual added and
+/// gated.
 fn same_bits(mut calls: LaunchCheck<'_>, [n, k]: [usize; 2]) -> Outcome {
     const ROWS: usize = 4096;
     let mut bf16 = |shape: &[usize]| calls.flat(shape, DType::BF16).tensor;
     let (x, w, norm, residual) = (bf16(&[ROWS, k]), bf16(&[n, k]), bf16(&[k]), bf16(&[ROWS, n]));
-    // [a product, a product and a residual, the residual added to the rounded product, the gated product]
-    let of_gemm = |x: &CudaTensor, residual: &CudaTensor| -> Result<[CudaTensor; 4], KernelError> {
+    let results_of = |x: &CudaTensor, residual: &CudaTensor| -> Result<[(&str, CudaTensor); 3], KernelError> {
         let h = rms_norm_forward(x, &norm, EPSILON)?;
         let product = matmul(GemmKind::Nt, &h, &w, MatmulOutput::New(DType::BF16))?;
         let added = matmul(GemmKind::Nt, &h, &w, MatmulOutput::PlusC(residual))?;
-        let apart = residual_add(residual, &product)?;
         let gated = swiglu_forward(&product)?;
-        Ok([product, added, apart, gated])
+        Ok([("product", product), ("sum", added), ("gated", gated)])
     };
-    let of_vectors = |x: &CudaTensor, residual: &CudaTensor| -> Result<[CudaTensor; 4], KernelError> {
-        let finishes =
-            [Epilogue::Stored, Epilogue::Added(residual), Epilogue::AddedToRounded(residual), Epilogue::SwiGlu];
-        let [a, b, c, d] = finishes.map(|finish| matrix_vector(Vectors::Normed(x, &norm, EPSILON), &w, finish));
-        Ok([a?, b?, c?, d?])
-    };
-    let whole = of_gemm(&x, &residual)?;
+    let whole = results_of(&x, &residual)?;
     for rows in [1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 100, 256] {
         let first = |of: &CudaTensor| {
             let width = of.shape()[1];
             of.view("check", "rows", &[rows, width], &[width, 1])
         };
-        let (x, residual) = (first(&x)?, first(&residual)?);
-        let mut results = vec![("a GEMM", of_gemm(&x, &residual)?)];
-        if rows <= MAX_VECTORS {
-            results.push(("the GEMV", of_vectors(&x, &residual)?));
-        }
-        for (by, results) in results {
-            for (what, (result, whole)) in
-                ["product", "sum", "sum apart", "gated"].iter().zip(results.iter().zip(&whole))
-            {
-                calls.equal(&format!("{what} of {rows} rows by {by}"), result, &first(whole)?)?;
-            }
+        for ((what, result), (_, whole)) in results_of(&first(&x)?, &first(&residual)?)?.iter().zip(&whole) {
+            calls.equal(&format!("{what} of {rows} rows"), result, &first(whole)?)?;
         }
     }
     Ok(0.0)
@@ -211,10 +194,6 @@ fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) ->
             (sums.iter().zip(&residual.values)).map(|(sum, r)| (sum + f64::from(*r)) as f32).collect();
         let sum = matrix_vector(input, &w.tensor, Epilogue::Added(&residual.tensor))?;
         calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
-        let rounded = calls.device.floats(&y)?;
-        let added: Vec<f32> = rounded.iter().zip(&residual.values).map(|(y, r)| round_bf16(y + r)).collect();
-        let sum = matrix_vector(input, &w.tensor, Epilogue::AddedToRounded(&residual.tensor))?;
-        calls.holds("the rounded y + residual", &sum, &added)?;
     }
     let refused = calls.flat(&[MAX_VECTORS + 1, k], DType::BF16);
     match matrix_vector(Vectors::Plain(&refused.tensor), &w.tensor, Epilogue::Stored) {
