@@ -1,6 +1,6 @@
 // attention_token: one new token per row against its key-value cache, dense or sliding window, with the bits that
-// hopper_attention_forward gives the same token in a whole row (kernels/notes/one-order-of-sums.md); the token's k and v
-// join the cache.
+// hopper_attention_forward gives the same token in a whole row (kernels/notes/one-order-of-sums.md); the token's k and
+// v join the cache.
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
 //            row `length` of the cache is k_new, v_new, written here. ROTATE: q and k_new are first rotated to position
 //            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
@@ -11,12 +11,12 @@
 // Defines    HEAD_DIM (64, 128), ROTATE 0|1|2, SINKS 0|1, CLUSTER (1, 8), NUM_STAGES (2, or 3 with CLUSTER=1)
 // Tiling     grid (CLUSTER * num_kv_heads * ceil(group_size / 16), 1, batch); 256 threads; dynamic shared bytes:
 //            sieve-gpu/src/attention/token.rs. The CLUSTER blocks of a row's head go through stages of 128 keys whose
-//            first position is a multiple of 128, the last stage first, CLUSTER of them at a time. For S = Q K^T a block
-//            has a stage of its own, a warp 16 keys of it. The weights of all stages then go to every block, because for
-//            O += P V a block has a share of the columns and adds all keys to it, one after the other. Beside O += P V it
-//            computes S of its next stage. More blocks read the cache faster, and change no bit
-// Numerics   as hopper_attention_forward without a bias: the same reference maximum, sums and roundings, stage by stage,
-//            each sum over a stage's keys by rising position
+//            first position is a multiple of 128, the last stage first, CLUSTER of them at a time. For S = Q K^T a
+//            block has a stage of its own, a warp 16 keys of it. The weights of all stages then go to every block,
+//            because for O += P V a block has a share of the columns and adds all keys to it, one after the other.
+//            Beside O += P V it computes S of its next stage. More blocks read the cache faster, and change no bit
+// Numerics   as hopper_attention_forward without a bias: the same reference maximum, sums and roundings, stage by
+//            stage, each sum over a stage's keys by rising position
 // Edges      rows of different length in one batch; length 0 (only the new token); length = capacity attends but does
 //            not store: the wrapper refuses it; keys before num_dropped are not seen
 #include "common/async_copy.cuh"

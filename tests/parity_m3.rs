@@ -146,8 +146,8 @@ fn what_minimax_m3_lacks_is_refused_by_the_recipes_key() {
     for [form, model, attention, words] in cases(
         r#"
         m3 => tie_word_embeddings = true => kind = "mha" => MiniMaxM3VLForCausalLM: no layer is msa | the form out
-        m3 => tie_word_embeddings = true => kind = "moba"\nselect_block_size = 4\nnum_selected_blocks = 3 \
-            => attention.kind or model.layer_types has moba | leave the form out
+        m3 => tie_word_embeddings = true => kind = "swa"\nsliding_window = 7 \
+            => attention.kind or model.layer_types has swa | leave the form out
         m3 => layer_types = ["msa", "swa", "msa"] => msa\n[attention.swa]\nsliding_window = 7 => has swa, and the
         m3 => layer_types = ["msa", "big", "msa"] => msa\n[attention.big]\nkind = "msa"\nselect_block_size = 8\n\
             num_selected_blocks = 3 => differ in their blocks

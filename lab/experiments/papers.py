@@ -25,7 +25,6 @@ LEAST_OF_FIGURE4 = 80e6  # parameters of the smallest model that the claim is ab
 ROWS_OF_FIGURE5 = 8000 * 8192 // 2048  # steps, tokens of a step, and tokens of a row of the longest samples
 ALONE = "first_dense_layers=0"
 MOMO = f"momo:{ALONE}"
-AT_1M = 1048576  # tokens
 GPU = "`lab/experiments/papers_gpu.sh`"
 # What measures the rows of a table again that was not noted by hand: those have a `command` in their line `about`.
 SMOLLM2 = "python3 lab/experiments/published_selectors.py --sieve SIEVE --checkpoint in/smollm2 --device cuda --only"
@@ -480,8 +479,12 @@ def momo_needles():
                  "`long_needles`, `needles_8k`")
 
 
-def momo_loss():
-    """Figures 7 and 9: what the loss says of the method's settings."""
+def momo():
+    estimate = {line["k"]: float(line["estimate"] - line["exact lists"]) for line in noted()["momo_topk"][1]}
+    shares = {length: line["density"] for length, line in of_long("momo").items() if length >= 8192}
+    formula = {length: equation_9(length) for length in shares}
+    trimmed = {line["k"]: 100 * float(line["trimmed to k: mass"] / line["whole union: mass"])
+               for line in noted()["momo_trim"][1]}
     loss_at = lambda k, exact: over(f"momo:k={k},{'' if exact == 8 else f'k_exact={exact},'}{ALONE}", "momo_k")
     by_k = [loss_at(k, 8) for k in (8, 16, 32)]
     by_exact = [loss_at(16, exact) for exact in (4, 8, 16)]
@@ -491,7 +494,9 @@ def momo_loss():
     worse = {f"chi {chi}, by gamma": rising([grid[gamma, chi] for gamma in (8, 16, 32, 64)])
              for chi in (64, 128, 256)} | {
         f"gamma {gamma}, by chi": rising([grid[gamma, chi] for chi in (64, 128, 256)]) for gamma in (8, 16, 32, 64)}
+    at_1m = 1048576
     return [
+        momo_mass(),
         Claim("Figure 7: k decides, k_exact hardly",
               "k from 8 to 32 changes the loss 3 times as much as k_exact from 4 to 16",
               f"k: {spread(by_k, '{:+.3f}')}; k_exact: {spread(by_exact, '{:+.3f}')}",
@@ -501,15 +506,7 @@ def momo_loss():
         Claim("Figure 9: larger gamma and larger chi are worse",
               "the loss rises with gamma for each chi, and with chi for each gamma",
               f"so in {sum(worse.values())} of {len(worse)} rows and columns", worse, "the same", "`momo_chi`"),
-    ]
-
-
-def momo_choice():
-    """Section 3 and Table 1: the mass that is left by the estimate, and by trimming the union."""
-    estimate = {line["k"]: float(line["estimate"] - line["exact lists"]) for line in noted()["momo_topk"][1]}
-    trimmed = {line["k"]: 100 * float(line["trimmed to k: mass"] / line["whole union: mass"])
-               for line in noted()["momo_trim"][1]}
-    return [
+        momo_needles(),
         Claim("Section 3: the estimated top-k chooses nearly as well as exact lists",
               "its mass is within 1 point of theirs at each k from 2 to 32",
               f"{listed(estimate.values(), '{:+.2f}')} points",
@@ -522,12 +519,6 @@ def momo_choice():
               {f"k={k}: {share:.0f} %": share >= 95 for k, share in trimmed.items()},
               "mass for a score; k = 2 to 8 for 128, two dense layers of 3.4M, 1024 tokens; on 0.5 to 0.6 of the pairs",
               "`momo_trim`", apart="quantity"),
-    ]
-
-
-def momo_times():
-    """Table 1, Figures 4 and 6: what is faster than what."""
-    return [
         timed("Table 1: trimming turns 45.0 into 26.5 ms, dense 31.5",
               "at 131,072 tokens the trimmed union takes less than dense attention, the whole one more", "trim", "",
               [MOMO, f"momo:k_trim=1024,{ALONE}"], lambda trimmed, union: (
@@ -547,16 +538,9 @@ def momo_times():
               "attention is at least 2.3 times dense attention's speed at 1M", "million",
               "attention alone for a first token; 8/2 heads; there 30B on 4 and 8 GPUs", [MOMO],
               lambda ours: (f"{ours[0] / ours[1]:.2f} times, on {ours[3]:.1f} % of the pairs, of them "
-                            f"{100 * probes_share(AT_1M):.2f} by probes",
-                            {f"{ours[0] / ours[1]:.2f} times": ours[0] >= 2.3 * ours[1]}), AT_1M, apart="quantity"),
-    ]
-
-
-def momo_pairs():
-    """Equation 9: the share of pairs that is read."""
-    shares = {length: line["density"] for length, line in of_long("momo").items() if length >= 8192}
-    formula = {length: equation_9(length) for length in shares}
-    return [
+                            f"{100 * probes_share(at_1m):.2f} by probes",
+                            {f"{ours[0] / ours[1]:.2f} times": ours[0] >= 2.3 * ours[1]}), at_1m, apart="quantity"),
+        not_run("Table 3: InfiniteBench 66.5 for 68.3", "30B; the data set is not read"),
         Claim("Eq. 9, Figure 8: sparsity grows with the length",
               "the share of pairs falls from each length to the next, from 8K",
               f"{in_order(shares)} at 8K, 32K, 64K, 128K",
@@ -565,18 +549,10 @@ def momo_pairs():
               "`long_density`"),
         Claim("Eq. 9: what is read follows from k, gamma and the length",
               "its mean over queries is within 0.01 of the measured share at each length from 8K",
-              f"{in_order(formula)} for those of the row above; {equation_9(AT_1M, 0):.2f} at 1M with no dense layer",
+              f"{in_order(formula)} for those of the row above; {equation_9(at_1m, 0):.2f} at 1M with no dense layer",
               {f"{length:,} tokens: {formula[length]:.3f}, measured {shares[length]:.3f}":
                abs(formula[length] - shares[length]) <= 0.01 for length in shares},
               "three of twelve layers dense; no window, a sink block among the k", "`long_density`"),
-    ]
-
-
-def momo():
-    return [
-        momo_mass(), *momo_loss(), momo_needles(), *momo_choice(), *momo_times(),
-        not_run("Table 3: InfiniteBench 66.5 for 68.3", "30B; the data set is not read"),
-        *momo_pairs(),
     ]
 
 

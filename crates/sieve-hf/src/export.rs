@@ -15,6 +15,7 @@ pub(crate) mod architecture;
 mod card;
 pub(crate) mod config;
 mod folder;
+pub(crate) mod form;
 mod json_text;
 pub(crate) mod m3;
 mod shards;

@@ -10,7 +10,8 @@ mod m3;
 mod rotary;
 mod weights;
 
-use crate::export::tensors::{ExportTensor, Form, Source, tensors_of};
+use crate::export::form::Form;
+use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::parameters::{load_parameters_then, visit};
 use crate::tensor_file::TensorHeader;

@@ -257,8 +257,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
-    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of their next
-    /// tokens, and for each text the index of its row of them.
+    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of their
+    /// next tokens, and for each text the index of its row of them.
     ///
     /// # Errors
     /// As [`read`](Self::read).

@@ -153,8 +153,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.step_sampling(with_scores, token_of, sample, |_, _, _| {})
     }
 
-    /// As [`step`](Self::step), but `sample` takes each text's logits and gives its next token, before `next` takes this
-    /// token, with its log-probability if `with_scores`, and the same logits.
+    /// As [`step`](Self::step), but `sample` takes each text's logits and gives its next token, before `next` takes
+    /// this token, with its log-probability if `with_scores`, and the same logits.
     ///
     /// # Errors
     /// As [`step`](Self::step).

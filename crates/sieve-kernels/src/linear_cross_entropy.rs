@@ -25,7 +25,8 @@ pub struct LinearCrossEntropyGradients {
 }
 
 /// Cross-entropy of each token in nats, f32 `[tokens]`, 0 where its label is negative: the losses that
-/// [`linear_cross_entropy_with_gradients`] adds up, to the bit. `h` bf16 `[tokens, d_model]`, `weight` bf16 `[vocab_size, d_model]`, `labels` i32 `[tokens]`.
+/// [`linear_cross_entropy_with_gradients`] adds up, to the bit. `h` bf16 `[tokens, d_model]`, `weight` bf16
+/// `[vocab_size, d_model]`, `labels` i32 `[tokens]`.
 ///
 /// # Errors
 /// Other types or shapes, no tokens, no cuBLASLt.

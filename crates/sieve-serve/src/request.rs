@@ -58,7 +58,8 @@ pub(crate) struct Asked {
     pub(crate) echo: bool,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
     pub(crate) num_top: Option<usize>,
-    /// Whether choices have the ids of the tokens that `logprobs` lists, and of their prompt (vLLM's `return_token_ids`).
+    /// Whether choices have the ids of the tokens that `logprobs` lists, and of their prompt (vLLM's
+    /// `return_token_ids`).
     pub(crate) has_ids: bool,
     pub(crate) streams: bool,
     /// Whether a stream's last chunk has the number of tokens.

@@ -12,8 +12,8 @@ const ROWS: usize = 16;
 /// Keys of a stage, as of [`hopper_tiling`](crate::attention::hopper_tiling)'s.
 const STAGE_KEYS: usize = 128;
 
-/// Most keys of a row's head, in its window or its cache, for which the kernel is taken: 4,096 tokens and the room that a
-/// cache of them has for more. Beyond, one text waits for its order of sums (kernels/notes/one-order-of-sums.md).
+/// Most keys of a row's head, in its window or its cache, for which the kernel is taken: 4,096 tokens and the room that
+/// a cache of them has for more. Beyond, one text waits for its order of sums (kernels/notes/one-order-of-sums.md).
 const MOST_KEYS: usize = 4096 + 512;
 
 /// Whether a token that joins its cache, and sees up to `keys` keys, takes this kernel: where a whole row takes
@@ -77,8 +77,8 @@ struct TokenTiling {
 }
 
 impl TokenTiling {
-    /// The tiling for `heads` rows' heads with up to `keys` keys each: where there are few, eight blocks read each, since
-    /// a multiprocessor alone reads at a hundredth of the device's rate.
+    /// The tiling for `heads` rows' heads with up to `keys` keys each: where there are few, eight blocks read each,
+    /// since a multiprocessor alone reads at a hundredth of the device's rate.
     fn new(head_dim: usize, heads: usize, keys: usize) -> Self {
         const MOST_SHARED: usize = 96;
         let is_shared = heads <= MOST_SHARED && keys > 4 * STAGE_KEYS;

@@ -168,12 +168,17 @@ impl Architecture {
         Self::ALL.into_iter().filter(|class| !matches!(class, Self::M3Vllm | Self::Sieve))
     }
 
+    /// The class of MiniMax-M3, if it computes a model of `shape`.
+    fn if_fits(self, shape: &ModelShape) -> Result<Self, CheckpointError> {
+        m3::fits(shape, self.class().name, self == Self::M3Vllm).map(|()| self)
+    }
+
     /// The class that computes a model of `shape`; with `form`, only that class.
     pub(super) fn of(shape: &ModelShape, form: Option<ExportForm>) -> Result<Self, CheckpointError> {
         match (form, Self::usual(shape)) {
             (None, usual) => Ok(usual),
-            (Some(ExportForm::M3), _) => m3::fits(shape, Self::M3).map(|()| Self::M3),
-            (Some(ExportForm::M3Vllm), _) => m3::fits(shape, Self::M3Vllm).map(|()| Self::M3Vllm),
+            (Some(ExportForm::M3), _) => Self::M3.if_fits(shape),
+            (Some(ExportForm::M3Vllm), _) => Self::M3Vllm.if_fits(shape),
             (Some(ExportForm::Doge), Self::Doge) => Ok(Self::Doge),
             (Some(ExportForm::Sieve), Self::Doge | Self::DeepseekV3 | Self::Sieve) => Ok(Self::Sieve),
             (Some(ExportForm::Doge), _) => Err(CheckpointError::refused(

@@ -103,7 +103,7 @@ pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<S
     let kind = shape.attention.as_kind();
     let keys = match architecture {
         Architecture::Sieve => of_sieve(shape, shape.attention.kind().name(), kind.config_keys(shape)),
-        Architecture::M3 | Architecture::M3Vllm => m3::keys(shape, architecture),
+        Architecture::M3 | Architecture::M3Vllm => m3::keys(shape, architecture == Architecture::M3Vllm),
         _ => kind.stock(shape).expect("the architecture is the model's stock class").keys,
     };
     match keys {

@@ -6,8 +6,7 @@
 //! 1, beta 0 and a limit that no activation reaches are a recipe's `up * silu(gate)`. In `transformers` beta is 1
 //! whatever `config.json` says. There the up projection is stored times [`UP_SCALE`] and the down projection divided by
 //! it, which is exact, and changes `up` by `beta / UP_SCALE`: less than the rounding of f32 where `up` is above 2^-8.
-use super::Architecture;
-use super::tensors::Form;
+use super::form::Form;
 use crate::CheckpointError;
 use serde_json::{Value, json};
 use sieve_core::kinds::{FULL_ATTENTION, MsaAndDense, ParamSpec, Rows};
@@ -24,13 +23,11 @@ pub(crate) const SPARSE_ATTENTION: &str = "minimax_m3_sparse";
 /// The width of heads and the size of blocks that vLLM's kernels take.
 const VLLM_SIZE: usize = 128;
 
-/// Refuses a model that the class does not compute, by the recipe's key.
-pub(super) fn fits(shape: &ModelShape, architecture: Architecture) -> Result<(), CheckpointError> {
-    let name = architecture.class().name;
+/// Refuses a model that the class `name` does not compute, by the recipe's key; `is_vllm`: it is vLLM's.
+pub(super) fn fits(shape: &ModelShape, name: &str, is_vllm: bool) -> Result<(), CheckpointError> {
     let refused =
         |what: &str, hint: &str| CheckpointError::refused(format!("this model as {name}: {what}"), hint.to_owned());
     let MsaAndDense { msa, .. } = MsaAndDense::of(shape).map_err(|Refusal { what, hint }| refused(&what, &hint))?;
-    let is_vllm = architecture == Architecture::M3Vllm;
     let other_form = "leave the form out to get the class that computes this model";
     let any_size = "the form m3, for transformers, has any width of heads and any size of blocks";
     let rules = [
@@ -65,7 +62,7 @@ pub(super) fn fits(shape: &ModelShape, architecture: Architecture) -> Result<(),
 }
 
 /// The keys of `config.json` for a model that [`fits`].
-pub(super) fn keys(shape: &ModelShape, architecture: Architecture) -> Value {
+pub(super) fn keys(shape: &ModelShape, is_vllm: bool) -> Value {
     let MsaAndDense { msa, is_msa } = MsaAndDense::of(shape).expect("it fits");
     let mut keys = json!({
         "dense_intermediate_size": shape.d_ff,
@@ -75,7 +72,7 @@ pub(super) fn keys(shape: &ModelShape, architecture: Architecture) -> Value {
         "swiglu_limit": LIMIT,
     });
     let marks = is_msa.iter().map(|is_msa| u8::from(*is_msa)).collect::<Vec<_>>();
-    let more = if architecture == Architecture::M3 {
+    let more = if !is_vllm {
         let kinds = is_msa.iter().map(|is_msa| if *is_msa { SPARSE_ATTENTION } else { FULL_ATTENTION });
         json!({
             SCALE_KEY: UP_SCALE,
@@ -131,8 +128,8 @@ pub(super) fn nested(text: Value) -> Value {
 }
 
 /// The tensors of a parameter: the name, number of rows and form of each.
-pub(super) fn parts(spec: &ParamSpec, architecture: Architecture) -> Vec<(String, usize, Form)> {
-    let is_scaled = architecture == Architecture::M3;
+pub(super) fn parts(spec: &ParamSpec, is_vllm: bool) -> Vec<(String, usize, Form)> {
+    let is_scaled = !is_vllm;
     if let [(gate, d_ff), _up] = spec.theirs.as_slice()
         && is_scaled
         && gate.ends_with("mlp.gate_proj.weight")

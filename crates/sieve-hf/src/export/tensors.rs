@@ -1,4 +1,5 @@
 //! Maps a checkpoint's tensors to the tensors of `transformers`.
+use super::form::Form;
 use super::{Architecture, m3};
 use crate::tensor_file::TensorHeader;
 use crate::{CheckpointError, TensorFiles};
@@ -16,41 +17,6 @@ pub(crate) struct ExportTensor {
     pub(crate) shape: Vec<usize>,
     pub(crate) source: Source,
     pub(crate) form: Form,
-}
-
-/// How a class stores the weights w of a tensor: those from a row on as `(w + add) * times`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Form {
-    pub(crate) from_row: usize,
-    pub(crate) add: f32,
-    pub(crate) times: f32,
-}
-
-impl Form {
-    /// The weights as they are.
-    pub(crate) const PLAIN: Self = Self { from_row: 0, add: 0.0, times: 1.0 };
-
-    /// The values that the class stores.
-    fn stored(self, data: TensorData) -> TensorData {
-        self.changed(data, |weight| (weight + self.add) * self.times)
-    }
-
-    /// The weights whose stored values these are.
-    pub(crate) fn weights(self, data: TensorData) -> TensorData {
-        self.changed(data, |stored| stored / self.times - self.add)
-    }
-
-    /// Changes the values in f32; plain ones stay of their type.
-    fn changed(self, data: TensorData, change: impl Fn(f32) -> f32) -> TensorData {
-        if self == Self::PLAIN {
-            return data;
-        }
-        let width: usize = data.shape[1..].iter().product();
-        let mut data = data.convert_dtype(DType::F32);
-        let values = data.as_mut_slice::<f32>().expect("converted to f32");
-        values[self.from_row * width..].iter_mut().for_each(|value| *value = change(*value));
-        data
-    }
 }
 
 /// Where the values of an exported tensor come from.
@@ -127,7 +93,7 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
 /// The tensors of a parameter: the name, number of rows and form of each.
 fn parts_of(spec: &ParamSpec, architecture: Architecture) -> Vec<(String, usize, Form)> {
     if architecture.is_m3() {
-        return m3::parts(spec, architecture);
+        return m3::parts(spec, architecture == Architecture::M3Vllm);
     }
     spec.theirs.iter().map(|(name, rows)| (name.clone(), *rows, Form::PLAIN)).collect()
 }

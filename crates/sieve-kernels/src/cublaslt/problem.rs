@@ -91,8 +91,8 @@ impl Problem {
         [a, b, c, d]
     }
 
-    /// Whether an element's sum over k must be added in one order, whatever the number of rows of x: in the forward pass,
-    /// so that a token has the same bits in a whole row and in a step of decoding (kernels/notes/one-order-of-sums.md).
+    /// Whether an element's sum over k must be added in one order, whatever the number of rows of x: in the forward
+    /// pass, so that a token has the same bits in a whole row and in a step (kernels/notes/one-order-of-sums.md).
     pub(super) fn wants_one_order(&self) -> bool {
         self.kind == GemmKind::Nt && self.operands == OperandTypes::Bf16
     }

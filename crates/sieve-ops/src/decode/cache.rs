@@ -20,8 +20,8 @@ pub struct KeyCache<B: Backend> {
     pub v: TokenBuffer<B, 4>,
 }
 
-/// How many of the last of `len` keys to keep, at least `kept`: keys are dropped in whole stages of 128, so that kernels
-/// that go through stages have the same ones in a text's cache as in its whole row.
+/// How many of the last of `len` keys to keep, at least `kept`: keys are dropped in whole stages of 128, so that
+/// kernels that go through stages have the same ones in a text's cache as in its whole row.
 pub fn aligned(len: usize, kept: usize) -> usize {
     const STAGE: usize = 128;
     len - len.saturating_sub(kept) / STAGE * STAGE
@@ -77,8 +77,8 @@ impl<B: Backend> KeyCache<B> {
         Tensor::cat(vec![keys, qkv.clone()], 1)
     }
 
-    /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it, and
-    /// those before them that [`aligned`] keeps.
+    /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it,
+    /// and those before them that [`aligned`] keeps.
     pub fn reserve(&mut self, new: usize, kept: usize) {
         let kept = aligned(self.len(), kept);
         self.k.reserve(new, kept);
