@@ -47,8 +47,8 @@ DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS
 
 // Whether a row's largest logit is computed only where one outgrows the reference maximum, or where the row may see its
 // first key. In all other stages this saves half the instructions of the maximum, and its shuffles
-// (kernels/notes/maximum-where-outgrown.md). A row's bits do not depend on the rows beside it, and attention_token
-// computes the same (kernels/notes/one-order-of-sums.md).
+// (kernels/notes/maximum-where-outgrown.md). A row's bits do not depend on the rows beside it, and
+// hopper_attention_token computes the same (kernels/notes/one-order-of-sums.md).
 constexpr bool LAZY_MAXIMUM = !RESIDUAL && !HAS_BIAS && !GATHER && !SPARSE;
 static_assert(!LAZY_MAXIMUM || TILE_QUERIES % 64 == 0, "the stage with a row's first key is partial");
 

@@ -1,6 +1,6 @@
 // online_softmax: the arithmetic of a row's online softmax (arXiv:2407.08608) that hopper_attention_forward and
-// attention_token share, so that a row has the same bits in both: a reference maximum that moves only when the row
-// outgrows it, and sums stage by stage. kernels/notes/one-order-of-sums.md
+// hopper_attention_token share, so that a row has the same bits in both: a reference maximum that moves only when the
+// row outgrows it, and sums stage by stage. kernels/notes/one-order-of-sums.md
 #pragma once
 #include "common/mma.cuh"
 

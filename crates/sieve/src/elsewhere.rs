@@ -280,6 +280,15 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
                 file_meant(&typed, command)
             }
         }
+        // A form of export that other programs have as a flag.
+        ErrorKind::InvalidValue => {
+            let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
+            let command = words.get(1)?;
+            let is_known =
+                |flag: &&Flag| flag.commands.contains(&command.as_str()) && flag.names.contains(&value.as_str());
+            let hint = FLAGS.iter().find(is_known)?.hint;
+            (!hint.contains("{:")).then(|| format!("{value:?} is not a valid value for {argument}\n  hint: {hint}"))
+        }
         ErrorKind::ValueValidation => {
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
             let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {

@@ -1,5 +1,6 @@
 //! Launch of `kernels/attention_decode.cu`: attention of one new token for each row of the batch over its KV cache. A
-//! token that joins its cache takes `kernels/attention_token.cu` where that has the bits of a whole row (`token.rs`).
+//! token that joins its cache takes `kernels/hopper_attention_token.cu` where that has the bits of a whole row
+//! (`token.rs`).
 use crate::KernelError;
 use crate::attention::token::{self, TokenCall};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Heads, Qkv, require_scale, token_params};

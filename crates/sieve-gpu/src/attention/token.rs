@@ -1,10 +1,10 @@
-//! Launch of `kernels/attention_token.cu`: attention of one new token with the bits of a whole row.
+//! Launch of `kernels/hopper_attention_token.cu`: attention of one new token with the bits of a whole row.
 use crate::KernelError;
 use crate::attention::decode::{DecodeForm, DecodeStep, SeenOperands};
 use crate::attention::{AttentionShape, KernelFamily, KeySource, token_params};
 use crate::runtime::{CudaTensor, SourceKernel, params};
 
-const NAME: &str = "attention_token";
+const NAME: &str = "hopper_attention_token";
 
 /// Query heads of a thread block.
 const ROWS: usize = 16;
@@ -59,7 +59,7 @@ impl TokenCall<'_> {
         });
         let blocks = shape.num_kv_heads * shape.group_size().div_ceil(ROWS);
         let tiling = TokenTiling::new(shape.head_dim, blocks * shape.batch, (*window).min(*capacity));
-        let kernel = attention_token_kernel(tiling, seen.form, step.sinks.is_some());
+        let kernel = hopper_attention_token_kernel(tiling, seen.form, step.sinks.is_some());
         // SAFETY: the caller's promise; the kernel writes every element of o, and row `length` of the caches if it is
         // one of them.
         unsafe { kernel.launch([tiling.cluster * blocks, 1, shape.batch], tensors, &params) }
@@ -105,7 +105,7 @@ impl TokenTiling {
 }
 
 /// The specialisation for a tiling and a form that joins the cache, with sinks or without.
-fn attention_token_kernel(tiling: TokenTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
+fn hopper_attention_token_kernel(tiling: TokenTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HEAD_DIM", tiling.head_dim)
         .define("ROTATE", form.rotation())

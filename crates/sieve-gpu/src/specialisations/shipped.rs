@@ -53,6 +53,7 @@ const SHIPPED: &[(KernelFamilies, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, DMA, WIDE, PAIRS, &[Training(Fixed)]),
     (Portable, DMA, WIDE, MODELS, &[Choose]),
     (Portable, Blocks, USUAL, PAIRS, &[Training(Any), Decode]),
+    (All, Neighbours, USUAL, PAIRS, &[Decode, Sinks]),
     (All, Neighbours, LATENT, SINGLE, &[Training(Any), Training(Fixed)]),
     (All, Neighbours, USUAL, PAIRS, &[Training(Any), Training(Fixed), Masked]),
     (All, Neighbours, USUAL, PAIRS, &[MaskedTraining(Any), MaskedTraining(Fixed)]),

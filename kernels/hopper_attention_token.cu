@@ -1,6 +1,6 @@
-// attention_token: one new token per row against its key-value cache, dense or sliding window, with the bits that
-// hopper_attention_forward gives the same token in a whole row (kernels/notes/one-order-of-sums.md); the token's k and
-// v join the cache.
+// hopper_attention_token: one new token per row against its key-value cache, dense or sliding window, with the bits
+// that hopper_attention_forward gives the same token in a whole row (kernels/notes/one-order-of-sums.md); the token's k
+// and v join the cache.
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
 //            row `length` of the cache is k_new, v_new, written here. ROTATE: q and k_new are first rotated to position
 //            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
-    attention_token(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
+    hopper_attention_token(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
                     bf16* k_cache, bf16* v_cache,
 #if ROTATE == 2
                     const bf16* __restrict__ q_weight, const bf16* __restrict__ k_weight,
