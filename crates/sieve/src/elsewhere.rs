@@ -283,7 +283,7 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
         // A form of export that other programs have as a flag.
         ErrorKind::InvalidValue => {
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
-            let command = words.get(1)?;
+            let command = words.iter().skip(1).find(|word| cli.find_subcommand(word).is_some())?;
             let is_known =
                 |flag: &&Flag| flag.commands.contains(&command.as_str()) && flag.names.contains(&value.as_str());
             let hint = FLAGS.iter().find(is_known)?.hint;

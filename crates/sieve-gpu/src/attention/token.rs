@@ -97,7 +97,7 @@ impl TokenTiling {
     fn shared_bytes(self) -> usize {
         let Self { head_dim, cluster, num_stages } = self;
         // An odd number of chunks of 16 bytes.
-        let pitch = |elements: usize| if elements % 16 == 0 { 2 * elements + 16 } else { 2 * elements };
+        let pitch = |elements: usize| if elements.is_multiple_of(16) { 2 * elements + 16 } else { 2 * elements };
         let keys = num_stages * STAGE_KEYS * (pitch(head_dim) + cluster * pitch(head_dim / cluster));
         let weights = ROWS * (pitch(cluster * STAGE_KEYS) + 136 * 4);
         ROWS * pitch(head_dim) + keys + weights + ROWS * 4 * (8 + 6 * cluster + 2)
