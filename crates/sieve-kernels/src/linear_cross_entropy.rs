@@ -135,7 +135,7 @@ impl Input {
     }
 }
 
-/// Tokens of a block, whose bf16 logits take at most [`BLOCK_BYTES`]; `tokens` is at least one.
+/// Tokens of a block, whose bf16 logits take at most `BLOCK_BYTES`; `tokens` is at least one.
 pub fn loss_block_tokens(tokens: usize, vocab_size: usize) -> usize {
     let fitting = BLOCK_BYTES / (padded_width(vocab_size) * DType::BF16.size());
     let most = (fitting / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
