@@ -12,8 +12,8 @@
 // A score times `logit_scale`, in powers of two, relative to the row's reference maximum. One rounding.
 DEVICE float logit_below(float score, float logit_scale, float maximum) { return fmaf(score, logit_scale, -maximum); }
 
-// Gives a row that has seen no key the reference maximum of its first ones, of which `largest` is the largest score.
-// Returns what its earlier sums must be multiplied by.
+// Sets the reference maximum of a row that has seen no key, where `largest` is the largest score of its first keys.
+// Returns the factor on the row's earlier sums.
 DEVICE float first_maximum(float& maximum, float largest, float logit_scale) {
   const bool begins = maximum == NO_KEY_MAXIMUM && largest > -INFINITY_F32;
   if (begins) maximum = largest * logit_scale;

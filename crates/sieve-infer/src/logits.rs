@@ -26,8 +26,8 @@ pub fn logits<B: DeviceBackend>(
 /// The logits of the next token of some texts, a row each, on the device and on the host.
 #[derive(Clone, Debug)]
 pub struct NextLogits<B: DeviceBackend> {
-    on_device: Tensor<B, 2>,
-    on_host: Vec<f32>,
+    pub(crate) on_device: Tensor<B, 2>,
+    pub(crate) on_host: Vec<f32>,
 }
 
 impl<B: DeviceBackend> NextLogits<B> {

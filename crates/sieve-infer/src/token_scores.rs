@@ -125,7 +125,8 @@ fn score_row<B: DeviceBackend>(
         let logits = on_host(on_device.clone());
         for (position, logits) in (first..).zip(logits.chunks(model.shape().vocab_size)) {
             if position + 1 == end[position] as usize {
-                let next = NextLogits::new(on_device.clone().narrow(0, position - first, 1));
+                let on_device = on_device.clone().narrow(0, position - first, 1);
+                let next = NextLogits { on_device, on_host: logits.to_vec() };
                 found.push(PromptScores { tokens: std::mem::take(&mut of_prompt), next });
                 continue;
             }

@@ -1,6 +1,7 @@
 //! Launch of `kernels/hopper_attention_token.cu`: attention of one new token with the bits of a whole row.
 use crate::KernelError;
 use crate::attention::decode::{DecodeForm, DecodeStep, SeenOperands};
+use crate::attention::hopper_tiling::BLOCK_KV;
 use crate::attention::{AttentionShape, KernelFamily, KeySource, token_params};
 use crate::runtime::{CudaTensor, SourceKernel, params};
 
@@ -8,9 +9,6 @@ const NAME: &str = "hopper_attention_token";
 
 /// Query heads of a thread block.
 const ROWS: usize = 16;
-
-/// Keys of a stage, as of [`hopper_tiling`](crate::attention::hopper_tiling)'s.
-const STAGE_KEYS: usize = 128;
 
 /// Most keys of a row's head, in its window or its cache, for which the kernel is taken: 4,096 tokens and the room that
 /// a cache of them has for more. Beyond, one text waits for its order of sums (kernels/notes/one-order-of-sums.md).
@@ -43,7 +41,7 @@ pub(crate) struct TokenCall<'a> {
 }
 
 impl TokenCall<'_> {
-    /// Launches the kernel on its tensors, in their order, of which `o` is the last.
+    /// Launches the kernel on `tensors`, which are in the order of its buffers.
     ///
     /// # Safety
     /// Sizes, strides and types of the tensors must fit the call, which must be one that [`takes`] takes.
@@ -81,7 +79,7 @@ impl TokenTiling {
     /// since a multiprocessor alone reads at a hundredth of the device's rate.
     fn new(head_dim: usize, heads: usize, keys: usize) -> Self {
         const MOST_SHARED: usize = 96;
-        let is_shared = heads <= MOST_SHARED && keys > 4 * STAGE_KEYS;
+        let is_shared = heads <= MOST_SHARED && keys > 4 * BLOCK_KV;
         let (cluster, num_stages) = match (is_shared, head_dim) {
             (true, 128) => (8, 2),
             (true, _) => (8, 3),
@@ -98,8 +96,8 @@ impl TokenTiling {
         let Self { head_dim, cluster, num_stages } = self;
         // An odd number of chunks of 16 bytes.
         let pitch = |elements: usize| if elements.is_multiple_of(16) { 2 * elements + 16 } else { 2 * elements };
-        let keys = num_stages * STAGE_KEYS * (pitch(head_dim) + cluster * pitch(head_dim / cluster));
-        let weights = ROWS * (pitch(cluster * STAGE_KEYS) + 136 * 4);
+        let keys = num_stages * BLOCK_KV * (pitch(head_dim) + cluster * pitch(head_dim / cluster));
+        let weights = ROWS * (pitch(cluster * BLOCK_KV) + 136 * 4);
         ROWS * pitch(head_dim) + keys + weights + ROWS * 4 * (8 + 6 * cluster + 2)
     }
 }

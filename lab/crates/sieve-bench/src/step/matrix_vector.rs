@@ -52,8 +52,8 @@ pub(super) fn check_same_bits(report: &mut Report, device: &dyn Device, extent: 
     }
 }
 
-/// Compares the products of the first rows of 4096 with those of calls of fewer rows, normed, with a residual added and
-/// gated.
+/// Multiplies 4096 normed rows, and then only their first ones: each product, its sum with a residual and its SwiGLU
+/// must have the same bits.
 fn same_bits(mut calls: LaunchCheck<'_>, [n, k]: [usize; 2]) -> Outcome {
     const ROWS: usize = 4096;
     let mut bf16 = |shape: &[usize]| calls.flat(shape, DType::BF16).tensor;
