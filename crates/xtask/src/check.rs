@@ -7,12 +7,7 @@ pub(crate) fn run(on_gpu: bool) -> Result<()> {
     if on_gpu {
         gpu::require()?;
     }
-    // A macro declares the selectors of prefill as modules, so `cargo fmt` does not find their files by itself.
-    let files = workspace::files()?;
-    let selectors = files.iter().filter(|file| file.starts_with("crates/sieve-select/src/prefill/"));
-    let mut fmt = vec!["fmt", "--all", "--", "--check"];
-    fmt.extend(selectors.map(String::as_str));
-    workspace::run("cargo", &fmt)?;
+    workspace::cargo("fmt --all -- --check")?;
     tidy::run()?;
     workspace::cargo("clippy --release --workspace --all-targets -- -D warnings")?;
     workspace::cargo("test --release --workspace")?;

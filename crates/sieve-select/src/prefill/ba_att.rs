@@ -144,12 +144,12 @@ impl BaAttConfig {
     /// Keys by rising norm, per KV head.
     fn key_orders(&self, call: &Call<'_>, segments: Segments) -> Vec<Vec<i32>> {
         let n = call.shape.num_keys;
-        let sort = matches!(self.sort, NormSort::K | NormSort::Qk);
+        if !matches!(self.sort, NormSort::K | NormSort::Qk) {
+            return vec![(0..n as i32).collect(); call.shape.num_kv_heads];
+        }
         (0..call.shape.num_kv_heads)
             .into_par_iter()
-            .map(|h| {
-                if sort { self.order(n, segments.whole(n), |key| call.key(h, key)) } else { (0..n as i32).collect() }
-            })
+            .map(|h| self.order(n, segments.whole(n), |key| call.key(h, key)))
             .collect()
     }
 

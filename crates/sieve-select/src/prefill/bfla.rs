@@ -218,11 +218,12 @@ impl BflaConfig {
     fn rescue(&self) -> Rescue {
         let is_linear = self.hash == RescueHash::Linear;
         let limit = if is_linear {
-// The least whole number that, divided by a million and rounded, is not below the share.
-
+            // The least whole number that, divided by a million and rounded, is not below the share.
             let below = (self.prob * 1e6).floor();
             below as u64 + u64::from(below / 1e6 < self.prob)
-        } else { (self.prob * f64::from(1 << 24)).ceil() as u64 };
+        } else {
+            (self.prob * f64::from(1 << 24)).ceil() as u64
+        };
         Rescue {
             stride: self.stride,
             limit,

@@ -32,8 +32,8 @@ pub struct Entry {
 }
 
 /// Calls a macro with one row for each method: phase, name, `module::Variant`, settings, what it chooses, its source.
-/// Brackets name data that a method reads from a file, and the function that reads it. The modules of
-/// [`prefill`](crate::prefill) and the tests of all prefill methods are generated from this table too.
+/// Brackets name data that a method reads from a file, and the function that reads it. The
+/// tests of all prefill methods are generated from this table too.
 macro_rules! all_methods {
     ($then:ident) => { $then! { prefill {
     Prefill bfla in bfla::Bfla(BflaConfig, "tiles, by flattened groups of coarse blocks", "BFLA");
