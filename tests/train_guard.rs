@@ -10,7 +10,7 @@ use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
     BranchOptions, Collectives, DataSource, FaultInjection, Group, Hardware, MemoryProbe, Moment, Origin, Precision,
-    RunFolder, SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
+    RunFolder, SkippedStep, Start, StepAhead, TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,9 +39,15 @@ pub(crate) struct Outcome {
 
 /// A fault that multiplies a step's loss by `factor`, which gets the number of the step's first row.
 pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjection {
-    FaultInjection::new(move |row, moment| match moment {
-        Moment::Loss => factor(row),
-        _ => 1.0,
+    of_step(move |row, step| step.loss_weight = factor(row))
+}
+
+/// A fault of steps; `change` gets the number of a step's first row, and the step.
+pub(crate) fn of_step(change: impl Fn(u64, &mut StepAhead) + Send + Sync + 'static) -> FaultInjection {
+    FaultInjection::new(move |row, moment| {
+        if let Moment::Step(step) = moment {
+            change(row, step);
+        }
     })
 }
 
@@ -50,16 +56,15 @@ pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) ->
 pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync + 'static) -> FaultInjection {
     FaultInjection::new(move |at, moment| {
         let here = match moment {
-            Moment::Batches(_) => "step",
+            Moment::Step(_) => "step",
             Moment::Validating => "validation",
             Moment::Writing => "files",
             Moment::Naming => "name",
-            Moment::Loss | Moment::Replay | Moment::Rate | Moment::Leaves => "",
+            Moment::Replay(_) => "",
         };
         if (here, at) == (place, number) {
             act();
         }
-        1.0
     })
 }
 
@@ -144,12 +149,11 @@ pub(crate) fn disturbed_rank(
 
 /// A fault that removes all labels from the steps that begin with one of `rows`.
 pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> FaultInjection {
-    FaultInjection::new(move |row, moment| {
-        if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
-            let labels = batches.iter_mut().flat_map(|batch| &mut batch.labels);
+    of_step(move |row, step| {
+        if rows.contains(&row) {
+            let labels = step.batches.iter_mut().flat_map(|batch| &mut batch.labels);
             labels.for_each(|label| *label = IGNORE_LABEL);
         }
-        1.0
     })
 }
 
@@ -175,14 +179,13 @@ fn a_checkpoint_that_failed_is_not_taken_for_the_last_one() {
             }
             std::thread::sleep(Duration::from_millis(500));
             std::fs::remove_dir_all(&folder).expect("it was begun");
-            1.0
         }
         // Row 312 is the first of step 40, the last.
-        (Moment::Loss, 312) => {
+        (Moment::Step(step), 312) => {
             is_last.store(true, Ordering::Release);
-            f64::NAN
+            step.loss_weight = f64::NAN;
         }
-        _ => 1.0,
+        _ => (),
     });
     let found = disturbed(&tiny, "run", &["checkpoint.interval=4"], disturbance);
     assert_eq!(found.result.expect("it ends").step, 40);

@@ -1,8 +1,8 @@
 //! The trainer's guard must not report any of twenty healthy runs, and must report every one of several faults.
 use crate::tiny_run::TinyRun;
-use crate::train_guard::{Outcome, disturbed, wrong_loss};
+use crate::train_guard::{Outcome, disturbed, of_step, wrong_loss};
 use sieve_data::Batch;
-use sieve_train::{FaultInjection, Moment};
+use sieve_train::FaultInjection;
 use std::fs;
 use std::ops::Range;
 
@@ -157,19 +157,15 @@ const MIDDLE: Range<u64> = 400..720;
 
 /// A fault that multiplies a step's learning rate by `factor`, which gets the number of the step's first row.
 fn wrong_rate(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjection {
-    FaultInjection::new(move |row, moment| match moment {
-        Moment::Rate => factor(row),
-        _ => 1.0,
-    })
+    of_step(move |row, step| step.lr *= factor(row))
 }
 
 /// A fault that replaces the labels of the steps that begin with one of `rows` by random tokens.
 fn poisoned(rows: Range<u64>) -> FaultInjection {
-    FaultInjection::new(move |row, moment| {
-        if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
-            poison(row, batches);
+    of_step(move |row, step| {
+        if rows.contains(&row) {
+            poison(row, &mut step.batches);
         }
-        1.0
     })
 }
 

@@ -1,6 +1,6 @@
 //! Several ranks train as one process would: the same rows, steps and weights.
 use crate::tiny_run::{TinyRun, spawned, wait_until};
-use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, unlabelled, wrong_loss};
+use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, of_step, unlabelled, wrong_loss};
 use burn_flex::FlexTensor;
 use sieve_comm::{Mesh, Pieces, ReservedPort, ShardGroup, Timeouts, World};
 use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Moment, Pending, TrainError};
@@ -130,10 +130,7 @@ fn judged_alike(overrides: &[&str]) {
 #[test]
 fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     // The weights of one rank change after the checkpoint of step 4, which is kept.
-    let wrong = FaultInjection::new(|row, moment| match moment {
-        Moment::Leaves if row == 40 => 1.0 + 1e-6,
-        _ => 1.0,
-    });
+    let wrong = of_step(|row, step| step.weights = if row == 48 { 1.0 + 1e-6 } else { 1.0 });
     for disturbed in [0, 1] {
         let mut disturbances = <[FaultInjection; 2]>::default();
         disturbances[disturbed] = wrong.clone();
@@ -222,13 +219,13 @@ fn a_rank_that_computes_other_gradients_is_named() {
     // The tenth step begins with row 72.
     let wrong = |times: u32| {
         let left = Arc::new(AtomicU32::new(times));
-        FaultInjection::new(move |row, moment| match moment {
-            Moment::Replay if row == 72 => {
-                let one_less = |left: u32| left.checked_sub(1);
-                let is_wrong = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok();
-                if is_wrong { 1.0 + 1e-6 } else { 1.0 }
+        FaultInjection::new(move |row, moment| {
+            let one_less = |left: u32| left.checked_sub(1);
+            if let (Moment::Replay(loss_scale), 72) = (moment, row)
+                && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
+            {
+                *loss_scale *= 1.0 + 1e-6;
             }
-            _ => 1.0,
         })
     };
     let overrides = &["training.steps=16", "training.guard_replay=5"];

@@ -78,9 +78,7 @@ fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeed
         }
     }
     // An indexer's queries read all keys in the first `training.dense_steps` steps.
-    if kind.indexer().is_some() {
-        keys.push(NeededKeys::Neighbours);
-    }
+    keys.extend(kind.indexer().map(|_| NeededKeys::Neighbours));
     let has_sinks = model.attention_sinks;
     Ok(keys.into_iter().map(|keys| AttentionNeeds { shape, keys, order, has_sinks }).collect())
 }

@@ -8,6 +8,7 @@ mod sweep;
 
 use std::time::Instant;
 
+#[cfg(test)]
 pub(crate) use methods::all_methods;
 pub use methods::{ENTRIES, Entry, Method, Phase};
 use serde::{Deserialize, Serialize};

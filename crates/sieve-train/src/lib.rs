@@ -51,6 +51,7 @@ pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
 pub use session::{FoundRun, Opened, RecipeFile, RunRequest, Session, check_branch_options, check_recipe};
 pub use trainer::{
-    BestCheckpoint, FaultInjection, Moment, Trainer, WriteSamples, best_checkpoint, step_batch, tidy_finished,
+    BestCheckpoint, FaultInjection, Moment, StepAhead, Trainer, WriteSamples, best_checkpoint, step_batch,
+    tidy_finished,
 };
 pub use tries::WriteLimits;

@@ -26,6 +26,7 @@ use checkpoints::{Checkpoints, Fallback};
 pub use faults::{FaultInjection, Moment};
 pub use sampling::WriteSamples;
 pub use stage::step_batch;
+pub use steps::StepAhead;
 
 use crate::group::{StepHooks, Weights};
 use crate::guard::{LossMean, gate};
@@ -42,7 +43,6 @@ use crate::{
 };
 use burn::module::Module;
 use burn::tensor::Tensor;
-use faults::Scaled;
 use guard_log::{GuardLog, norms_by_part};
 use ranks::Ranks;
 use reporter::Reporter;
@@ -51,7 +51,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sieve_comm::Work;
 use sieve_core::{Keeping, ModelShape, Recipe, model_line};
-use sieve_data::{Batch, Prepared, ShardCheck};
+use sieve_data::{Prepared, ShardCheck};
 use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::{PassSettings, Qwen3};
 use sieve_ops::TrainBackend;
@@ -500,12 +500,12 @@ impl<B: TrainBackend> Trainer<B> {
     /// pass. Labels and tokens are counted over all processes.
     fn train_step(
         &mut self,
-        batches: &[Batch],
+        step: &StepAhead,
         labels_and_tokens: [usize; 2],
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
         let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
-        let Forward { loss, last } = self.add_micro_batches(batches, labels_and_tokens, &mut gradients, reporter)?;
+        let Forward { loss, last } = self.add_micro_batches(step, labels_and_tokens, &mut gradients, reporter)?;
         let model = self.learner.model.take().expect(AWAY);
         let (loss, grad_norm) = match self.ranks.group_mut() {
             None => (loss, gradients.norm(&model, &self.machine.device)),
@@ -517,36 +517,34 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
         let gated = gate::<B>(loss, grad_norm, clip_scale);
-        let lr = self.learning_rate();
         let num_rows = self.stage.recipe.training.global_batch_size as u64;
         self.guard_log.note(
             self.progress.step + 1,
-            lr,
+            step.lr,
             (self.progress.next_sample, num_rows),
-            batches,
+            &step.batches,
             &gated,
             || norms_by_part(&model, &gradients, self.ranks.group(), &self.machine.device),
         )?;
         let scale = gated.grad_scale;
         self.learner.model = Some(match self.ranks.group_mut() {
-            None => self.learner.optimizer.step(model, &mut gradients, scale, lr),
-            Some(group) => self.learner.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
+            None => self.learner.optimizer.step(model, &mut gradients, scale, step.lr),
+            Some(group) => self.learner.optimizer.step_by_segment(model, &mut gradients, scale, step.lr, group)?,
         });
-        self.disturb_weights()?;
         self.count_step();
-        self.learner.last_step = last.map(|result| (lr, result));
+        self.learner.last_step = last.map(|result| (step.lr, result));
         Ok(())
     }
 
     /// Runs each micro-batch forward and backward, and adds up its gradients.
     fn add_micro_batches(
         &mut self,
-        batches: &[Batch],
+        step: &StepAhead,
         [num_labels, num_tokens]: [usize; 2],
         gradients: &mut GradientBuffer<B>,
         reporter: &mut Reporter<'_>,
     ) -> Result<Forward<B>, TrainError> {
-        let loss_scale = self.machine.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
+        let (batches, loss_scale) = (&step.batches, step.loss_weight / num_labels as f64);
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
         let links = self.ranks.group().and_then(|group| group.rank_group(degree));
@@ -591,27 +589,10 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(Forward { loss, last })
     }
 
-    /// Scales the updated weights, where a test asks for it.
-    fn disturb_weights(&mut self) -> Result<(), TrainError> {
-        let factor = self.machine.disturbance.at(self.progress.next_sample, Moment::Leaves);
-        if factor != 1.0 {
-            self.finish_leaves()?;
-            let model = self.learner.model.take().expect(AWAY);
-            self.learner.model = Some(model.map(&mut Scaled(factor)));
-        }
-        Ok(())
-    }
-
     /// Whether this step, counted from 1, is logged.
     fn is_logged(&self, step: u64) -> bool {
         let interval = self.recipe.metrics.log_freq.max(1) as u64;
         step == 1 || step == self.recipe.training.steps as u64 || step.is_multiple_of(interval)
-    }
-
-    /// Learning rate of the next step, by the schedule.
-    fn learning_rate(&self) -> f64 {
-        let rate = self.recipe.learning_rate(self.progress.step as usize);
-        rate * self.machine.disturbance.at(self.progress.next_sample, Moment::Rate)
     }
 }
 

@@ -8,9 +8,9 @@ use super::{
     KeyReads, Kind, Launched, LayerFlops, ParamSpec, Part, times,
 };
 use crate::NsaBlocks;
-use crate::block_choice::{BlockChoice, SCORES_AT_ONCE};
 use crate::model::{BranchDensity, ModelShape};
 use crate::recipe::Rules;
+use crate::{BlockChoice, SCORES_AT_ONCE};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Debug;

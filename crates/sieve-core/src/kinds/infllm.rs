@@ -4,9 +4,9 @@ use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, check_
 use super::settings::{AttentionPreset, Settings, Sizes, derived, number, pooled_sizes};
 use super::{HasFacts, KindFacts};
 use crate::NsaBlocks;
-use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::recipe::{ModelSection, Rules};
+use crate::{BlockChoice, ChoiceRule, ForcedBlocks};
 use toml::Table;
 
 keys! {

@@ -4,10 +4,10 @@ use super::chosen_blocks::{ChoosesBlocks, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, block_
 use super::settings::{AttentionPreset, Settings, Sizes};
 use super::sizes::IndexScores;
 use super::{Attention, HasFacts, Indexer, KindFacts};
-use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, keys};
 use crate::model::ModelShape;
 use crate::recipe::{ModelSection, Rules};
+use crate::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::{NsaBlocks, Refusal};
 use toml::Table;
 

@@ -8,7 +8,7 @@ use super::{AttentionKind, TokenizerSection, schema};
 use crate::did_you_mean;
 use crate::keys::{Bound, Choices, Key, Kind};
 use crate::kinds::{ATTENTION_KEYS, table_name};
-use crate::short_form::number_of_short_form;
+use crate::number_of_short_form;
 
 /// Checks `table` against the schema and removes unknown sections and keys, so that the rest can still be converted.
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {

@@ -13,6 +13,9 @@ use super::{Attention, AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 use crate::kinds::{Chooses, Projections, table_name};
 
+/// The key that names the kind of each layer.
+const LAYER_TYPES: &str = "model.layer_types";
+
 /// A parsed recipe text with its overrides.
 pub(super) struct Document {
     pub(super) table: toml::Table,
@@ -200,7 +203,7 @@ impl Document {
                     drop("attention", name);
                 }
             }
-            if !set.contains("model.layer_types") {
+            if !set.contains(LAYER_TYPES) {
                 drop("model", "layer_types");
                 // No list names their layers any more.
                 if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
@@ -218,7 +221,7 @@ impl Document {
         if self.kind != Some(kind) {
             self.leave_out_of_stages(kind, set);
             self.leave_out_keys_of_choices(kind, set);
-            self.leave_out_of_layer_types(kind, set);
+            self.rename_own_layers(set);
             if kind.facts().projections == Projections::Latent {
                 self.leave_out_beside_latent(set);
             }
@@ -228,13 +231,11 @@ impl Document {
     /// Removes the keys and tables of `[attention]` that `kind` does not have.
     fn leave_out_attention_of_others(&mut self, kind: AttentionKind) {
         let left_out = &mut self.left_out;
-        let is_latent = kind.facts().projections == Projections::Latent;
         if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
             attention.retain(|name, value| {
                 let kinds = schema::attention_kinds_with(name);
-                // A table is removed if its layers now have the model's own kind, or if that kind is latent attention,
-                // which goes with no other.
-                let is_gone = value.is_table() && (table_name(name) == kind.name() || is_latent);
+                // A table is removed if its layers now have the model's own kind.
+                let is_gone = value.is_table() && table_name(name) == kind.name();
                 let stays = !is_gone && (kinds.is_empty() || kinds.contains(&kind.name()));
                 if !stays {
                     left_out.push(format!("attention.{name}"));
@@ -247,7 +248,6 @@ impl Document {
     /// Removes the text's keys of stages that do not go with `kind`, or that were meant for the text's kind.
     fn leave_out_of_stages(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let left_out = &mut self.left_out;
-        let is_latent = kind.facts().projections == Projections::Latent;
         let of_text = |key: &str| !set.contains(key);
         let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
         let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
@@ -262,24 +262,10 @@ impl Document {
                 }
             }
         }
-        if !is_latent {
-            return;
-        }
-        // Latent attention goes with no other kind, so no stage may name one.
-        let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
-        let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
-        for (number, stage) in (1..).zip(stages) {
-            for name in ["kind", "layer_types", "windows", "drop"] {
-                let key = format!("{}.{number}.{name}", schema::STAGE);
-                if of_text(&key) && stage.remove(name).is_some() {
-                    left_out.push(key);
-                }
-            }
-        }
     }
 
     /// Removes the text's keys outside of `[attention]` that go only with kinds whose queries choose blocks, or that
-    /// have an indexer.
+    /// have an indexer. Layers that share a choice, where no layer makes one, get the kind of `[attention]`.
     fn leave_out_keys_of_choices(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let chooses = kind.facts().chooses == Chooses::Blocks;
         let has_indexer = kind.example().as_kind().indexer().is_some();
@@ -295,43 +281,62 @@ impl Document {
                 self.left_out.push(key);
             }
         }
-    }
-
-    /// Makes the text's `model.layer_types` fit `kind`: layers of the text's kind, and those that share a choice where
-    /// no layer makes one, get the kind of `[attention]`. Latent attention goes with no other kind.
-    fn leave_out_of_layer_types(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
-        let types = "model.layer_types";
-        let is_latent = kind.facts().projections == Projections::Latent;
-        let chooses = kind.facts().chooses == Chooses::Blocks;
-        let Some(Value::Table(model)) = self.table.get_mut("model").filter(|_| !set.contains(types)) else {
-            return;
-        };
-        if let Some(Value::Array(names)) = model.get_mut("layer_types") {
-            let is_dense = |name: &Value| name.as_str() == Some(Attention::DENSE.kind().name());
-            // A layer type that names the text's kind means the kind of `[attention]`: it becomes "sparse".
-            let own = self.kind.map(|own| Value::String(own.name().to_owned()));
-            for name in names.iter_mut().filter(|name| !is_dense(name) && own.as_ref() == Some(&**name)) {
-                *name = Value::String(OWN_LAYER.to_owned());
-            }
-            let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
-            for name in names.iter_mut().filter(is_shared).filter(|_| !chooses) {
-                *name = Value::String(OWN_LAYER.to_owned());
-            }
-            let is_other = |name: &Value| !matches!(name.as_str(), Some(OWN_LAYER | SHARED_LAYER));
-            if is_latent && names.iter().any(is_other) {
-                model.remove("layer_types");
-                self.left_out.push(types.to_owned());
-            }
+        let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
+        let names = self.layer_types(set).into_iter().flatten();
+        for name in names.filter(is_shared).filter(|_| !chooses) {
+            *name = Value::String(OWN_LAYER.to_owned());
         }
     }
 
-    /// Removes the text's keys of `[model]` that latent attention, which has norms and rotated channels of its own and
-    /// a key and value for each query head, does not have.
+    /// The text's `model.layer_types`, unless an override gives them.
+    fn layer_types(&mut self, set: &BTreeSet<String>) -> Option<&mut Vec<Value>> {
+        let model = self.table.get_mut("model").filter(|_| !set.contains(LAYER_TYPES));
+        model?.as_table_mut()?.get_mut("layer_types")?.as_array_mut()
+    }
+
+    /// Gives layers of the text's `model.layer_types` that name the text's kind the kind of `[attention]`, which they
+    /// mean.
+    fn rename_own_layers(&mut self, set: &BTreeSet<String>) {
+        let is_dense = |name: &Value| name.as_str() == Some(Attention::DENSE.kind().name());
+        let own = self.kind.map(|own| Value::String(own.name().to_owned()));
+        let names = self.layer_types(set).into_iter().flatten();
+        for name in names.filter(|name| !is_dense(name) && own.as_ref() == Some(&**name)) {
+            *name = Value::String(OWN_LAYER.to_owned());
+        }
+    }
+
+    /// Removes what latent attention does not have: layers of other kinds, with which it goes in no model; and keys of
+    /// `[model]`, since it has norms and rotated channels of its own and a key and value for each query head.
     fn leave_out_beside_latent(&mut self, set: &BTreeSet<String>) {
         let of_text = |key: &str| !set.contains(key);
+        let left_out = &mut self.left_out;
+        if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
+            attention.retain(|name, value| {
+                if value.is_table() {
+                    left_out.push(format!("attention.{name}"));
+                }
+                !value.is_table()
+            });
+        }
+        let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
+        let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
+        for (number, stage) in (1..).zip(stages) {
+            for name in ["kind", "layer_types", "windows", "drop"] {
+                let key = format!("{}.{number}.{name}", schema::STAGE);
+                if of_text(&key) && stage.remove(name).is_some() {
+                    left_out.push(key);
+                }
+            }
+        }
+        let is_other = |name: &Value| !matches!(name.as_str(), Some(OWN_LAYER | SHARED_LAYER));
+        let names_others = self.layer_types(set).is_some_and(|names| names.iter().any(is_other));
         let Some(Value::Table(model)) = self.table.get_mut("model") else {
             return;
         };
+        if names_others {
+            model.remove("layer_types");
+            self.left_out.push(LAYER_TYPES.to_owned());
+        }
         // Each key with the one value that latent attention does not have, or `None` if it has no value of that key.
         for (name, only) in [
             ("qk_norm", Some(Value::Boolean(false))),

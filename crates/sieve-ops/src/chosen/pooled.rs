@@ -15,7 +15,7 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 use sieve_core::GemmKind;
-use sieve_core::block_choice::SCORES_AT_ONCE;
+use sieve_core::SCORES_AT_ONCE;
 use sieve_core::{BlockChoice, NsaBlocks};
 
 /// The complete blocks of a batch's documents. A row has a fixed number of slots; [`NsaBlocks::first_slot`] says which

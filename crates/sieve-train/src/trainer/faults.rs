@@ -1,7 +1,10 @@
-//! Faults that tests inject into a run.
-use burn::module::{ModuleMapper, Param};
+//! Faults that tests inject into a run. A run without tests meets them at one place of a step, [`Trainer::falsify`], and
+//! at the beginning of a replay, of a validation, and of a checkpoint's two parts.
+use super::Trainer;
+use super::steps::StepAhead;
+use crate::TrainError;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
-use sieve_data::Batch;
 use sieve_ops::TrainBackend;
 use std::sync::Arc;
 
@@ -9,16 +12,10 @@ use std::sync::Arc;
 #[doc(hidden)]
 #[derive(Debug)]
 pub enum Moment<'a> {
-    /// The factor multiplies the loss of a step, and with it the gradients.
-    Loss,
-    /// The factor multiplies the loss of the micro-batch whose gradients ranks compare.
-    Replay,
-    /// The factor multiplies the learning rate of a step.
-    Rate,
-    /// The factor multiplies the weights that this rank computes with, after a step.
-    Leaves,
-    /// The micro-batches of a step were read, and may be changed.
-    Batches(&'a mut [Batch]),
+    /// A step is about to be taken.
+    Step(&'a mut StepAhead),
+    /// Ranks are about to compute the micro-batch whose gradients they compare; what its loss is multiplied by.
+    Replay(&'a mut f64),
     /// A validation begins.
     Validating,
     /// The thread that writes a checkpoint begins.
@@ -28,31 +25,43 @@ pub enum Moment<'a> {
 }
 
 /// Fault injection for tests: a function that is called at each [`Moment`]. Its first argument is the first row of the
-/// step, or outside of a step the number of steps done. It returns a factor; 1 changes nothing.
+/// step, or outside of a step the number of steps done.
 #[doc(hidden)]
 #[derive(Clone)]
-pub struct FaultInjection(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
+pub struct FaultInjection(Arc<dyn Fn(u64, Moment<'_>) + Send + Sync>);
 
 impl Default for FaultInjection {
     fn default() -> Self {
-        Self::new(|_, _| 1.0)
+        Self::new(|_, _| ())
     }
 }
 
 impl FaultInjection {
     /// Fault injection that calls `disturb` at every [`Moment`].
-    pub fn new(disturb: impl Fn(u64, Moment<'_>) -> f64 + Send + Sync + 'static) -> Self {
+    pub fn new(disturb: impl Fn(u64, Moment<'_>) + Send + Sync + 'static) -> Self {
         Self(Arc::new(disturb))
     }
 
-    /// The factor by which `disturb` falsifies a number at a [`Moment`].
-    pub(super) fn at(&self, number: u64, moment: Moment<'_>) -> f64 {
-        (self.0)(number, moment)
+    /// Tells the function of a [`Moment`].
+    pub(super) fn at(&self, number: u64, moment: Moment<'_>) {
+        (self.0)(number, moment);
     }
 }
 
-/// Multiplies all parameters by a factor, for [`FaultInjection`].
-pub(super) struct Scaled(pub(super) f64);
+impl<B: TrainBackend> Trainer<B> {
+    /// Lets a test change the step that is about to be taken, and the weights before it.
+    pub(super) fn falsify(&mut self, step: &mut StepAhead) -> Result<(), TrainError> {
+        self.machine.disturbance.at(self.progress.next_sample, Moment::Step(step));
+        if step.weights != 1.0 {
+            self.finish_leaves()?;
+            self.learner.model = self.learner.model.take().map(|model| model.map(&mut Scaled(step.weights)));
+        }
+        Ok(())
+    }
+}
+
+/// Multiplies all parameters by a factor.
+struct Scaled(f64);
 
 impl<B: TrainBackend> ModuleMapper<B> for Scaled {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {

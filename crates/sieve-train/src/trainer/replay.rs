@@ -111,8 +111,8 @@ impl<B: TrainBackend> Trainer<B> {
         let mut settings = BlockSettings::from(&self.recipe);
         settings.layers.keeping = self.machine.keeping;
         settings.layers.policy = KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() };
-        let loss_scale =
-            self.machine.disturbance.at(self.progress.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
+        let mut loss_scale = 1.0 / batch.num_labels().max(1) as f64;
+        self.machine.disturbance.at(self.progress.next_sample, Moment::Replay(&mut loss_scale));
         let group = self.ranks.group_mut().filter(|group| !group.share().keeps_whole);
         let weights = group.map(|group| Weights { group, pieces: self.learner.optimizer.pieces() });
         let mut hashes = Hashes { hash: Xxh3::default(), weights };

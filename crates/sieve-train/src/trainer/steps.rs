@@ -1,7 +1,6 @@
 //! The steps of a run: rows, an update, and what is read, reported, validated and saved after it.
 use super::Trainer;
 use super::clock::Clock;
-use super::faults::Moment;
 use super::guard_log::Verdict;
 use super::peak::PeakWatch;
 use super::reporter::Reporter;
@@ -26,6 +25,20 @@ struct Pace {
     /// Whether the memory that no tensor has then goes back to the device behind the next step: the first one of a
     /// stage.
     releases_memory: bool,
+}
+
+/// A step that is about to be taken.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct StepAhead {
+    /// Its micro-batches.
+    pub batches: Vec<Batch>,
+    /// Its learning rate, by the schedule.
+    pub lr: f64,
+    /// What a label's loss counts: 1, unless a test falsifies it.
+    pub loss_weight: f64,
+    /// By what the weights are multiplied before the step: 1, unless a test falsifies it.
+    pub weights: f64,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -53,16 +66,16 @@ impl<B: TrainBackend> Trainer<B> {
             let is_usual = !self.change_stage(&mut pace, reporter)? && !pace.is_first && !self.guard_log.is_slow();
             // A first step compiles kernels, so other ranks wait longer for it.
             self.ranks.set_work(if is_usual { Work::Step } else { Work::Long });
-            let mut batches = self.take_batches(&mut pace)?;
-            self.machine.disturbance.at(self.progress.next_sample, Moment::Batches(&mut batches));
-            let agreed = self.agree(&batches, stop)?;
+            let mut step = self.step_ahead(&mut pace)?;
+            self.falsify(&mut step)?;
+            let agreed = self.agree(&step.batches, stop)?;
             self.checkpoints.writer.note_all_written(agreed.all_written);
             self.checkpoints.is_due |= agreed.saves;
             if agreed.stops {
                 self.ranks.set_work(Work::Long);
                 break;
             }
-            self.take_step(&batches, agreed, reporter)?;
+            self.take_step(&step, agreed, reporter)?;
             self.ranks.set_work(Work::Long);
             if std::mem::take(&mut pace.releases_memory) {
                 self.release_unused_memory()?;
@@ -72,7 +85,7 @@ impl<B: TrainBackend> Trainer<B> {
             if self.went_back(agreed, &mut pace, reporter)? {
                 continue;
             }
-            self.report_step(&batches, &mut pace, reporter, summary)?;
+            self.report_step(&step.batches, &mut pace, reporter, summary)?;
             self.save_if_due(&mut pace.clock, reporter)?;
             reporter.report_writes();
             if self.checkpoints.give_up() {
@@ -107,10 +120,10 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(true)
     }
 
-    /// Takes the step of these rows, or passes over it if no rank has a row with a label.
+    /// Takes the step, or passes over it if no rank has a row with a label.
     fn take_step(
         &mut self,
-        batches: &[Batch],
+        step: &StepAhead,
         agreed: Agreement,
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
@@ -119,7 +132,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         // Every `training.guard_replay` steps, checks the devices for silent data corruption.
         self.replay(reporter)?;
-        self.train_step(batches, [agreed.num_labels, agreed.num_tokens], reporter)?;
+        self.train_step(step, [agreed.num_labels, agreed.num_tokens], reporter)?;
         self.progress.unlabelled.num_rows_in_a_row = 0;
         Ok(())
     }
@@ -201,8 +214,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// The micro-batches of the next step.
-    fn take_batches(&self, pace: &mut Pace) -> Result<Vec<Batch>, TrainError> {
+    /// The next step: its micro-batches, and its learning rate.
+    fn step_ahead(&self, pace: &mut Pace) -> Result<StepAhead, TrainError> {
         let batches = pace.batches.as_mut().expect("the stage has begun");
         let mut kinds = self.stage.shape.attentions().into_iter();
         let has_indexer = kinds.any(|(attention, _)| attention.as_kind().indexer().is_some());
@@ -215,7 +228,8 @@ impl<B: TrainBackend> Trainer<B> {
             }
             Ok(batch)
         });
-        taken.collect()
+        let lr = self.recipe.learning_rate(self.progress.step as usize);
+        Ok(StepAhead { batches: taken.collect::<Result<_, TrainError>>()?, lr, loss_weight: 1.0, weights: 1.0 })
     }
 
     /// Exchanges what all ranks must know before the next step.

@@ -3,7 +3,7 @@
 //! All arrays lie in one buffer of 32-bit words, which block-sparse kernels read: the kept key tiles of each (list,
 //! query tile) in CSR form, and a few arrays that only some methods need. A *list* holds the tiles of one query head,
 //! or of the heads that share a KV head.
-use crate::call_shape::{CallShape, Tiles};
+use super::call_shape::{CallShape, Tiles};
 use std::ops::Range;
 use thiserror::Error;
 

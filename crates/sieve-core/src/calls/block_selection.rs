@@ -1,6 +1,6 @@
 //! How a selector chooses blocks of keys, described as data, so that one set of GPU kernels can run every method.
-use crate::call_shape::{CallShape, Tiles};
-use crate::key_mask::{KeyMask, MaskPlaces};
+use super::call_shape::{CallShape, Tiles};
+use super::key_mask::{KeyMask, MaskPlaces};
 use crate::model::DmaWindow;
 use std::ops::Range;
 
