@@ -77,6 +77,7 @@ macro_rules! all_methods {
     Decode dma in dma::Dma(DmaConfig, "slots; the key of smallest z goes, without recency", "DMA, arXiv:2508.02124");
     } } };
 }
+#[cfg(test)]
 pub(crate) use all_methods;
 
 macro_rules! methods {
