@@ -1,6 +1,7 @@
 //! GEMMs on slices: a checked wrapper over the `gemm` crate.
 
 use gemm::Parallelism;
+use std::ops::Range;
 
 /// A read-only matrix inside a slice, with any strides.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +93,18 @@ impl<'a> Matrix<'a> {
         self.cols
     }
 
+    /// These columns of the matrix, as a view.
+    ///
+    /// # Panics
+    /// When the matrix has fewer columns.
+    #[must_use]
+    pub(crate) fn columns(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.cols, "Matrix: no columns {range:?} of {}", self.cols);
+        // A view without elements may begin behind the last one.
+        let first = if range.is_empty() || self.rows == 0 { 0 } else { range.start * self.col_stride };
+        Self { data: &self.data[first..], cols: range.len(), ..self }
+    }
+
     /// The transpose of the matrix, as a view.
     #[must_use]
     pub fn t(self) -> Self {
@@ -124,6 +137,11 @@ impl<'a> MatrixMut<'a> {
         let needed = extent(rows, cols, row_stride, 1);
         assert!(needed.is_some_and(|n| n <= data.len()), "MatrixMut::strided: [{rows}, {cols}] leaves the slice");
         Self { data, rows, cols, row_stride }
+    }
+
+    /// The same matrix, for a shorter time.
+    pub(crate) fn reborrow(&mut self) -> MatrixMut<'_> {
+        MatrixMut { data: &mut *self.data, ..*self }
     }
 }
 

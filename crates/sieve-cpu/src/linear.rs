@@ -1,8 +1,9 @@
 //! `y = x Wᵀ` with a weight in f32 or bf16; sums are f32.
 //!
 //! With few rows the GEMM is bound by memory bandwidth, so a separate kernel reads each weight once, without packing
-//! it. Many rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on the
-//! number of rows: otherwise equal tokens would get unequal scores in a prompt and when decoded.
+//! it. Many rows go to the `gemm` crate, block by block of the inner length. Both add in the same order, so that a
+//! row's result does not depend on the number of rows: otherwise equal tokens would get unequal scores in a prompt and
+//! when decoded.
 //!
 //! Where the CPU has `vdpbf16ps`, a bf16 weight has one kernel for all numbers of rows, which rounds x to bf16. It
 //! computes twice as many products in a cycle. Elsewhere the weight is widened to f32 and x stays f32.
@@ -28,8 +29,8 @@ use crate::simd::{arch, dot, on_arch};
 use bf16_pairs::bf16_pairs;
 #[cfg(target_arch = "x86_64")]
 use few_rows::{FEW_ROWS, few_rows};
-use weight::TASK_OUTPUTS;
 pub use weight::Weight;
+use weight::{TASK_OUTPUTS, depth_of};
 
 /// The `gemm` crate adds each sum in the same order from `MIN_GEMM_ROWS` rows of x on, if x has `MIN_GEMM_SIDE` rows or
 /// the weight as many outputs.
@@ -142,10 +143,14 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     }
 }
 
-/// Computes the GEMM `c = a b`.
-fn gemm_into(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
-    let (alpha, beta) = (1.0, 0.0);
-    matmul(Threads::of_gemm(a, b), alpha, a, b, beta, c);
+/// Computes the GEMM `c = a b`, block by block of the inner length.
+fn gemm_into(a: Matrix<'_>, b: Matrix<'_>, mut c: MatrixMut<'_>) {
+    let (threads, d_in, depth) = (Threads::of_gemm(a, b), a.num_columns(), depth_of(a.num_columns()));
+    for first in (0..d_in).step_by(depth) {
+        let block = first..d_in.min(first + depth);
+        let (alpha, beta) = (1.0, if first == 0 { 0.0 } else { 1.0 });
+        matmul(threads, alpha, a.columns(block.clone()), b.t().columns(block).t(), beta, c.reborrow());
+    }
 }
 
 /// Calls `with(first output, panel)` for consecutive panels of the weight's rows in f32; an f32 weight is one panel.

@@ -9,7 +9,7 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 use std::arch::x86_64::{__m256, __m256d, __m512, __m512d, _MM_HINT_T0, _mm_prefetch};
 
-use super::weight::{MAX_DEPTH, TASK_OUTPUTS, Weight};
+use super::weight::{TASK_OUTPUTS, Weight, depth_of};
 
 /// Most rows of x for which this kernel is used.
 pub(super) const FEW_ROWS: usize = 8;
@@ -158,9 +158,7 @@ pub(super) fn few_rows<S: Transpose>(
 ) {
     let run = |(task, y): (usize, &mut [f32])| {
         let first = task * TASK_OUTPUTS;
-        // Equal blocks of at most `MAX_DEPTH`.
-        let depth = d_in.div_ceil(d_in.div_ceil(MAX_DEPTH));
-        simd.vectorize(Task { simd, x, weight, d_in, depth, first, y });
+        simd.vectorize(Task { simd, x, weight, d_in, depth: depth_of(d_in), first, y });
     };
     // Runs the tasks; a task writes its outputs of all rows, `[rows, outputs]`, to one chunk.
     let run_tasks = |y: &mut [f32]| match weight.len() {

@@ -15,9 +15,15 @@ pub enum Weight<'a> {
 /// Columns of the output that one task computes.
 pub(super) const TASK_OUTPUTS: usize = 128;
 
-/// The `gemm` crate splits the inner length into equal blocks of at most this size (`kc` in its `cache.rs`) and adds
-/// each block's sum to the result. `few_rows` does the same, to get the same bits.
-pub(super) const MAX_DEPTH: usize = 512;
+/// Most products of a sum that are added before their sum is added to the result. The `gemm` crate takes as many at
+/// once on every CPU, and on some CPUs more (`kc` in its `cache.rs`, which depends on the first cache's associativity).
+const MAX_DEPTH: usize = 512;
+
+/// The size of the blocks that an inner length of at least 1 is divided into: equal ones of at most [`MAX_DEPTH`], the
+/// last one shorter. All kernels add block by block, so that a row gets the same bits from each.
+pub(super) fn depth_of(d_in: usize) -> usize {
+    d_in.div_ceil(d_in.div_ceil(MAX_DEPTH))
+}
 
 impl Weight<'_> {
     /// Number of elements of the weight.
