@@ -47,8 +47,8 @@ INDEXER = ["index_kl", "index_recall", "index_entropy"]
 
 
 def seconds_a_token(kind, steps, count):
-    """Seconds a token of a run of `count` steps, by the median speed of the logged ones, `steps`. With MSA's dense warm-up,
-    a tenth of the steps, by the medians of both stages, weighted by their steps."""
+    """Seconds a token of a run of `count` steps, by the median speed of the logged ones, `steps`. With MSA's dense
+    warm-up, a tenth of the steps, by the medians of both stages, weighted by their steps."""
     dense = max(count // 10, 1) if NAMES[kind] == WARMUP else 0
     stages = [(dense, [line for line in steps if line["step"] <= dense]),
               (count - dense, [line for line in steps if line["step"] > dense])]

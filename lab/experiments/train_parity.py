@@ -367,8 +367,8 @@ def compare_plain(program: str, folder: pathlib.Path, kind: str, steps: int) -> 
 
 
 def compare(program: str, folder: pathlib.Path, kind: str, steps: int, defined_ties: bool, muon: bool) -> list[str]:
-    """Trains with Sieve, repeats it in PyTorch and returns what is out of tolerance, in words. defined_ties: the later of
-    equal keys stays, as in Sieve; muon: matrices of blocks by Muon."""
+    """Trains with Sieve, repeats it in PyTorch and returns what is out of tolerance, in words. defined_ties: the later
+    of equal keys stays, as in Sieve; muon: matrices of blocks by Muon."""
     if kind in PLAIN:
         return compare_plain(program, folder, kind, steps)
     sieve = Sieve(program, folder, kind, steps, "Muon" if muon else "AdamW")

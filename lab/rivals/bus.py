@@ -27,8 +27,8 @@ def group(ctas):
 
 
 def milliseconds(work, repeats, warm=3, beside=lambda: None):
-    """Milliseconds of one of `repeats` runs of `work` on the GPU, after `warm` untimed ones. `beside()` is called before
-    the clock starts: it queues work on a stream of its own, which runs at the same time."""
+    """Milliseconds of one of `repeats` runs of `work` on the GPU, after `warm` untimed ones. `beside()` is called
+    before the clock starts: it queues work on a stream of its own, which runs at the same time."""
     for _ in range(warm):
         work()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

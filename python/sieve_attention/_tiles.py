@@ -60,7 +60,7 @@ class BlockMask:
 
     def _lists(self, kv_heads, deterministic):
         """The lists that `by_keys` keeps, made anew. Without `deterministic`, off a Hopper GPU and in a trace they have
-        no schedule, so tiles of keys add to dq in their own order.
+        no schedule: then lists follow the order of the tiles.
         """
         blocks, schedule = _blocks_of(self.words.device), None
         # A trace would hold each round of a schedule.

@@ -321,8 +321,8 @@ class DynamicMaskAttention(DenseAttention):
         cache.tensors["position"][:, :, :count] = stays.to(torch.int32)
 
     def step(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """One token a row: its rank is its score and its position times the slope,
-        its key takes the place of one that leaves.
+        """One token a row: its rank is its score plus its position times the slope; its key takes a free place, or that
+        of the key that leaves.
         """
         k, v = self.keys(x, positions)
         rank = functional.dma_scores(v, self.dt_proj.weight, self.A)[:, :, 0]
