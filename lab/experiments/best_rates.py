@@ -104,7 +104,9 @@ def far_of(runs, far):
     return [run["far"][far] for run in runs if far in run.get("far", {})]
 
 
-def table(rows, arguments):
+def print_table(rows, arguments):
+    """Prints a line a kind: its losses by learning rate, the best rate, and the losses of the
+    seeds there. `rows`: finished runs by `KEY`."""
     fars = [far for far in FAR if far_of([row for key, row in rows.items() if key[1] == arguments.length], far)]
     head = ["attention", f"loss after {arguments.rate_steps} steps by rate", "best rate",
             f"loss after {arguments.steps} steps, seeds {', '.join(map(str, arguments.seeds))}", "mean", "spread",
@@ -144,6 +146,8 @@ def drawn(rows, arguments):
 
 
 def main():
+    """Runs what has no line yet where --sieve is given, then prints the table of
+    one --length and, with --draw, draws it."""
     parser = parser_of(__doc__, "rates.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rates", nargs="+", type=float, default=[7.5e-4, 1.5e-3, 3e-3])
@@ -162,7 +166,7 @@ def main():
     lengths = sorted({key[1] for key in rows})
     if arguments.length not in lengths:
         parser.error(f"--length {arguments.length}: {path} has runs of {', '.join(map(str, lengths)) or 'no length'}")
-    table(rows, arguments)
+    print_table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
 

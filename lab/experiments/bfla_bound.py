@@ -1,4 +1,5 @@
-"""BFLA's section 6 on a trained model: eq. 30 bounds the error of its attention. Does it hold, and what does it say?
+"""BFLA (Block-Filtered Long-Context Attention, lab/docs/papers.md) chooses blocks of keys for a prompt. Eq. 30 of its
+section 6 bounds how far its output is from dense attention's. Does that hold on a trained model, and how tight is it?
 
     python3 lab/experiments/bfla_bound.py --sieve target/release/sieve     # measures and stores the row; half a minute
 
@@ -34,6 +35,7 @@ COLUMNS = {"weights in the bound": "{}", "pairs": "{} %", "error over the output
 
 
 def operands(sieve):
+    """q, k and v of checkpoints/tiny8k on LICENSE-APACHE, `[tokens, heads, width]`: captured in f32, widened to f64."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "qkv.safetensors")
         subprocess.run([sieve, "-q", "kernels", "capture", "--checkpoint", "checkpoints/tiny8k", "--text",
@@ -70,6 +72,8 @@ def of_head(q, k, v, z):
 
 
 def main():
+    """Stores and prints the bound over the true error, least, median and most of the heads: a row by the weights of all
+    pairs, and one by those of causal pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sieve", required=True, type=lambda path: shutil.which(path) or path)
     given = parser.parse_args()

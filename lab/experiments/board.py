@@ -258,6 +258,8 @@ def front(rows, minutes):
 
 
 def main():
+    """With --sieve probes each entry's speed and trains it within --minutes; then prints the table, and writes
+    the pages and pictures that are asked for."""
     parser = parser_of(__doc__, "board.jsonl")
     parser.add_argument("--entries", nargs="+", default=DEFAULT, choices=list(ENTRIES))
     parser.add_argument("--lengths", nargs="+", type=int, help="rows of these lengths alone")

@@ -49,6 +49,7 @@ def published_folder(model, folder):
 
 
 def model_folder(folder):
+    """Writes a small Llama with random weights and its chat template to `folder`; returns its tokenizer."""
     torch.manual_seed(0)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(MASKS / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>", pad_token="</s>"
@@ -66,6 +67,7 @@ def model_folder(folder):
 
 
 def chats(count):
+    """Yields `count` random chats of one or two turns, some with a system message; not all words are ASCII."""
     words = ["Hello", "Grüße", "who", "are", "you", "fine", "it's", "brief", "message", "<é>", "🙂", "role\n"]
     draw = random.Random(7)
 
@@ -81,6 +83,8 @@ def chats(count):
 
 class Sieve:
     def __init__(self, program, folder, packed, steps):
+        """Imports the model of `folder` and sets the keys of a run on its chats;
+        `packed`: rows of several chats instead of one."""
         self.program, self.folder = program, folder
         chats = ("--data", folder / "chats.jsonl", "--set", "data.messages_column=messages")
         self.run("import", "--from", folder / "model", "--out", folder / "imported", *chats)
@@ -125,6 +129,7 @@ def torch_model(folder):
 
 
 def trl_losses(folder, tokenizer, rows):
+    """The losses of TRL's SFTTrainer on these chats, `ROWS` of them a step, in the order in which Sieve took them."""
     model = torch_model(folder)
     steps = len(rows) // ROWS
     config = SFTConfig(
@@ -155,6 +160,7 @@ def packed_loss(model, batch):
 
 
 def packed_losses(folder, batches):
+    """The losses of PyTorch on the batches that Sieve wrote, a step each by `packed_loss` and AdamW."""
     model = torch_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     losses = []
@@ -169,6 +175,7 @@ def packed_losses(folder, batches):
 
 
 def main():
+    """Trains both and prints their losses step by step; exit code 1 where one differs by more than `TOLERANCE`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--steps", type=int, default=20)

@@ -95,6 +95,7 @@ def choose_recall():
 
 @table("choose_cache")
 def choose_cache():
+    """What each kind's cache holds, beside the tokens/s of generating one text."""
     caches = {"dense": ("dense", "grows with the sequence"), "window": ("`swa`", "the last `window_size` keys"),
               "DMA": ("`dma` in all layers", "`keep_window_size` keys a head"),
               "MLA": ("`mla`", "grows, one narrow latent a token"), "NSA": ("`nsa`", "grows")}
@@ -150,7 +151,7 @@ def needles_found(attention):
 @table("weak_sides")
 def weak_sides():
     """What each kind is bad at."""
-    behind = {kind: mean((row["loss"] - dense_loss for row, dense_loss in zip(at_best_rate(kind, 32768)[1],
+    behind = {kind: mean((row["loss"] - dma_loss for row, dma_loss in zip(at_best_rate(kind, 32768)[1],
                          [row["loss"] for row in at_best_rate("DMA", 32768)[1]])), 2) for kind in ("dense", "MoBA")}
     losses = "validation loss, seeds 0, 1, 2"
     five = {kind: statistics.mean(map(float, noted_row("five_kinds", attention=kind, **{"rows of": "8192"})[losses]))

@@ -35,6 +35,8 @@ class Claim:
 
     @property
     def verdict(self):
+        """One of VERDICTS: reproduced where all measurements hold, partly where some do, refuted where none does in the
+        paper's own setting, else not reproduced. Not comparable where all are undecided, or `apart` is given."""
         decided = [held for held in self.holds.values() if held is not None]
         if not self.holds:
             return "not run"

@@ -49,6 +49,8 @@ KINDS = {
 
 
 def recipe(sizes, kind, seq_len, batch, window, folder):
+    """A recipe as TOML. `sizes`: its keys of [model]; `window`: keys that swa, dma and nsa's window read; `folder`:
+    where text and shards lie. MLA gets as many KV heads as heads."""
     sizes = dict(sizes)
     if kind == "mla":
         sizes["model.num_key_value_heads"] = sizes["model.num_attention_heads"]
@@ -110,6 +112,8 @@ def cpu_seconds():
 
 
 def train(args, text, steps):
+    """Trains the recipe `text` for so many steps: the process's seconds of processor time, its logged steps, the speed
+    of GEMMs and the start as it prints them, and its memory in MB."""
     path = args.work / "recipe.toml"
     path.write_text(text)
     out = args.work / "run"
@@ -131,6 +135,8 @@ def train(args, text, steps):
 
 
 def measure(args, sizes, kind, seq_len, batch, window=WINDOW, steps=(3, 15)):
+    """The row of a kind: tokens/s by processor time from the difference between runs of both numbers of `steps`, by the
+    clock from the fastest step of the longer one. The first call of all also makes the shards."""
     text = recipe(sizes, kind, seq_len, batch, window, args.work)
     if not (args.work / "shards").exists():
         train(args, text, 1)
@@ -186,6 +192,7 @@ def torch_train(threads, sizes, kind, seq_len, batch, compiled):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step():
+        """One training step on random tokens; returns the loss."""
         ids = torch.randint(2048, (batch, seq_len))
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -285,6 +292,8 @@ def copy_rate(threads, count=1 << 27):
 
 
 def decode(args):
+    """Rows of tokens/s behind a prompt, by model and number of texts, of `sieve generate` and transformers by
+    turns, and one of how fast the memory copies."""
     prompt = args.work / "prompt.txt"
     prompt.write_text((ROOT / "README.md").read_text()[:1500])
     rows, spawn = [], multiprocessing.get_context("spawn")
@@ -363,6 +372,8 @@ def growth_svg(rows):
 
 
 def main():
+    """Measures what --only names, prints each row and writes them to --out.
+    "decode" runs alone, whatever else is named."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sieve", required=True)
     parser.add_argument("--work", type=pathlib.Path, required=True)

@@ -120,6 +120,9 @@ def rival(folder, dtype, prompt, tokens):
 
 
 def llama(args, folder, dtype):
+    """llama-bench's tokens a second of the prompt, the best of three, and of a
+    token behind it, the median of three means."""
+
     def rates(*test):
         said = pinned(args, [args.llama / LLAMA_BENCH, "-m", write_gguf(args, folder, dtype), "-t",
                              len(args.cores), *test, "-r", 3, "-o", "json"])  # fmt: skip

@@ -64,7 +64,9 @@ class Runs:
         return done.stdout
 
 
-def one(runs, name, words, done):
+def train_and_measure(runs, name, words, done):
+    """Imports the model as kind `name` by the options `words` of `sieve import`, trains it from step to step and adds a
+    line for each measured step; `done`: pairs of kind and step that have one."""
     args = runs.args
     base = args.out / named(name)
     base.mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,9 @@ def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
     return width * (dense * row + (layers - dense) * min(w, row))
 
 
-def table(rows):
+def print_table(rows):
+    """Prints a line a kind and step: both losses, needles found and their mean rank,
+    ms a token, cache in MB, training speed."""
     columns = ["attention", "steps", "loss, held out", "English", "needles found (mean rank)", "ms a token",
                "cache, MB", "trained tokens/s"]
     lines = []
@@ -147,6 +151,8 @@ def same_settings(args):
 
 
 def main():
+    """Measures what has no line, until --seconds are over; a kind whose command
+    fails is left out. --table prints all lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--model", type=pathlib.Path)
@@ -175,13 +181,13 @@ def main():
             if args.only and name not in args.only:
                 continue
             try:
-                one(runs, name, words, done)
+                train_and_measure(runs, name, words, done)
             except subprocess.TimeoutExpired:
                 print(f"{name}: the time is over")
             except subprocess.CalledProcessError as error:
                 print(f"{name}: {error.cmd[2]} failed; its log says why")
     if args.table:
-        table(json_lines(path))
+        print_table(json_lines(path))
 
 
 if __name__ == "__main__":

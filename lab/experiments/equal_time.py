@@ -47,7 +47,8 @@ INDEXER = ["index_kl", "index_recall", "index_entropy"]
 
 
 def seconds_a_token(kind, steps, count):
-    """By the median of the logged steps of a run of `count`, of a warm-up by the medians of its two stages."""
+    """Seconds a token of a run of `count` steps, by the median speed of the logged ones, `steps`. With MSA's dense
+    warm-up, a tenth of the steps, by the medians of both stages, weighted by their steps."""
     dense = max(count // 10, 1) if NAMES[kind] == WARMUP else 0
     stages = [(dense, [line for line in steps if line["step"] <= dense]),
               (count - dense, [line for line in steps if line["step"] > dense])]
@@ -127,7 +128,9 @@ def chosen(rows, arguments):
     return {kind: by_kind[kind] for kind in arguments.kinds if kind in by_kind}
 
 
-def table(rows, arguments):
+def print_table(rows, arguments):
+    """Prints a line a kind, the least mean loss first: every seed's loss, and
+    means over seeds of the other measurements."""
     print(f"{arguments.gpu}, rows of {arguments.length}, {arguments.minutes:g} minutes of training each\n")
     mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
     order = sorted(chosen(rows, arguments).items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1]))
@@ -167,6 +170,8 @@ def drawn(rows, arguments):
 
 
 def main():
+    """Probes each kind's speed alone on a GPU, trains the jobs without a line for the same time each,
+    prints their table and, with --draw, draws it."""
     parser = parser_of(__doc__, "equal_time.jsonl")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -192,7 +197,7 @@ def main():
     if not chosen(rows, arguments):
         stored = sorted({f"{job.text}, {job.gpu}, {job.length} tokens, {job.minutes:g} min" for job in rows})
         parser.error(f"no run of this --text, --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(stored) or 'nothing'}")
-    table(rows, arguments)
+    print_table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
 

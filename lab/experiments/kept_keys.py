@@ -20,6 +20,7 @@ PARTS = 30  # points of the third panel
 
 
 def parser():
+    """The script's arguments; --kind is that of MQAR's samples, tokens and pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sieve", required=True)
     parser.add_argument("--run", required=True, type=pathlib.Path, help="folder of a run with several checkpoints")
@@ -88,6 +89,7 @@ def picture(reports, run):
 
 
 def main():
+    """Asks every checkpoint of the run, prints what they answered and draws it."""
     arguments = parser().parse_args()
     steps = saved_steps(arguments.run)
     if not steps:

@@ -53,6 +53,7 @@ def documents(files, limit):
 
 
 def main():
+    """Writes the documents as JSON lines and prints Linux's version, their number, size and SHA-256."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", required=True, type=pathlib.Path, help="the package's files as a tar")
     parser.add_argument("--out", required=True, type=pathlib.Path)

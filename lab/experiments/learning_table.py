@@ -50,7 +50,8 @@ OF_BLOCKS_ALONE = {
     kinds.label(kind): [f"attention.kind={kind}", "attention.select_block_size=64", "attention.num_selected_blocks=16"]
     for kind in kinds.of_blocks_alone()
 }
-# As msa_80m.toml, which gives the indexer's parameters up in the feed-forward layers; without its dense warm-up.
+# As msa_80m.toml, whose feed-forward layers are narrower by as many parameters as the indexer has; without its dense
+# warm-up.
 MSA = [
     "attention.kind=msa", "attention.select_block_size=64", "attention.num_selected_blocks=16",
     "attention.index_loss_weight=1.0", "model.intermediate_size=2144",
@@ -215,6 +216,8 @@ def base(kind, arguments):
 
 
 def line(kind, name, folder):
+    """The line of text of a run in `folder`; `kind`: its set in ROWS. Held-out losses from the second validation on,
+    median tokens/s, and of the last logged step the mask's density and keys that no query sees."""
     rows = metrics(folder)
     checks, steps = validations_of(rows), steps_of(rows)
     if not checks or not steps:
@@ -272,8 +275,8 @@ def needles_by_depth(jobs, arguments):
     return [row for row in rows.values() if row["trained"] == arguments.recall_length]
 
 
-def depth_table(rows):
-    """Share found in each third of the text, over all seeds. Depth 100 lies right before the question."""
+def print_depth_table(rows):
+    """Prints the share found in each third of the text, over all seeds. Depth 100 lies right before the question."""
     lengths, lines = sorted({row["length"] for row in rows}), []
     for name in dict.fromkeys(row["attention"] for row in rows):
         texts = []
@@ -323,6 +326,8 @@ def drawn(rows):
 
 
 def train(job, runs, arguments):
+    """Trains a job (a set of ROWS, a name in it, a seed) and with --evaluate evaluates it, as far as the time goes;
+    returns its line of text."""
     kind, name, seed = job
     folder = folder_of(job, arguments)
     recipe, settings = base(kind, arguments)
@@ -339,6 +344,8 @@ def train(job, runs, arguments):
 
 
 def train_all(jobs, arguments):
+    """Makes and tokenises the texts before all runs, then trains on all devices, a
+    printed line a run, also for those not begun."""
     kinds = {kind for kind, _, _ in jobs}
     facts = arguments.out / f"facts-{arguments.recall_length}.jsonl"
     if "recall" in kinds and not facts.exists():
@@ -352,6 +359,7 @@ def train_all(jobs, arguments):
 
 
 def main():
+    """Trains the rows of --sets or --rows; prints, and draws, where in a text the models found needles."""
     parser = parser_of(__doc__, "needle_depth.jsonl", reads_text=False)
     parser.add_argument("--text", type=pathlib.Path, default="data/crates.jsonl", help="of every set but recall")
     parser.add_argument("--sets", nargs="+", default=list(ROWS), choices=list(ROWS))
@@ -372,7 +380,7 @@ def main():
         train_all(jobs, arguments)
     rows = needles_by_depth(jobs, arguments)
     if rows:
-        depth_table(rows)
+        print_depth_table(rows)
     if rows and arguments.draw:
         arguments.draw.write_text(drawn(rows), encoding="utf-8")
 

@@ -98,6 +98,8 @@ def is_permissive(manifest):
 
 
 def texts(files):
+    """Path and text of the files that count, in the order of their paths: UTF-8 of 200 bytes to 1 MB with a known
+    suffix, not generated and with no line over 1000 letters. `files`: bytes by path."""
     for path, data in sorted(files.items(), key=lambda item: item[0].parts):
         if path.suffix not in SUFFIXES or not 200 <= len(data) <= 1_000_000:
             continue
@@ -168,6 +170,8 @@ def check(path, whole, sums):
 
 
 def main():
+    """Makes the text of a lock and checks it against the lock's sums, or chooses
+    crates and writes a lock; prints MB by suffix."""
     home = pathlib.Path(os.environ.get("CARGO_HOME", pathlib.Path.home() / ".cargo"))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     lock = parser.add_mutually_exclusive_group(required=True)

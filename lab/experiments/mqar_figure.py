@@ -152,7 +152,9 @@ def run_part(job, runs, arguments):
     return {**dict(zip(HARD_KEY, job)), "accuracy": accuracy}
 
 
-def hard_table(rows):
+def print_hard_table(rows):
+    """Prints a line a run of the hard form: right answers by step, and the step
+    that reached 99 %. `rows`: by `HARD_KEY`."""
     lines = []
     for kind, seed, steps in sorted({key[:3] for key in rows}):
         answered = of_run(rows, kind, seed, steps)
@@ -179,7 +181,8 @@ def by_cell(rows):
     return cells
 
 
-def table(rows):
+def print_table(rows):
+    """Prints a line a length and width: each kind's mean of right answers in %, and each seed's. `rows`: by `KEY`."""
     cells = by_cell(rows)
     lines = []
     for length in LENGTHS:
@@ -202,6 +205,8 @@ def drawn(rows):
 
 
 def main():
+    """Trains the runs of the figure, or of the hard form with --hard, that have no
+    line yet, and prints all lines as a table."""
     parser = parser_of(__doc__, "mqar.jsonl", reads_text=False)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS | HARD))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
@@ -219,7 +224,7 @@ def main():
         rows = finished(path, HARD_KEY)
         if arguments.sieve:
             train(lambda rows: next_parts(rows, arguments), run_part, arguments, path, rows)
-        hard_table(rows)
+        print_hard_table(rows)
         return
     if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
         parser.error(f"--kinds: {', '.join(unknown)} is of --hard alone")
@@ -229,7 +234,7 @@ def main():
             for width in arguments.widths for kind in arguments.kinds]
     if arguments.sieve:
         train_missing(jobs, run, arguments, path, rows)
-    table(rows)
+    print_table(rows)
     missing = [job for job in jobs if job not in rows]
     if missing:
         print(f"{len(missing)} of {len(jobs)} runs not finished")

@@ -34,6 +34,8 @@ def name(draw):
 
 
 def document(draw, num_sentences):
+    """A text of so many sentences: about a third without sense, a quarter new
+    facts, the others facts that were said before."""
     facts, lines = {}, []
     for _ in range(num_sentences):
         kind = draw.random()
@@ -50,6 +52,7 @@ def document(draw, num_sentences):
 
 
 def main():
+    """Writes FOLDER/00000.txt and so on, 20 to 59 sentences each; every call writes the same ones."""
     if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     folder, count = pathlib.Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 4000

@@ -176,7 +176,8 @@ def figure5():
 
 
 def hard_form():
-    """512 pairs. Kinds are compared after the same steps, with three seeds each; where none have that they are not."""
+    """The claim on MQAR with 512 pairs. Kinds are compared after equal steps with three seeds each; where no number of
+    steps has these, after the most that all ran, which makes the claim not comparable."""
     kinds = ("DMA as published", "NSA", "window")
     trained = {kind: {run["steps"] for run in runs("mqar_hard", kind=kind)} for kind in kinds}
     three = {kind: {steps for steps in trained[kind] if len(best_shares(kind, steps)) == 3} for kind in kinds}
@@ -189,12 +190,11 @@ def hard_form():
         said += f"; DMA after {longer:,}: {listed([100 * share for share in best_shares(kinds[0], longer)], '{:.0f}')} %"
     holds = {f"seed {seed}, {steps:,} steps: DMA {a:.1f}, NSA {b:.1f}, window {c:.1f} %": a > max(b, c)
              for seed, (a, b, c) in enumerate(zip(dma_has, nsa, window))}
-    return Claim("Section 5.2: 512 pairs, windows of 512",
-                 "its best share is above NSA's and the window's with each seed",
-                 said, holds, "" if shared
-                 else "2048 tokens; DMA has one seed of 4,000 steps and three of three times as "
-                 "many; the others end at 4,000, where NSA still rises", "`mqar_hard`",
-                 apart="" if shared else "training")
+    unlike = ("2048 tokens; DMA has one seed of 4,000 steps and three of three times as many; the others end at 4,000, "
+              "where NSA still rises")
+    return Claim(says="Section 5.2: 512 pairs, windows of 512", here=said, holds=holds, rows="`mqar_hard`",
+                 condition="its best share is above NSA's and the window's with each seed",
+                 differs="" if shared else unlike, apart="" if shared else "training")
 
 
 def needles(kind, *lengths):
@@ -288,6 +288,7 @@ def figure6():
 
 
 def dma():
+    """The claims of arXiv:2508.02124 on dynamic mask attention, with what the stored rows say of each."""
     power = numbers("growth", "DMA, w 1024", "power of n")[0]
     table2 = {line["batch x tokens, heads, width"]: (float(line["SDPA under a mask"] / line["DMA"]),
                                                      float(line["the paper's"]))
@@ -372,6 +373,7 @@ def mask_times():
 
 
 def bfla():
+    """BFLA's claims; its loss is told of SmolLM2 in the paper's settings and of our 85M model by defaults."""
     times = sooner("bfla")
     long = {length: times[length] for length in times if length >= 8192}
     settings = ["keep_mass=0.95", "stride=16", "stride=16,prob=0.1", "block=1024,stride=16,prob=0.1"]
@@ -580,6 +582,7 @@ def permuted_time():
 
 
 def pbs():
+    """PBS-Attn's claims (arXiv:2510.21270); "the fastest" is judged against the two rivals that were timed."""
     times = sooner("pbs")
     lengths = [length for length in times if length >= 8192]
     rivals = {name: sooner(name) for name in ("xattention", "flexprefill")}
@@ -654,8 +657,7 @@ def speed_at_256k():
                  for name, value, least in zip(names, times, (6, 5, 6, 5))})
 
     return timed(says, condition, "far", "the sparsity of that number is not told; generated operands, 32/8 heads",
-                 methods,
-                 judge, 262144)
+                 methods, judge, 262144)
 
 
 def ba_att_losses(half):
@@ -676,8 +678,7 @@ def ba_att_losses(half):
               "causal models; blocks of 128; two texts a length", "`ba_att_sorts`, `long_loss`"),
         Claim("Above XAttention: LongBench 31.3 for 28.8, RULER at 4K 90.06 for 81.43",
               "with more pairs than XAttention it loses less, in each model and length",
-              f"135M: {'; '.join(told)};"
-              f" 85M at 128K: {ours[131072]:+.3f}, {theirs[131072]:+.3f}",
+              f"135M: {'; '.join(told)}; 85M at 128K: {ours[131072]:+.3f}, {theirs[131072]:+.3f}",
               {f"135M: {of_both(own)}, XAttention {of_both(rival)}": own["loss"] < rival["loss"]
                for own, rival in zip(beside, rivals)}
               | {f"85M, {length:,} tokens: {ours[length]:+.4f} at {100 * pairs[length]:.0f} %, XAttention "
@@ -688,6 +689,7 @@ def ba_att_losses(half):
 
 
 def ba_att_needles():
+    """That BA-Att finds as many needles as XAttention: at 8K by an 11M model, at five lengths by an 85M one."""
     ours, theirs = needles_of_long("ba_att"), needles_of_long("xattention")
     few, most = (numbers("needles_8k", f"`{name}`", "found")[0] for name in ("ba_att", "xattention"))
     return Claim("The same on needles", "by its defaults it finds as many as XAttention by its own",
@@ -699,6 +701,7 @@ def ba_att_needles():
 
 
 def ba_att():
+    """BA-Att's claims (arXiv:2605.19726); sorting is judged by the loss at three shares of dropped pairs."""
     sorted_both = noted()["ba_att_bound"][1][0]
     bound = {name: sorted_both[name] for name in ("R of U and error, segments of 128", "the same, bidirectional")}
     label = lambda sparsity, rest: "ba_att" + (":" if rest or sparsity != 0.5 else "") + ",".join(
@@ -767,6 +770,7 @@ def commands():
 
 
 def main():
+    """Prints each claim with its verdict and its rows, or with --commands what measures these again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commands", action="store_true", help="what measures the rows again, instead of the verdicts")
     parser.add_argument("--why", action="store_true",

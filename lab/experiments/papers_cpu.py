@@ -47,6 +47,8 @@ def selectors(sieve, labels, *words):
 
 
 def tiny_attention(sieve):
+    """A row a layer of checkpoints/tiny, means over its heads: the weight on the fifth of the keys with most, and on
+    the first token; of DMA layers also the share of keys that two KV heads both see."""
     rows = []
     for layer in asked(sieve, "attention", *MODEL, "--length", "512")["layers"]:
         dense = not layer["attention"].startswith("dma")
@@ -80,6 +82,8 @@ def momo(rest):
 
 
 def momo_topk(sieve):
+    """A row a `k`: percent of attention's mass that MOMO's blocks keep by its
+    three ways to choose them, and of pairs read."""
     ways = {"exact lists": ",topk=exact", "tree": ",topk=tree", "estimate": ""}
     keys = [2, 4, 8, 16, 32]
     reports, _ = selectors(sieve, [momo(f"k={k}{way}") for k in keys for way in ways.values()], "--windows", "2")
@@ -105,6 +109,7 @@ def momo_trim(sieve):
 
 
 def ba_att_bound(sieve):
+    """A row a way to sort: how BA-Att's bound correlates with the error, and estimated shares with true ones."""
     sorts = {"qk": "queries and keys", "q": "queries", "k": "keys", "none": "nothing"}
     form = "ba_att:block=32,first_dense_layers=0,segment=128,sort="
     labels = [f"{form}{sort}{causal}" for sort in sorts for causal in ("", ",causal=false")]
@@ -129,6 +134,7 @@ def pbs_exact(sieve):
 
 
 def needles_8k(sieve):
+    """A row a method: needles that checkpoints/tiny8k finds of ten in 8192 tokens, dense attention first."""
     labels = ["momo:k=8,first_dense_layers=0", "momo:k=16,first_dense_layers=0", "ba_att", "ba_att:sparsity=0.9", "pbs",
               "xattention"]
     chosen = [word for label in labels for word in ("--selector", label)]
@@ -154,6 +160,8 @@ def differs(column, form, old, new):
 
 
 def main():
+    """Measures and stores the tables; with --check prints the cells that differ from
+    stored ones, and ends with 1 where any does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sieve", required=True, type=lambda path: shutil.which(path) or path)
     which = parser.add_mutually_exclusive_group()

@@ -92,6 +92,7 @@ def store(about, rows):
 
 
 def main():
+    """Stores the rows of a folder of either script, which its files tell apart, and prints what it lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--card", help="the device, where the files do not say it")

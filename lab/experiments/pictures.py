@@ -141,6 +141,7 @@ def triangle(x, y, side, reads):
 
 
 def draw_masks():
+    """The picture of eight kinds of attention, a triangle each: which keys a query reads, and by colour why."""
     side, step, parts = 180, 204, []
     for at, (name, (about, reads)) in enumerate(masks().items()):
         x, y = 14 + at % 4 * step, 44 + at // 4 * 236
@@ -171,6 +172,7 @@ def arrow(x, y, to_x, to_y):
 
 
 def draw_way():
+    """The picture of the commands between a text and a served model."""
     parts = []
     for x, width, name, lines in (
             (10, 130, "text", ("files, folders,", "data sets")),
@@ -188,6 +190,7 @@ def draw_way():
 
 
 def main():
+    """Writes both pictures to the docs, or with --check ends with 1 where a stored one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check, different = parser.parse_args().check, []

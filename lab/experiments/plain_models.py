@@ -49,6 +49,8 @@ def linear(inner, outer):
 
 class LatentAttention(nn.Module):
     def __init__(self, model, attention, eps, has_norms):
+        """`model`, `attention`: tables of the recipe; has_norms: whether heads' queries
+        and keys are normed before the rotation."""
         super().__init__()
         size, heads, d = model["hidden_size"], model["num_attention_heads"], model["head_dim"]
         self.heads, self.d, self.theta = heads, d, model["rope_theta"]
@@ -64,6 +66,7 @@ class LatentAttention(nn.Module):
         self.has_norms = has_norms
 
     def forward(self, x):
+        """Output for x `[batch, tokens, hidden size]`, over keys and values of each head made from the latents."""
         batch, n, _ = x.shape
         heads, d, rope = self.heads, self.d, self.rope
         q = self.q_proj(x).view(batch, n, heads, d + rope)
@@ -119,6 +122,7 @@ class ChosenBlocks(nn.Module):
     """Exact attention over blocks that queries choose by means of rotated keys, or by an indexer."""
 
     def __init__(self, model, attention, eps):
+        """`attention`: the recipe's table, whose kind MSA adds the indexer's projection and norms."""
         super().__init__()
         self.heads, self.kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
         self.d, self.theta, self.of = model["head_dim"], model["rope_theta"], attention
@@ -177,6 +181,8 @@ class ChosenBlocks(nn.Module):
         return o
 
     def choice(self, q, k):
+        """The blocks that each query chooses, `[batch, choosers, tokens, blocks]`, and the narrowest gap of the choice:
+        by the mean key of a block, or of a kind with a stride by InfLLM-V2's overlapping means."""
         n, select, (q, k) = q.shape[1], self.of["select_block_size"], (x.transpose(1, 2) for x in (q, k))
         if "compress_stride" not in self.of:
             # By the mean of all of a block's keys: the definition has the kind's name.
@@ -190,6 +196,8 @@ class ChosenBlocks(nn.Module):
         return chosen(importance, 1, self.of["num_local_blocks"], self.of)
 
     def forward(self, x):
+        """Output for x `[batch, tokens, hidden size]`; keeps the narrowest gap of the
+        choice, and of an indexer its divergence."""
         batch, n, _ = x.shape
         packed = self.qkv.qkv_proj(x).view(batch, n, self.heads + 2 * self.kv_heads, self.d)
         q, k, v = packed.split([self.heads, self.kv_heads, self.kv_heads], 2)
@@ -207,6 +215,7 @@ class SparseAttention(nn.Module):
     """Native sparse attention with keys and values that the branches share, compressed by an MLP or by means."""
 
     def __init__(self, model, attention, eps):
+        """`attention`: the recipe's table; its "compress" says whether blocks have an MLP or their mean."""
         super().__init__()
         self.heads, self.kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
         self.d = model["head_dim"]
@@ -222,6 +231,8 @@ class SparseAttention(nn.Module):
             self.k_compress, self.v_compress = BlockMlp(*sizes), BlockMlp(*sizes)
 
     def forward(self, x):
+        """Output for x `[batch, tokens, hidden size]`: the three branches by their
+        gates; keeps the narrowest gap of the choice."""
         batch, n, _ = x.shape
         heads, kv_heads, d = self.heads, self.kv_heads, self.d
         packed = self.qkv.qkv_proj(x).view(batch, n, heads + 2 * kv_heads, d)
@@ -260,6 +271,7 @@ class Mlp(nn.Module):
 
 class Layer(nn.Module):
     def __init__(self, model, attention, eps, has_norms):
+        """A layer with the attention of the recipe's kind: latent, NSA, or of chosen blocks."""
         super().__init__()
         size = model["hidden_size"]
         self.input_layernorm, self.post_attention_layernorm = RmsNorm(size, eps), RmsNorm(size, eps)
@@ -280,6 +292,8 @@ class PlainModel(nn.Module):
     """The model of a recipe's tables `model` and `attention`, in float64, with the weights of a checkpoint."""
 
     def __init__(self, model, attention, weights):
+        """`model`, `attention`: the recipe's tables; `weights`: the checkpoint's tensors by name,
+        which also say whether MLA norms its heads."""
         super().__init__()
         eps = model.get("rms_norm_eps", 1e-6)
         model = {"rope_theta": 10_000.0, **model}

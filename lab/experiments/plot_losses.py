@@ -40,6 +40,8 @@ def read(paths):
 
 
 def read_one(path):
+    """Of one metrics.jsonl the training losses, means over 50 steps (10 of a run shorter than 800), and the validation
+    losses but the one before training, both as (step, loss)."""
     rows = rows_of(path)
     steps = [(row["step"], row["loss"]) for row in steps_of(rows)]
     checks = [(row["step"], row["loss"]) for row in validations_of(rows) if row["step"] > 0]
@@ -135,6 +137,8 @@ def of_attention(runs):
 
 
 def main():
+    """Writes a picture of a panel for each argument TITLE: NAME=FILE,…; with
+    --attention one of the single argument's runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--speed", action="store_true", help="a panel of loss against tokens/s beside each")

@@ -27,6 +27,7 @@ class Axes:
         return LEFT + (WIDTH - LEFT - RIGHT) * share[0], TOP + (HEIGHT - TOP - BOTTOM) * (1 - share[1])
 
     def frame(self, title, below):
+        """The lines of SVG with title, `below` it a line in grey, and the labels of both axes' ticks."""
         x_ticks, y_ticks = self.ticks
         out = [f'<text x="{LEFT}" y="13" font-weight="bold">{title}</text><text x="{LEFT}" y="25" fill="#555">{below}</text>']
         for value, text in y_ticks:
@@ -55,6 +56,8 @@ def legend(entries):
 
 
 def of_lengths(files):
+    """Panels and words of the legend from `kernels bench --selectors`: ms against tokens, a panel a method, and from
+    which length on the method is faster than dense attention."""
     rows = [row for file in files for row in file["selectors"] if row["operands"] == "generated"]
     heads = max({row["heads"] for row in rows}, key=[row["heads"] for row in rows].count)
     methods = {}
@@ -84,6 +87,8 @@ def of_lengths(files):
 
 
 def of_quality(files):
+    """Panels and words of the legend from `eval selectors`: a method's added loss against a prompt's ms at the longest
+    length, a dot a setting; each panel names the settings that move."""
     rows = [row for file in files for row in file["selectors"]]
     longest = max(row["num_tokens"] for row in rows)
     rows = [row for row in rows if row["num_tokens"] == longest]

@@ -111,6 +111,8 @@ def rounded(value):
 
 
 def rows(group, report, asked):
+    """The rows of a command's JSON. `asked`: its selectors, for which `ruler` and `needle`
+    answer in this order behind dense attention."""
     if "selectors" in report:
         rows_made = []
         for row in report["selectors"]:
@@ -160,6 +162,8 @@ def run(job, args, end):
 
 
 def measure(args):
+    """Runs the jobs that --out has no row of for this device, those of the group
+    "time" one by one, others --workers at a time."""
     end = time.monotonic() + args.seconds
     patterns = args.out.with_suffix(".patterns.json")
     if "where" in args.only and not patterns.exists():
@@ -184,7 +188,8 @@ def where(row):
     return "kernels" if not row["host_bytes"] else "kernel, chosen on the host"
 
 
-def tables(rows_of_all):
+def print_tables(rows_of_all):
+    """Prints a table a group, device and length, scores of questions about texts a line a method, then what failed."""
     for group in [*GROUPS, *ASKED]:
         of_group = [row for row in rows_of_all if row["group"] == group]
         lengths = sorted({(row["device"], row["num_tokens"]) for row in of_group if "num_tokens" in row})
@@ -215,6 +220,7 @@ def tables(rows_of_all):
 
 
 def main():
+    """Measures where --checkpoint is given; prints and draws what --out has."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--checkpoint", type=pathlib.Path)
@@ -231,7 +237,7 @@ def main():
         measure(args)
     rows_of_all = json_lines(args.out)
     if args.tables:
-        tables(rows_of_all)
+        print_tables(rows_of_all)
     if args.draw:
         timed = [row for row in rows_of_all if row["group"] == "time" and "loss" in row]
         plot_selectors.write(args.draw, *plot_selectors.of_quality([{"selectors": timed, "trained": []}]))

@@ -77,8 +77,8 @@ def of_task(rows, kind, task, which):
     return by_length
 
 
-def table(rows, arguments):
-    """A table a task: loss, score and mean rank of the answer among eleven by length, all means over seeds."""
+def print_tables(rows, arguments):
+    """Prints a table a task: loss, score and mean rank of the answer among eleven by length, all means over seeds."""
     lengths = [times * arguments.length for times in (1, 2, 4)]
     head = ["attention", "loss", *(f"{length}: %" for length in lengths), *(f"{length}: rank" for length in lengths)]
     for task in TASKS:
@@ -101,6 +101,8 @@ def drawn(rows, arguments):
 
 
 def main():
+    """Makes the text and trains what has no line yet where --sieve is given; prints
+    the table of these lengths, and draws it."""
     parser = parser_of(__doc__, "ruler.jsonl", reads_text=False)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -121,7 +123,7 @@ def main():
     rows = {key: row for key, row in rows.items() if key[1:-1] == same}
     if not rows:
         parser.error(f"{path} has no run of these --length, --texts and --steps: {', '.join(map(str, same))}")
-    table(rows, arguments)
+    print_tables(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
 

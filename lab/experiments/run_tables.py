@@ -74,6 +74,8 @@ def at_best_rate(kind, length, file="rates"):
 
 @table("rates")
 def rates():
+    """Each kind at its own best rate: losses of all seeds in rows of 8192 and of
+    32,768, and on words last used far back."""
     head = ["attention", "rows of 8192: rate", "loss, a number a seed", "rows of 32,768: rate", "loss", "far > 1024",
             "> 4096", "> 16,384"]
     lines = []
@@ -86,6 +88,7 @@ def rates():
 
 @table("behind_dma")
 def behind_dma():
+    """Nats behind DMA, seed by seed, in rows of 32,768, the lowest mean first; kinds with other seeds are left out."""
     of_dma = {row["seed"]: row["loss"] for row in at_best_rate("DMA", 32768)[1]}
     by_name = []
     for kind, name in RATES.items():
@@ -138,6 +141,7 @@ def minute_far():
 
 @table("muon")
 def muon():
+    """Losses of DMA and dense attention by learning rate, under AdamW and under Muon; no runs, an empty cell."""
     tried = [7.5e-4, 1.5e-3, 3e-3, 6e-3]
     lines = []
     for kind, name in (("DMA", "DMA, slope, r 128"), ("dense", "dense")):
@@ -153,6 +157,7 @@ SIZES = [2, 5, 10, 20, 80]
 
 @table("scaling")
 def by_size():
+    """Losses of all seeds by size in millions of parameters, and the slope over runs that were trained in full."""
     lines = []
     for kind in SCALED:
         of_size = [runs("scaling", kind=kind, size=size) for size in SIZES]
@@ -164,6 +169,7 @@ def by_size():
 
 @table("dma_minus")
 def dma_minus():
+    """DMA's loss minus another kind's, of the same seed and size; "-" where one of them was not trained."""
     lines = []
     for kind, seed in (("dense", 0), ("dense", 1), ("window + slope", 0), ("window", 0)):
         ours, theirs = ({row["size"]: row["loss"] for row in runs("scaling", kind=name, seed=seed)}
@@ -258,6 +264,8 @@ RULER = ["dense", "window 128", "window 128 + slope", "DMA 128, slope, r 32", "D
 
 
 def ruler(task):
+    """Scores in % and mean ranks of the answer for one of RULER's tasks, at 1, 2
+    and 4 times the trained length, one seed."""
     lengths = [1024, 2048, 4096]
     lines = []
     for kind in RULER:

@@ -57,6 +57,8 @@ def on_devices(jobs, arguments, work):
         waiting.put(job)
 
     def serve(device):
+        """Takes jobs from the queue for one device until it is empty or the deadline
+        comes; an unfinished job is not repeated."""
         runs = Runs(device, arguments)
         while time.monotonic() < arguments.deadline:
             try:
@@ -247,6 +249,8 @@ def train(wanted, run, arguments, path, rows):
     running, failed, lock = set(), set(), threading.Lock()
 
     def work(_, runs):
+        """A device's loop: runs the best of the jobs that can begin now, adds its line to `rows` and the file, and
+        begins again. It waits where only a run of another device can bring further jobs."""
         while time.monotonic() < arguments.deadline:
             with lock:
                 jobs = [job for job in wanted(rows) if job not in running | failed]

@@ -71,6 +71,7 @@ def compare(arguments, checkpoint):
 
 
 def main():
+    """Prints a line a checkpoint as `compare` returns it; returns 1 where a log-probability or a text differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program")
     parser.add_argument("checkpoints", nargs="+")

@@ -135,7 +135,9 @@ def slope(points):
     return f"{slope:.3f}{error}"
 
 
-def table(rows, arguments):
+def print_table(rows, arguments):
+    """Prints a line a kind: losses of all seeds by size, and the slope over runs of
+    20 tokens a parameter. `rows`: by `KEY`."""
     by_cell = cells(rows)
     lines = []
     for kind in arguments.kinds:
@@ -170,6 +172,7 @@ def drawn(rows, arguments):
 
 
 def main():
+    """Trains the runs without a line, the largest sizes first, then prints the table and draws the figure."""
     parser = parser_of(__doc__, "scaling.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), choices=list(SIZES))
@@ -185,7 +188,7 @@ def main():
         jobs = [(kind, size, seed) for seed in arguments.seeds for size in sorted(arguments.sizes, reverse=True)
                 for kind in arguments.kinds]
         train_missing(jobs, run, arguments, path, rows)
-    table(rows, arguments)
+    print_table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
 

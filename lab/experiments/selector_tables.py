@@ -47,6 +47,7 @@ def losses(group, *labels):
 
 @table("selectors_8192")
 def selectors():
+    """Seven selectors on a prompt of 8192 tokens, and last dense attention: what they read, lose and take."""
     head = ["selector", "density", "mass", "loss - dense", "KL", "top-1", "cosine", "ms"]
     labels = ["bfla", "xattention", "block_sparse:topk=16", "oracle_topk:k=32", "streamingllm",
               "vertical_slash:vertical=256,slash=256", "momo:k=32,first_dense_layers=0"]
@@ -76,6 +77,7 @@ TABLES["bfla_rescue"] = lambda: of_settings(("`bfla` with", "density", "loss - d
 
 @table("momo_settings")
 def momo():
+    """`momo` with other settings, one at a time, and the best blocks that an oracle would take in its place."""
     rest = "first_dense_layers=0"
     names = {f"momo:k=16,{rest}": "its defaults (`gamma=16`, `k_exact=8`)",
              **{f"momo:k=16,k_exact={number},{rest}": f"`k_exact={number}`" for number in (1, 4, 16)}}
@@ -89,6 +91,7 @@ def momo():
 
 @table("ba_att_sorts")
 def ba_att():
+    """The loss that `ba_att` adds by what it sorts, at three shares of dropped pairs, and compensated in all layers."""
     lines = []
     for sparsity in ("0.5", "0.7", "0.9"):
         named = lambda rest: "ba_att" + (":" if rest or sparsity != "0.5" else "") + ",".join(
@@ -127,6 +130,7 @@ def pbs():
 
 @table("delta_bases")
 def delta():
+    """The loss that each base adds alone, with Delta Attention's correction, and with its recomputing form."""
     bases = {"xattention:tau=0.5": "delta:base=xattention,{}base.tau=0.5",
              "xattention:tau=0.7": "delta:base=xattention,{}base.tau=0.7",
              "streamingllm:n_local=512": "delta:{}base.n_local=512",
@@ -174,6 +178,7 @@ def papers():
 
 @table("momo_oracle")
 def oracle():
+    """Mass that MOMO's blocks keep beside the best blocks, as many and as large, and how many pairs those have."""
     lines = []
     for k in (8, 16, 32):
         ours, best = row("oracle", f"momo:k={k},first_dense_layers=0"), row("oracle", f"oracle_topk:block=64,k={k}")
@@ -202,6 +207,7 @@ def segments():
 
 @table("streams")
 def streams():
+    """The loss that decode methods add to a stream of 1024 tokens, at budgets of 128 and of 512 keys."""
     settings = {"exact_top": ("exact_top:k=128", "exact_top:k=512"),
                 "h2o": ("h2o:heavy=64,recent=64", "h2o:heavy=256,recent=256"),
                 "snapkv": ("snapkv:capacity=128", "snapkv:capacity=512"),
@@ -221,6 +227,8 @@ def score(line):
 
 @table("retrieval")
 def retrieval():
+    """RULER's scores in % (mean rank) and needles found under each selector, in texts
+    of 4096 and 8192 tokens or a little less."""
     labels = [None, "xattention:tau=0.7", "flexprefill", "oracle_topk:block=64,k=16", "momo:k=16,first_dense_layers=0",
               "pbs:tau=0.7", "a_shape:n_init=64,n_local=960", "block_sparse:topk=16", "snapkv:capacity=512",
               "quest:budget=512", "h2o:heavy=64,recent=64", "streamingllm:n_local=1020"]
@@ -236,6 +244,7 @@ def retrieval():
 
 @table("retrieval_streams")
 def retrieval_streams():
+    """RULER's scores in % where prompts of 1024 tokens are read as streams under decode methods."""
     names = {None: "dense", "h2o:heavy=256,recent=256": "`h2o`, 512 slots", "h2o:heavy=64,recent=64": "`h2o`, 128 slots",
              "quest:budget=512,dense_layers=0": "`quest`, 512 keys",
              "quest:budget=128,dense_layers=0": "`quest`, 128 keys"}

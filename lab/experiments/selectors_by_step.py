@@ -45,6 +45,7 @@ def recipe(args):
 
 
 def measure(args):
+    """Trains up to each of --steps that has no lines yet, and adds what `eval selectors` says of its checkpoint."""
     args.out.mkdir(parents=True, exist_ok=True)
     path, log, run, place = args.out / "recipe.toml", args.out / "log.txt", args.out / "run", ["--device", args.device]
     if path.exists() and path.read_text(encoding="utf-8") != recipe(args):
@@ -71,8 +72,8 @@ def results(args):
     return json_lines(args.out / "results.jsonl")
 
 
-def table(rows_of_all):
-    """Loss over dense attention's, KL, and the cosine of layers' attention to the dense one: mean, least."""
+def print_table(rows_of_all):
+    """Prints loss over dense attention's, KL, and the cosine of layers' attention to the dense one: mean, least."""
     for row in (row for row in rows_of_all if "failed" in row):
         print(f"failed: step {row['step']}, {row['label']}: {row['failed']}")
     rows_of_all = [row for row in rows_of_all if "failed" not in row]
@@ -90,6 +91,7 @@ def table(rows_of_all):
 
 
 def main():
+    """Measures where --sieve is given, until --seconds are over, and prints the table of what there is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sieve", help="the program; without it nothing is measured")
     parser.add_argument("--text", type=pathlib.Path, default=pathlib.Path("data/crates.jsonl"))
@@ -113,7 +115,7 @@ def main():
         except subprocess.CalledProcessError as error:
             print(f"{error.cmd[2]} failed; {args.out}/log.txt says why")
     if args.table:
-        table(results(args))
+        print_table(results(args))
 
 
 if __name__ == "__main__":

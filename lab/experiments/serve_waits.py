@@ -23,6 +23,7 @@ class Server:
     """A running `sieve serve`."""
 
     def __init__(self, program, checkpoint, flags):
+        """Starts the server on a free port and waits for its address; a server that ends first ends this program."""
         command = [program, "serve", "--checkpoint", checkpoint, "--port", "0", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = ""
@@ -64,6 +65,7 @@ def pauses(times):
 
 
 def main():
+    """Starts a server with the flags that are not its own, measures it and stops it."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("sieve")
     words.add_argument("checkpoint")

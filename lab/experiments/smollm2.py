@@ -42,6 +42,7 @@ def read_gguf(data):
         return value
 
     def value(kind):
+        """The value of metadata at `at`, which moves behind it; kind: GGUF's number of its type."""
         nonlocal at
         if kind == 8:
             size = number("Q")

@@ -103,6 +103,7 @@ DERIVED = {
 
 
 def cell(name, row, column, form):
+    """The text of a cell: computed by DERIVED, or the stored value in its column's format, a list as one text."""
     if (name, column) in DERIVED:
         return DERIVED[name, column](row)
     value = row[column]
@@ -114,6 +115,8 @@ def cell(name, row, column, form):
 
 
 def of_noted(name):
+    """Head and lines of a table that was noted by hand; in the columns `once` a
+    label equal to the one above is left out."""
     about, rows = noted()[name]
     columns = about["columns"]
     lines = [[cell(name, row, column, form) for column, form in columns.items()] for row in rows]
@@ -271,6 +274,7 @@ def filled(page):
 
 
 def main():
+    """Fills the tables of all pages from the rows, or with --check names what differs; ends with 1 on any fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--print", metavar="NAME", help="print one table", choices=sorted({*COMPUTED, *noted()}))

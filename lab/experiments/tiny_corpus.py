@@ -34,6 +34,8 @@ def code(path):
 
 
 def english():
+    """Yields the Bible's chapters, by Debian's program `bible`, then the Jargon File in pieces of
+    1500 letters or more, without its tables."""
     done = subprocess.run(["bible", "-f", "gen1:1-rev22:21"], capture_output=True, text=True, check=True).stdout
     chapters = {}
     for line in done.splitlines():
@@ -71,6 +73,7 @@ def recall(draw, count):
 
 
 def main():
+    """Writes the four files and prints the documents and MB of each; the same input gives the same files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--code", required=True, type=pathlib.Path, help="crates.jsonl")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of the four files")

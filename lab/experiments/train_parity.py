@@ -145,6 +145,7 @@ class Sieve:
     """The program under test."""
 
     def __init__(self, program: str, folder: pathlib.Path, kind: str, steps: int, optimizer: str = "AdamW") -> None:
+        """Writes the recipe of `kind` to `folder`, with a checkpoint after every step for what plain_models.py has."""
         self.program, self.folder = program, folder
         self.recipe = folder / f"{kind}.toml"
         self.recipe.write_text(
@@ -213,6 +214,7 @@ def later_key_stays(topk):
 
 @contextlib.contextmanager
 def ties(defined: bool):
+    """In a `with` block torch.topk keeps the later of equal keys; where ties are not `defined` it stays torch's own."""
     original = torch.topk
     if defined:
         torch.topk = later_key_stays(original)
@@ -254,6 +256,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
+        """Decays each matrix and moves it by its gradients' momentum, made orthogonal in five iterations."""
         for matrix, momentum in self.momenta:
             momentum.mul_(BETA1).add_(matrix.grad)
             update = matrix.grad + BETA1 * momentum
@@ -295,6 +298,8 @@ def load(folder: pathlib.Path):
 
 
 def largest_loss_difference(run: pathlib.Path, theirs: list[tuple[float, float]]) -> float:
+    """Prints both losses and gradient norms step by step, `theirs` as `torch_steps` returns them;
+    returns the largest difference of a loss."""
     ours = steps_of(metrics(run))
     assert [line["step"] for line in ours] == list(range(1, len(theirs) + 1)), "one line a step"
     print("step  loss (sieve)  loss (torch)  difference   norm (sieve)  norm (torch)")
@@ -362,6 +367,8 @@ def compare_plain(program: str, folder: pathlib.Path, kind: str, steps: int) -> 
 
 
 def compare(program: str, folder: pathlib.Path, kind: str, steps: int, defined_ties: bool, muon: bool) -> list[str]:
+    """Trains with Sieve, repeats it in PyTorch and returns what is out of tolerance, in words. defined_ties: the later
+    of equal keys stays, as in Sieve; muon: matrices of blocks by Muon."""
     if kind in PLAIN:
         return compare_plain(program, folder, kind, steps)
     sieve = Sieve(program, folder, kind, steps, "Muon" if muon else "AdamW")
@@ -392,6 +399,7 @@ def compare(program: str, folder: pathlib.Path, kind: str, steps: int, defined_t
 
 
 def main() -> None:
+    """Compares one kind, or all of them, and ends with what is out of tolerance."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--kind", choices=list(ATTENTION))

@@ -56,6 +56,8 @@ class Timer:
         self.heads, self.rows, self.flush = heads, {}, torch.zeros(128 << 20, device="cuda", dtype=torch.int32)
 
     def time(self, key, run, repetitions):
+        """Stores the median of so many runs as the row `key`, in ms of the GPU, with the L2
+        flushed and launches queued before each."""
         for _ in range(3):
             run()
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
@@ -118,6 +120,7 @@ def both(timer, key, call, inputs, gradient, repetitions):
 
 
 def dense(timer):
+    """Rows of cuDNN's and FlashAttention-2's dense attention, both passes; the latter not over 100,000 tokens."""
     for batch, n, width in DENSE:
         for name, backend in BACKENDS.items():
             if n > 100_000 and name == "FA2":
@@ -210,6 +213,7 @@ def random_blocks(n, density, block=128):
 
 
 def sparse(timer):
+    """Rows of forward passes with 32 query heads: cuDNN dense, and FlexAttention by share of blocks; prints them."""
     flex = compiled_flex()
     for n, densities in SPARSE:
         new = lambda heads: random(1, n, heads, 128).transpose(1, 2)
@@ -338,6 +342,8 @@ def flash_nsa(n=2048, heads=64, kv_heads=4):
     kept = lambda *inputs, **options: chosen.append(choose(*inputs, **options)) or chosen[-1]
 
     def exact(q, k, v, logits):
+        """The three branches of NSA in f32 over the blocks that flash_nsa chose
+        in its last call, weighted by the gates."""
         means = lambda x: x.float().unfold(1, NSA_POOLED, NSA_STRIDE).mean(-1)
         far = torch.arange(n, device="cuda")[:, None] - torch.arange(n, device="cuda")
         branches = [
@@ -355,6 +361,7 @@ def flash_nsa(n=2048, heads=64, kv_heads=4):
 
 
 def nsa(timer):
+    """Rows of NSA by fla (two branches, groups of 16 and more) and by flash_nsa, beside cuDNN's dense attention."""
     fla = flash = None
     with rival("fla", "pip install fla-core, or pack.sh"):
         fla = fla_nsa()
@@ -405,6 +412,7 @@ def msa_check(package, n=4096, heads=16, kv_heads=2):
 
 
 def msa(timer):
+    """Rows of flash-msa with and without the gradient of its indexer's loss, once it is right on 4096 tokens."""
     with rival("flash-msa", "pip install flash-msa==0.1.1 flash-attn-4, or pack.sh; set CUDA_HOME, it builds an extension"):
         from flash_msa import flash_msa as package
         from flash_msa import sparse_flash_varlen
@@ -483,6 +491,8 @@ def dma(timer):
 
 
 def heads(timer):
+    """Rows of dense attention at each number of heads and width: cuDNN,
+    FlashAttention-4 summing in any and in fixed order."""
     attend = flash_attention_4()
     for heads, kv_heads, width, n in HEAD_SHAPES:
         if timer.heads and f"{heads}/{kv_heads}" not in timer.heads:
@@ -503,6 +513,7 @@ def heads(timer):
 
 
 def mla(timer):
+    """Rows of cuDNN with the widths of MLA, and a printed line of both passes' TFLOP/s, of causal pairs."""
     for batch, n in MLA:
         new = lambda width: random(batch, n, HEADS, width).transpose(1, 2).requires_grad_()
         q, k, v = new(192), new(192), new(128)
@@ -583,6 +594,7 @@ def side_by_side(rows, ours):
 
 
 def main():
+    """Times the groups of --only, writes their rows to --json and, with --ours, prints them beside ours."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ours", help="JSON of `sieve kernels bench`")
     parser.add_argument("--json", default="/dev/null", help="where the rival's rows go")

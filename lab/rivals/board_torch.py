@@ -87,6 +87,8 @@ def factor(step, steps, schedule):
 
 
 def train(model, loss, recipe, next_batch, out):
+    """Trains in place for the recipe's steps. `loss`: a function of tokens and labels; `next_batch`: gives both on the
+    device; `out`: folder that gets metrics.jsonl, a line every `log_freq` steps."""
     training, settings = recipe["training"], recipe["optimizer"]
     if recipe["lr_scheduler"]["decay_type"] != "sqrt" or settings["name"] != "AdamW" or "global_batch_size" in training:
         sys.exit("the recipe: only AdamW, lr_scheduler.decay_type = \"sqrt\" and steps of one batch are known here")
@@ -131,6 +133,7 @@ def evaluated(loss, parts, sizes, length, rows, device):
 
 
 def main():
+    """Trains by the recipe, or loads an export with --weights, then prints the held-out loss as one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--out", required=True, type=pathlib.Path)

@@ -28,6 +28,7 @@ def seconds(model, ids, tokens):
 
 
 def main():
+    """Prints a line a number of texts: tokens a second behind the prompt, the prompt's own time subtracted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="1.7B-2K", choices=CASES)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="texts at once")

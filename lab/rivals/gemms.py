@@ -17,6 +17,7 @@ WEIGHTS = [(HIDDEN, 4096), (HIDDEN, HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERM
 
 
 def main():
+    """Prints the median milliseconds of a step's GEMMs, and their TFLOP/s."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=8)
@@ -28,6 +29,7 @@ def main():
     chunk = 4096  # logits come in chunks, as in any step that does not hold them all
 
     def step():
+        """Queues the GEMMs of one step; their results are dropped."""
         for weights in layers:
             for weight in weights:
                 x[weight.shape[1]] @ weight.T

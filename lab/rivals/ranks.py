@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 class Net(torch.nn.Module):
     def __init__(self, sizes, compiled):
+        """Qwen3 of `sizes`, an entry of CASES, and its loss; `compiled`: each layer's
+        forward pass and the loss by torch.compile."""
         super().__init__()
         self.lm = AutoModelForCausalLM.from_config(config_of(sizes), attn_implementation="sdpa").train()
         self.loss = head_loss
@@ -37,6 +39,7 @@ class Net(torch.nn.Module):
 
 
 def main():
+    """Prints from rank 0 a line a number of micro-batches: tokens/s of all GPUs, ms a step, most GiB of tensors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["ddp", "fsdp"])
     parser.add_argument("--case", default="1.7B-2K", choices=CASES)
@@ -69,6 +72,7 @@ def main():
     backends = [SDPBackend.CUDNN_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
 
     def step(micro):
+        """A step of `micro` micro-batches of the same tokens; ranks sum gradients in the last one alone."""
         for place in range(micro):
             is_last = place + 1 == micro
             quiet = contextlib.nullcontext()

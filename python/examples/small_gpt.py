@@ -123,6 +123,7 @@ def continuation(model, prompt, count, device):
 
 
 def main():
+    """Trains the model on all but a twentieth of the text's bytes; prints speed, loss on that part and a text."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layer", choices=LAYERS, default="dma")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -25,6 +25,8 @@ from sieve_attention import layers
 
 
 def exchanged(layer, **settings):
+    """`layer` as torchtitan builds and calls attention: sizes from its config, the batch as one packed row."""
+
     class Exchanged(layer, BaseAttention):
         def __init__(self, config):
             sizes = config.dim, config.n_heads, config.n_kv_heads, config.head_dim
@@ -93,6 +95,7 @@ def train(model, given, cast):
 
 
 def main():
+    """Trains both models from equal weights where they have the same ones, and prints their losses side by side."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layer", choices=LAYERS, nargs="+", default=["dma"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -223,6 +223,9 @@ def checked(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        """Runs the kernels' function, or the definition where `on_cpu` is on and the first argument is a CPU tensor; an
+        error that either raises is looked into only then.
+        """
         first = args[0] if args else kwargs.get(leader)
         run = definition_of(name, first) or function
         device = "cuda" if is_tensor(first) and first.is_cuda else "cpu"

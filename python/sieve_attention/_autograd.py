@@ -30,6 +30,9 @@ def _once(backward):
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, sinks, start, end, scale, window, deterministic, return_lse):
+        """o `[batch, tokens, heads, width of v]`, and with return_lse also the log-sum-exps `[batch, heads, tokens]`.
+        start, end: int32 `[batch, tokens]`, bounds of each token's document, or None for one document a row.
+        """
         o, lse, *kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window)
         # With a bias: o_low where the kernel keeps it, and base.
         kept = [*[None] * (2 - len(kept)), *kept]
@@ -44,6 +47,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx, d_o, *_):
+        """Gradients of q, k, v, and of bias or sinks where they are given; log-sum-exps pass none on."""
         sinks = ctx.saved_tensors[6]
         gradients = ops.attention_backward(*ctx.saved_tensors, d_o, *ctx.settings)
         if sinks is not None:
@@ -70,6 +74,7 @@ class DmaAttention(torch.autograd.Function):
 class Dma(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
+        """o of attention over the keys of `Selection.lists`; bias: f32 `[batch, KV heads, tokens]`."""
         given = q, k, v, w_dt.float(), a.float(), start, end
         o, lse, *kept = ops.dma_forward(*given, scale, keep, local, slopes, linear)
         # Where keys leave, the lists of those that stay come last.
@@ -84,6 +89,7 @@ class Dma(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx, d_o):
+        """Gradients of q, k, v and bias; those of keys that no query sees are 0."""
         q, k, v, bias, o, lse, o_low, base, start, end, w_dt, a, x, z, *lists = ctx.saved_tensors
         linear, *settings = ctx.settings
         kept = o, lse, o_low, base, d_o
@@ -162,6 +168,9 @@ class NsaSelected(torch.autograd.Function):
 class Nsa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *rest):
+        """o of NSA's three branches under their gates; `rest`: compressed keys and values, logits of the gates, their
+        bias or None, bounds of documents and the settings. Each branch's own output is kept for the backward pass.
+        """
         *compressed, gates, bias, start, end, scale, blocks, window, deterministic = rest
         compressed = _compressed(*compressed)
         o, *kept = ops.nsa_forward(q, k, v, compressed, gates, bias, start, end, scale, blocks, window)
@@ -172,6 +181,9 @@ class Nsa(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx, d_o):
+        """Gradients through the gates into each branch: of q the sum of all three, of k and v the sum of two, as the
+        compressed branch has keys and values of its own.
+        """
         q, k, v, compressed, gates, bias, start, end, *kept = ctx.saved_tensors
         coarse, coarse_lse, indices, chosen, chosen_lse, near, near_lse = kept
         scale, blocks, window, deterministic = ctx.settings
@@ -219,6 +231,9 @@ class Selected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, indices, counts, start, end, scale, block, block_sums, deterministic):
+        """o over the blocks that each query chooses, by index_q and index_k or, where these are None, by q and k; the
+        choice has no gradient, so the chosen blocks are kept.
+        """
         given = indices, counts, start, end, scale, block, False, block_sums
         o, lse, chosen, *sums = ops.selected_forward(q, *_by_chooser(k, v, indices), *given)
         ctx.save_for_backward(q, k, v, chosen, start, end, o, lse)

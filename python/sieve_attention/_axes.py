@@ -53,6 +53,7 @@ def known(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args, **kwargs):
+        """Calls the layer's function with warnings about axes off, also in the functions that it calls."""
         global _depth
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
@@ -99,6 +100,9 @@ def warn(tensors):
 
 
 def _warn_of_rows(given):
+    """Warns by the sizes of q, or else of k, where only the order of their axes tells
+    tokens from heads; `given`: tensors by name.
+    """
     # These have one of the two axes alone.
     decided = ("sinks", "w_dt", "doc_start", "documents", "selection", "lists", "words", "mask", "o", "dz")
     rows = [given[name] for name in ("q", "k", "v") if name in given and given[name].dim() == 4]

@@ -52,6 +52,7 @@ ANSWERS = {
 
 
 def _window(x):
+    """What to pass for `window_size`: a number of keys, or flash-attn's (left, right), without the query's own key."""
     if type(x) is int and x > 0:
         return f"pass window={x}, the query's own key included"
     if isinstance(x, (tuple, list)) and len(x) == 2 and all(type(n) is int for n in x):

@@ -118,6 +118,9 @@ class Plan:
     """The launches of an op for given shapes; `call` is its JSON: {op: settings}."""
 
     def __init__(self, call, gpu, tensors):
+        """Asks the library for the plan. gpu: as `gpu_of` returns it; tensors: name, shape, dtype and, where the kernel
+        walks them, strides of each input. No kernel is compiled before `load`.
+        """
         self.handle, self.request = None, {"call": call, "gpu": gpu, "tensors": tensors}
         if _library is None:
             raise SieveError(f"the library of kernels is not there: {missing}")
@@ -149,6 +152,7 @@ class Plan:
         self.packed = struct.Struct(f"{self.count}Q").pack
 
     def run(self, inputs):
+        """Queues the launches on the current stream and returns the outputs, without what is written in place."""
         outputs = [empty() for empty in self.empty]
         pointers = [x.data_ptr() for x in inputs]
         pointers += self.filled_pointers

@@ -206,6 +206,7 @@ def _check_local(local, keep):
 def attention(
     q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False, return_lse=False
 ):
+    """Dense or windowed attention; the log-sum-exps of `return_lse` have no gradient."""
     _check_sinks("attention", q, sinks, bias)
     settings = {"window": window, "scale": scale, "bias": bias, "sinks": sinks, "documents": documents}
     wide = _wide(q, k, v)
@@ -215,6 +216,9 @@ def attention(
 
 @_defines
 def select(rank, *, keep, local=0, documents=None):
+    """The kept keys query by query, as `expire`: the first query that no longer keeps a key. The kernels' lists
+    are made only where a GPU's limits count.
+    """
     from .functional import Selection
 
     _check_local(local, keep)
@@ -227,6 +231,7 @@ def select(rank, *, keep, local=0, documents=None):
 
 @_defines
 def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=False):
+    """Attention under a mask of tokens x tokens, made from `selection.expire`; the kernels' lists are not read."""
     wanted = (k.shape[0], k.shape[2], k.shape[1])
     for name, x in (("selection", selection.expire), ("bias", bias)):
         if x is not None and x.shape != wanted:
@@ -248,6 +253,7 @@ def dma_attention(
     q, k, v, w_dt, a, *, keep, preset=None, bias=None, recency=None, local=None, shortest_period=None,
     longest_period=None, slopes=None, scale=None, documents=None, deterministic=False,
 ):  # fmt: skip
+    """DMA in the form that the arguments say, with the kernels' defaults."""
     _check_local(local or 0, keep)
     given = {"preset": preset, "bias": bias, "recency": recency, "local": local, "slopes": slopes}
     periods = shortest_period, longest_period
@@ -258,6 +264,7 @@ def dma_attention(
 
 @_defines
 def nsa_mean_pool(k, v, *, blocks=None, documents=None):
+    """Means of each document's whole blocks, placed as by the kernels; a place without a whole block is 0."""
     (rows, tokens, *sizes), stride = k.shape, blocks.stride
     both = torch.stack(_wide(k, v))
     pooled = both.new_zeros(2, rows, -(-tokens // stride), *sizes)
@@ -276,6 +283,7 @@ def _by_slot(compressed, blocks):
 def nsa_compressed(
     q, compressed_k, compressed_v, *, blocks=None, scale=None, documents=None, deterministic=False
 ):  # fmt: skip
+    """NSA's compressed branch, and the blocks that it chooses, int32 `[batch, tokens, KV heads, num_selected]`."""
     heads = q.shape[2]
 
     def compressed(q, k, v):
@@ -295,6 +303,7 @@ def nsa_compressed(
 
 @_defines
 def nsa_selected(q, k, v, indices, *, blocks=None, scale=None, documents=None, deterministic=False):
+    """NSA's selected branch; indices count blocks from the first token of the query's document."""
     size = blocks.selected
 
     def selected(q, k, v, indices):
@@ -309,6 +318,7 @@ def nsa(
     q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=None, window=512, scale=None, documents=None,
     deterministic=False
 ):  # fmt: skip
+    """The sum of NSA's three branches, each times the sigmoid of its gate, document by document."""
 
     def of_document(q, k, v, weights, compressed_k, compressed_v):
         given = q, k, v, compressed_k, compressed_v, blocks
@@ -337,6 +347,9 @@ def selected_attention(
     q, k, v, indices, *, block=64, counts=None, scale=None, documents=None, window=None, causal=True,
     block_sums=False, deterministic=True, validate=False,
 ):  # fmt: skip
+    """Attention over the listed blocks, after the kernels' own checks of the
+    arguments; block sums, f32, have no gradient.
+    """
     from .functional import check_selected
 
     check_selected(q, indices, counts, documents and documents[0], block, window, causal, validate)
@@ -365,6 +378,9 @@ def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, dete
 def msa(
     q, k, v, index_q, index_k, *, block=128, num_selected=16, local=1, scale=None, documents=None, deterministic=False
 ):
+    """Attention over the blocks in which an indexer, one query head for each KV head,
+    finds its best tokens; it gets no gradient.
+    """
     from .functional import NsaBlocks
 
     if index_q.shape[2] != k.shape[2]:
@@ -376,6 +392,7 @@ def msa(
 
 @_defines
 def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
+    """Attention under a mask of blocks, read from the lists of the `BlockMask`: one row, or packed documents."""
     if mask.places is not None:
         return mask.over_documents(functools.partial(block_sparse, scale=scale), q, k, v)
     heads, queries, keys = mask.shape
@@ -402,6 +419,9 @@ def _of_cache(q, k_cache, v_cache, visible, bias=None, scale=None, sinks=None):
 
 @_defines
 def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None):
+    """One new token a row by the definition, its key and value, where given, at place `length` of
+    the caches; several new tokens one by one.
+    """
     if (chosen is None) != (block is None):
         raise SieveError("chosen is given together with block")
     _check_sinks("decode", q, sinks, chosen)
@@ -431,6 +451,7 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=
 def dma_decode(
     q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, preset=None, bias=None, local=None, scale=None
 ):
+    """One new token a row: in a full cache it takes the place of the key that DMA drops, or is itself dropped."""
     (rows, kv_heads, keep, _), length = k_cache.shape, length.long()
     _, linear, local = _dma.form("dma_decode", keep, kv_heads, preset=preset, bias=bias, local=local)
     place = torch.arange(keep)
@@ -455,6 +476,9 @@ def dma_decode(
 
 @_defines
 def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
+    """Attention of the last `q.shape[1]` tokens over latents, which are the keys and, in their first `rank` columns,
+    the values of all heads; length: tokens before the first query, None where the queries are the last tokens.
+    """
     wide, memory = _wide(q, latents)
     tokens, new = latents.shape[1], q.shape[1]
     first = torch.full((len(q),), tokens - new) if length is None else length.long()

@@ -59,6 +59,9 @@ class BlockMask:
         return made
 
     def _lists(self, kv_heads, deterministic):
+        """The lists that `by_keys` keeps, made anew. Without `deterministic`, off a Hopper GPU and in a trace they have
+        no schedule: then lists follow the order of the tiles.
+        """
         blocks, schedule = _blocks_of(self.words.device), None
         # A trace would hold each round of a schedule.
         is_traced = torch.compiler.is_compiling() or type(self.words) is not torch.Tensor

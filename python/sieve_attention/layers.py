@@ -193,6 +193,7 @@ class DenseAttention(_Layer):
         rope_amplitude: float = 1.0, rotates: bool = True, qk_norm: bool = True, qkv_bias: bool = False,
         attention_sinks: bool = False, rms_norm_eps: float = 1e-6, initializer_range: float = 0.02,
     ) -> None:  # fmt: skip
+        """Makes projections, norms of heads, sinks and rotation, and gives the weights their first values."""
         super().__init__(initializer_range)
         kv_heads, width = num_key_value_heads or num_attention_heads, head_dim or hidden_size // num_attention_heads
         self.num_heads, self.num_kv_heads, self.head_dim, self.scale = num_attention_heads, kv_heads, width, width**-0.5
@@ -278,6 +279,7 @@ class DynamicMaskAttention(DenseAttention):
         self, *sizes: int, keep_window_size: int = 2048, local_window_size: int | None = None, bias: str | None = None,
         recency: str | None = None, periods: Sequence[float] | None = None, **shared: "Unpack[Shared]",
     ) -> None:  # fmt: skip
+        """Adds to the dense weights those of the ranks: `dt_proj` of all KV heads' values, and A, which begins at 0."""
         super().__init__(*sizes, **shared)
         slopes = None if periods is None else [1.0 / period for period in periods]
         given: dict[str, Any] = {"bias": bias, "recency": recency, "local": local_window_size, "slopes": slopes}
@@ -294,6 +296,7 @@ class DynamicMaskAttention(DenseAttention):
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
     ) -> Tensor:
+        """Attention of whole rows over the keys that each query keeps; a cache gets those that later queries see."""
         k, v = self.keys(x, positions)
         if cache is not None:
             self.fill(cache, k, v)
@@ -318,6 +321,9 @@ class DynamicMaskAttention(DenseAttention):
         cache.tensors["position"][:, :, :count] = stays.to(torch.int32)
 
     def step(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """One token a row: its rank is its score plus its position times the slope; its key takes a free place, or that
+        of the key that leaves.
+        """
         k, v = self.keys(x, positions)
         rank = functional.dma_scores(v, self.dt_proj.weight, self.A)[:, :, 0]
         if self.form.slopes:
@@ -364,6 +370,7 @@ class InfLLMv2Attention(_BlocksAttention):
         self, *sizes: int, compress_block_size: int = 32, compress_stride: int = 16, select_block_size: int = 64,
         num_selected_blocks: int = 64, num_local_blocks: int = 32, **shared: "Unpack[Shared]",
     ) -> None:  # fmt: skip
+        """A dense layer's weights and the sizes of blocks; all sizes in tokens but the numbers of blocks."""
         super().__init__(*sizes, **shared)
         self.select_block_size, self.num_selected_blocks = select_block_size, num_selected_blocks
         self.blocks = NsaBlocks(compress_block_size, compress_stride, select_block_size, num_selected_blocks)
@@ -424,6 +431,7 @@ class MSA(_BlocksAttention):
         self, *sizes: int, select_block_size: int = 128, num_selected_blocks: int = 16, num_local_blocks: int = 1,
         **shared: "Unpack[Shared]",
     ) -> None:  # fmt: skip
+        """Adds the indexer to a dense layer: a query head for each KV head and one key head, with their norms."""
         super().__init__(*sizes, **shared)
         hidden_size, eps = self.q_proj.in_features, shared.get("rms_norm_eps", 1e-6)
         self.select_block_size, self.num_selected_blocks = select_block_size, num_selected_blocks
@@ -444,6 +452,7 @@ class MSA(_BlocksAttention):
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
     ) -> Tensor:
+        """Attention of whole rows over the blocks that the indexer chooses; a cache gets its keys too."""
         k, v = self.keys(x, positions)
         with torch.no_grad():
             index_q, index_k = self.index(x, positions)
@@ -525,6 +534,9 @@ class NativeSparseAttention(_BlocksAttention):
         num_selected_blocks: int = 16, window_size: int = 512, compress: str = "mlp", shared_kv: bool = True,
         compress_hidden_size: int | None = None, **shared: "Unpack[Shared]",
     ) -> None:  # fmt: skip
+        """Adds the gates to a dense layer, keys and values of each branch where they are not shared,
+        and with "mlp" the networks that compress.
+        """
         super().__init__(*sizes, **shared)
         hidden_size, width = self.q_proj.in_features, self.head_dim
         self.select_block_size, self.num_selected_blocks = select_block_size, num_selected_blocks
@@ -580,6 +592,9 @@ class NativeSparseAttention(_BlocksAttention):
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
     ) -> Tensor:
+        """The three branches of whole rows by their gates; a cache gets each
+        branch's keys and values, and compressed blocks.
+        """
         settings: dict[str, Any] = {"scale": self.scale, "documents": documents}
         plain, near = self.branch(x, "compress", positions), self.branch(x, "window", positions)
         far = near if self.shared_kv else self.branch(x, "select", positions)
@@ -599,6 +614,7 @@ class NativeSparseAttention(_BlocksAttention):
         return gates[0] * branches[0] + gates[1] * branches[1] + gates[2] * branches[2]
 
     def step(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """The three branches of one token a row; the token that completes a compressed block adds it to the cache."""
         plain, near = self.branch(x, "compress", positions), self.branch(x, "window", positions)
         far = near if self.shared_kv else self.branch(x, "select", positions)
         self.keep(cache, plain_k=plain[0], plain_v=plain[1], far_k=far[0], far_v=far[1], k=near[0], v=near[1])
@@ -633,6 +649,7 @@ class LatentAttention(_Layer):
         mla_qk_norm: bool = False, rope_theta: float = 10000.0, rope_frequencies: Sequence[float] | None = None,
         rope_amplitude: float = 1.0, rms_norm_eps: float = 1e-6, initializer_range: float = 0.02,
     ) -> None:  # fmt: skip
+        """Makes the projections down to the latent and up to the heads, and the rotation of the rest of a key."""
         super().__init__(initializer_range)
         self.num_heads, self.head_dim, self.rank, self.rope = (
             num_attention_heads,

@@ -93,6 +93,9 @@ def _schema(name, tensors, settings):
 
 
 def _define(name, tensors, settings):
+    """Registers an operator of `TABLE` with torch, for CUDA and CPU tensors and for
+    fakes, and returns the function that runs it.
+    """
     op = Op(name, tensors, [x.split()[-1].split("=")[0] for x in settings])
     _torch_library.define(_schema(name, tensors, settings))
     for key in ("CUDA", "CPU"):

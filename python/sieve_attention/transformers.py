@@ -230,6 +230,9 @@ def _once(module, x, make):
 
 
 def _of_padding(mask):
+    """Bounds of documents from a padding mask `[batch, tokens]`: a row's real tokens are
+    one document, each padding token is one.
+    """
     real, index = mask.bool(), torch.arange(mask.shape[1], device=mask.device)
     first = real.int().argmax(1, keepdim=True)
     last = first + real.sum(1, keepdim=True)
@@ -242,6 +245,7 @@ def _of_padding(mask):
 
 
 def _of_positions(positions):
+    """Bounds of documents from positions `[batch, tokens]`: a position of 0 begins one."""
     tokens = positions.shape[1]
     index = torch.arange(tokens, device=positions.device)
     begins = torch.where(positions == 0, index, tokens)
@@ -267,6 +271,7 @@ def patch_doge() -> None:
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, *, cache=None, **kwargs
     ):
+        """Doge's attention by `expiring_attention`; transformers' own by another implementation or behind a cache."""
         # The cache is the argument `cache` of transformers 5.24, `past_key_values` of earlier ones.
         cache = past_key_values if cache is None else cache
         given = self, hidden_states, position_embeddings, attention_mask, cache

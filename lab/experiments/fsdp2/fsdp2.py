@@ -60,6 +60,8 @@ class RmsNorm(nn.Module):
 
 class Layer(nn.Module):
     def __init__(self, sizes, attention):
+        """A layer of Qwen3. `sizes`: an entry of SIZES; `attention`: a function of
+        q, k and v `[rows, heads, tokens, width]`."""
         super().__init__()
         _, width, heads, kv_heads, head_dim, ff, *_ = sizes
         self.heads, self.kv_heads, self.head_dim, self.attention = heads, kv_heads, head_dim, attention
@@ -71,6 +73,7 @@ class Layer(nn.Module):
         self.gate, self.up, self.down = linear(ff, width), linear(ff, width), linear(width, ff)
 
     def forward(self, x, cos, sin):
+        """The layer's output for x `[rows, tokens, width]`; cos, sin `[tokens, head_dim]` of the rotation."""
         batch, tokens, _ = x.shape
         normed = self.norm(x)
         split = lambda y, heads: y.view(batch, tokens, heads, self.head_dim).transpose(1, 2)
@@ -84,6 +87,7 @@ class Layer(nn.Module):
 
 class Net(nn.Module):
     def __init__(self, sizes, attention):
+        """The whole model; a tied one has the embedding as its head."""
         super().__init__()
         layers, width, *_, vocabulary, tied, _, _ = sizes
         self.embedding = nn.Embedding(vocabulary, width)
@@ -217,6 +221,9 @@ def agreed(value):
 
 
 def run(args, sizes, words, device, name, backend, attention):
+    """Measures the model at each number of rows of `words`, MODE:EVERY:ROWS[:STEPS]; rank 0 prints a line and a JSON
+    object for each. Stops at the first number for which too little time or memory is left. `name`, `backend` and
+    `attention` are what `fastest_attention` returns."""
     mode, every, all_rows, *own_steps = words.split(":")
     every, steps = int(every), int(own_steps[0]) if own_steps else args.steps
     net = sharded(sizes, attention, device, mode == "compiled", every)
@@ -254,6 +261,7 @@ def run(args, sizes, words, device, name, backend, attention):
 
 
 def main():
+    """Measures the runs one after another; a rank without memory ends at once, and torchrun the others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="14.8B", choices=SIZES)
     parser.add_argument("runs", nargs="*", metavar="MODE:EVERY:ROWS,ROWS…[:STEPS]", help=f"by size: {RUNS}")

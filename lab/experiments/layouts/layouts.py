@@ -228,6 +228,8 @@ def work(args, path, rows):
                   "commit": version.rpartition("(")[2].rstrip(")"), "date": time.strftime("%Y-%m-%d")}
 
     def guarded(job, runs, arguments):
+        """`run`, in which every failure becomes `Unfinished`: died.log says why, and
+        the job is not tried again in this call."""
         try:
             return run(job, runs, arguments, rows)
         except Exception as error:  # one run that dies costs one line, whatever it died of
@@ -250,6 +252,7 @@ def work(args, path, rows):
 
 
 def main():
+    """Does the phases that have no line yet; exit code 0 where there is a run for each layout and seed."""
     parser = parser_of(__doc__, "layouts.jsonl")
     parser.add_argument("--heldout", type=pathlib.Path, required=True, help="documents that --text does not have")
     parser.add_argument("--tokenizer", type=pathlib.Path, required=True)

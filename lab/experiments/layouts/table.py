@@ -124,6 +124,7 @@ WHAT THE NUMBERS SAY.
 
 
 def main():
+    """Prints both tables, with --section as a section of the page, and draws the newest race's runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=pathlib.Path, default=ROWS, help="other lines than the stored ones")
     parser.add_argument("--draw", type=pathlib.Path)

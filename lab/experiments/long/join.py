@@ -62,6 +62,7 @@ def joined(texts, sizes, shares, every, draw):
 
 
 def main():
+    """Writes the joined documents as JSON lines and prints how many there are and their letters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input")
     parser.add_argument("output")

@@ -37,6 +37,7 @@ def keys(length):
 
 
 def plan(sieve):
+    """A row a kind and length: bytes of a training step, of its activations and of a text's cache, by `sieve plan`."""
     for kind in KINDS:
         for length in LENGTHS:
             words = [sieve, "-q", "plan", "--recipe", f"{kind}_80m", "--gpu", "h200", *sets(keys(length)), "--json"]
@@ -53,6 +54,8 @@ def two_steps(kind, sieve):
 
 
 def measure(sieve, text, out, device="cuda:0", kinds=KINDS, lengths=MEASURED, more=()):
+    """A row a kind and length: the most bytes in use in two training steps, or why they
+    failed. `more`: further keys of the recipe."""
     for kind in kinds:
         for length in lengths:
             folder = pathlib.Path(out) / f"{kind}-{length}"
@@ -102,6 +105,8 @@ def table():
 
 
 def draw(path):
+    """Writes the picture: planned memory of a step and of a cache over the
+    length, a line a kind, and the measured steps."""
     planned = [row for row in stored() if row["row"] == "planned"]
     of = lambda value: {  # noqa: E731
         kind: [(row["length"] / 1024, [value(row)]) for row in planned if row["kind"] == kind] for kind in KINDS}
@@ -115,6 +120,7 @@ def draw(path):
 
 
 def main():
+    """Prints the rows of `plan` or `measure` as they come, or draws the stored ones."""
     match sys.argv[1:]:
         case ["plan", sieve]:
             rows = plan(sieve)

@@ -34,6 +34,8 @@ def needles(folder, method):
 
 
 def rows(folder, card, commit, weights="trained"):
+    """The rows of what score.sh wrote to `folder`, a failed command as its last line of text. `weights`: of "random"
+    ones loss and recall say nothing and are left out."""
     commands = sorted(path.with_suffix("") for path in [*folder.glob("time-*.txt"), *folder.glob("stream-*.txt")])
     for path in commands:
         kind, method, *at = path.stem.split("-")
@@ -161,6 +163,7 @@ def picture(rows_of_all):
 
 
 def main():
+    """Prints the rows of a folder, or else the stored rows as tables, and draws them where a file is named."""
     if sys.argv[1:2] == ["rows"]:
         for row in rows(pathlib.Path(sys.argv[2]), *sys.argv[3:6]):
             print(json.dumps(row))

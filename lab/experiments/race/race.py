@@ -77,6 +77,8 @@ def words(error):
 # ---- one rival, in a process of its own
 class Racer:
     def __init__(self, rival, task, arguments, tell):
+        """`tell`: a function that gets each row. On a CPU Sieve runs by its
+        definitions, and plain torch in place of all others."""
         import torch
         import problems
         import rivals
@@ -146,6 +148,8 @@ class Racer:
         self.wait()
 
     def check(self):
+        """Rows of errors at each number of heads in CHECKED and of repeated passes at the first that
+        runs; also compiles what is timed later."""
         took_one = False
         for heads, tokens in CHECKED:
             if heads := heads_of(self.task, self.rival, heads, tokens):
@@ -224,6 +228,8 @@ class Racer:
         return forward
 
     def times(self, made):
+        """The times of a forward pass without gradients and of both passes in
+        ms, and the most MiB that both passes take."""
         problem, call = made
         row, forward = {}, self.without_gradients(problem, call)
         for name, run in (("forward", forward), ("both", lambda: self.passes(problem, call))):
@@ -274,6 +280,7 @@ def plain(problem):
     import torch
 
     def call(q, k, v):
+        """o in f32 a head at a time, cast to q's type; a query that sees no key gets 0."""
         rows, (wide_q, wide_k, wide_v) = [], (x[0].float() for x in (q, k, v))
         for head in range(problem.heads):
             kv_head = head // problem.group
@@ -310,6 +317,8 @@ class Worker:
     """A rival's process. It is alone in its process group, so that it is stopped together with its compilers."""
 
     def __init__(self, rival, task, race, heads=None):
+        """Starts the process; `heads`: the only ones it is timed with, None for
+        all. Its errors go to a file of its own."""
         self.rival, self.task, self.race, self.name = rival, task, race, f"{rival}|{task}"
         self.heads = heads  # the only ones that it is timed with; None is all
         self.done, self.at_work, self.alive, self.checked = queue.Queue(), [], True, False
@@ -323,6 +332,7 @@ class Worker:
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self):
+        """Passes the process's rows on and queues the name of each command that ended, None once the process has."""
         for line in self.process.stdout:
             row = json.loads(line)
             if "done" in row:
@@ -386,6 +396,8 @@ class Race:
             print(json.dumps(row), flush=True)
 
     def run(self):
+        """The whole race in its order: checks, times, odd shapes, then times of rivals that were checked late. In the
+        end all processes are killed; those still at work get a row."""
         self.write(about(self.arguments))
         try:
             self.check()
@@ -497,6 +509,7 @@ def split(field):
 
 
 def main():
+    """With --worker serves one rival's commands; else races all rivals that --only names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("race.jsonl"), help="rows are added here")
     parser.add_argument("--seconds", type=float, default=240.0, help="the whole run ends by then")

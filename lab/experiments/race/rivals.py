@@ -69,6 +69,7 @@ def sieve_own(kind):
     """A whole method of sieve_attention, with its choice of keys, sums in a fixed order."""
 
     def build(problem):
+        """The call of the method on `problem`; what DMA, NSA and MSA need beyond q, k and v is random."""
         import sieve_attention as ours
 
         heads, kv_heads, tokens = problem.heads, problem.kv_heads, problem.tokens
@@ -90,7 +91,10 @@ def sieve_own(kind):
 
 # ---- dense and windows
 def flash_attention_4(deterministic=False):
+    """The builder of FlashAttention-4's call; deterministic: sums in a fixed order in its backward pass."""
+
     def build(problem):
+        """The call for dense attention, windows or tiles; rows of documents are packed, which tiles do not offer."""
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
         options = {"deterministic": deterministic}
@@ -147,6 +151,7 @@ def flash_sparse_attn(problem):
 
 
 def cudnn(problem):
+    """cuDNN's dense attention through PyTorch's SDPA, in whose layout heads come before tokens."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     refuse_documents(problem, "scaled_dot_product_attention has no documents")
@@ -178,6 +183,8 @@ def flex(problem):
     tiles, tile_of = (problem.tiles, problem.tile_of) if task == "tiles" else (None, None)
 
     def sees(b, h, i, j):
+        """FlexAttention's mask: whether query i of head h sees key j in this task;
+        `start`: the first token of i's document."""
         visible = (j <= i) & (j >= start[i])
         if task == "window":
             return visible & (i - j < WINDOW)
@@ -237,6 +244,7 @@ def fla_moba(problem):
 
 
 def flash_nsa_package(problem):
+    """Sets flash_nsa's sizes of blocks and the documents; packages that it only names get stand-ins."""
     # What setuptools 82 and the machine lack, and the package only names.
     for name in ("pandas", "pkg_resources"):
         with contextlib.suppress(ImportError):
@@ -305,6 +313,8 @@ def attention_gym(problem):
 class _FrontendTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, count, order):
+        """o by cuDNN's frontend. count: tiles of keys that each tile of queries
+        sees; order: which, as `lists_of` gives both."""
         from cudnn.block_sparse_attention import block_sparse_attention_forward
 
         settings = {"q2k_block_nums": count, "sparse_block_size": TILE, "softmax_scale": SCALE, "layout": "bshd"}
@@ -314,6 +324,7 @@ class _FrontendTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
+        """Gradients of q, k and v, by the same lists as forward."""
         from cudnn.block_sparse_attention import block_sparse_attention_backward
 
         q, k, v, o, lse, count, order = ctx.saved_tensors

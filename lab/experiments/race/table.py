@@ -130,6 +130,8 @@ def measured_on(rows, task):
 
 
 def times(rows, task):
+    """The Markdown table of a task: times by heads and rival, ours first, memory, and both passes over ours at 32,768
+    tokens; no lines where nothing was timed."""
     timed = of(rows, "time", task)
     if not timed:
         return []
@@ -188,6 +190,7 @@ def behind(rows):
 
 
 def checks(rows):
+    """The section on errors against f64, no lines without any; "dkv" of keys that are values stands under dk."""
     errors = in_turn(of(rows, "error"))
     if not errors:
         return []
@@ -210,6 +213,7 @@ def repeats(rows):
 
 
 def host(rows):
+    """The section on the time of a call on the host, in microseconds."""
     timed = of(rows, "host")
     text = ["## Time on the host", "",
             "Of a call at 256 tokens in PyTorch, in microseconds: the median of 1,000, the GPU kept busy so that "
@@ -267,6 +271,7 @@ def measured(rows):
 
 
 def page(rows):
+    """The whole page in Markdown: a section a task that was timed, then the parts that have rows."""
     lines = HEAD.splitlines()
     if of(rows, "time"):
         lines += ["", "![both passes at 32,768 tokens, by task](race.svg)"]
@@ -307,6 +312,8 @@ def files(rows):
 
 
 def main():
+    """Merges a run's rows into the stored ones where a file is named, then writes, or
+    with --check compares, page and picture."""
     words = sys.argv[1:]
     if words and words[0] not in ("--check",):
         new = pathlib.Path(words[0]).read_text(encoding="utf-8").splitlines()

@@ -159,6 +159,8 @@ def steps_of_control(lines, args):
 
 
 def work(args, path):
+    """Imports all kinds, tries each rate in short runs, then trains each kind at its best rate with every seed and
+    scores all models, also as imported. Jobs that have a line in `path` are left out."""
     lines = lambda: json_lines(path)  # noqa: E731
     facts = {"card": device_name(args.devices[0]), "row": args.row, "rows": args.rows, "w": args.w,
              "program": output_of([args.sieve, "--version"])}
@@ -219,6 +221,7 @@ def table(lines):
 
 
 def main():
+    """Does the work where --sieve is given, and prints the table of the lines that there are."""
     parser = parser_of(__doc__, "smollm2.jsonl")
     parser.add_argument("--model", type=pathlib.Path, help="the folder that smollm2.py makes")
     parser.add_argument("--heldout", type=pathlib.Path, help="documents that --text does not have")

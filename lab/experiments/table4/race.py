@@ -335,6 +335,8 @@ def print_plan(args, jobs, rows):
 
 
 def arguments():
+    """The script's arguments, with defaults that depend on --try and --tiny. With --sieve
+    a kind without a recipe ends the program."""
     parser = parser_of(__doc__, "table4.jsonl", reads_text=False)
     parser.add_argument("--text", dest="folder", type=pathlib.Path, metavar="TEXT",
                         help="folder of train.jsonl, heldout.jsonl and tokenizer.json")
@@ -370,6 +372,8 @@ def steps_of_recipe(args, kind):
 
 
 def main():
+    """Trains what has no line, copies what goes --back, prints all tables; exit code 1 where a run
+    is missing. --plan prints minutes alone."""
     args = arguments()
     # What is stored is drawn without the program, which has the recipes.
     steps = {kind: args.steps or (TRY_STEPS if args.tries else steps_of_recipe(args, kind))

@@ -42,6 +42,8 @@ def runs():
 
 
 def table(logs):
+    """The Markdown table of runs to their end; `logs`: of each its head, validations
+    and logged steps, as `runs` yields them."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for head, validations, steps in logs:
         last = validations[-1]
@@ -251,6 +253,7 @@ TRY = """
 
 
 def main():
+    """Prints the tables, or the section of the page around them, and draws the pictures that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("svg", nargs="?", type=pathlib.Path, help="a picture of the runs to their end")
     parser.add_argument("--draw", type=pathlib.Path, help="a picture of the race")

@@ -130,6 +130,8 @@ def texts(path, data):
 
 
 def is_wanted(text):
+    """Whether a text is kept: 200 to 1,000,000 letters, not generated, with no line over 1000 letters and no broken
+    letter; digits are at most a third of what is no space."""
     size = len(text)
     if not 200 <= size <= 1_000_000:
         return False
@@ -283,6 +285,8 @@ def checked(folder):
 
 
 def main():
+    """Makes the text of a lock's packages and its manifest; or writes a lock, or
+    with --check compares a folder's checksums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lock = parser.add_mutually_exclusive_group(required=True)
     lock.add_argument("--from", dest="source", type=pathlib.Path, metavar="FILE", help="the lock of the packages")

@@ -36,6 +36,7 @@ def question(text):
 
 
 def main():
+    """Writes the question of each held-out document that gives one, and prints how many there are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heldout", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)

@@ -40,6 +40,7 @@ ROWS = ROOT / "lab/rows/tiny8k.jsonl"
 
 
 def parser():
+    """The script's arguments: to make the model, or with --take to make the checkpoint of what came back."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--sieve", help="the program")
     arguments.add_argument("--text", type=pathlib.Path)
@@ -148,6 +149,7 @@ def packed(given, export):
 
 
 def make(given):
+    """Makes the model, from texts to scores, into OUT/back; what an earlier call trained or scored is not repeated."""
     (given.out / "back").mkdir(parents=True, exist_ok=True)
     given.out = given.out.resolve()
     clock, rows = time.monotonic(), given.out / "back/rows.jsonl"
@@ -260,6 +262,7 @@ def take(given):
 
 
 def main():
+    """Makes the model, or with --take the checkpoint of its pieces."""
     arguments = parser()
     given = arguments.parse_args()
     if given.take:

@@ -90,6 +90,7 @@ def part(job):
 
 
 def main():
+    """Writes the files in parts, by several processes, joins the parts and prints each file's documents and MB."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, type=pathlib.Path)
     parser.add_argument("--out", required=True, type=pathlib.Path)

@@ -16,6 +16,7 @@ from prompts import pairs, prompts, write
 
 
 def ask(address, prompt, new):
+    """The greedy text behind a prompt of token ids and its number of tokens, `new` at most."""
     connection = http.client.HTTPConnection(address, timeout=600)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": new, "temperature": 0}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

@@ -36,6 +36,8 @@ def losses(arguments, attention):
 
 
 def main():
+    """Prints the losses of both and how often kernels ran; returns whether the check failed: a loss that differs by
+    more than --tolerance, no call of a kernel, or one in the plain run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("export")
     parser.add_argument("--steps", type=int, default=20)
