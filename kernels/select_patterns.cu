@@ -1,6 +1,6 @@
 // select_patterns: for each head, whether it keeps the block map, and how many blocks of columns and of diagonals it
-// keeps (FlexPrefill, arXiv:2502.20766). The map is the attention of blocks by products of their means. A head keeps the
-// map's largest entries where the estimate, such products of the last queries, agrees with the probe, the exact
+// keeps (FlexPrefill, arXiv:2502.20766). The map is the attention of blocks by products of their means. A head keeps
+// the map's largest entries where the estimate, such products of the last queries, agrees with the probe, the exact
 // attention of these queries.
 // Math       column_blocks, diagonal_blocks: the probe's columns and diagonals, summed over each block; e = softmax of
 //            the estimate; distance = sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint.
