@@ -58,8 +58,8 @@ impl ResultArgs {
         self.file(&checkpoint, &checkpoints, command).map(|_| ())
     }
 
-    /// Path of the JSON file that `--save` writes; `None` without `--save`. `checkpoints` is the recipe's folder of step-N
-    /// inside the run, and `command` the file's name if `--save` has no value.
+    /// Path of the JSON file that `--save` writes; `None` without `--save`. `checkpoints` is the recipe's folder of
+    /// `step-N` inside the run, and `command` the file's name if `--save` has no value.
     fn file(&self, checkpoint: &Path, checkpoints: &str, command: &str) -> Result<Option<PathBuf>> {
         let name = match self.save.as_deref() {
             None => return Ok(None),
