@@ -14,7 +14,7 @@ DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
 }
 
 // Zeros the thread's values of a tile of 64 keys x 64 rows of queries, P^T or dS^T, where the key is not one of the
-// run's, or comes after the token of the row; `places` is the shared address of the 64 rows' {token or -1, part}.
+// run's, or comes after the token of the row. `places` is the shared address of the 64 rows' {token or -1, part}.
 DEVICE void zero_hidden(float (&values)[32], const RunInWork& run, u32 places) {
   const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
             num_keys = run.num_keys(), first_key = run.first_key();

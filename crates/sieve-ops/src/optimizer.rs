@@ -143,8 +143,8 @@ pub(crate) mod cpu {
     //! AdamW and norms on the CPU. Here `split_master` returns the whole f32 master as the rest.
     use super::*;
 
-    /// Updates f32 weights without a leaf in place; with a leaf, or in another dtype, the reference runs. A bf16
-    /// gradient is widened first.
+    /// Updates f32 weights without a leaf, in place where nothing else holds them; with a leaf, or in another dtype,
+    /// the reference runs. A bf16 gradient is widened first.
     pub(crate) fn adamw(
         tensors: AdamWTensors<Flex>,
         grad: FlexTensor,
@@ -202,7 +202,7 @@ pub(crate) mod cpu {
         reference::global_norm::<Flex>(tensors)
     }
 
-    /// Copies an f32 tensor once; other dtypes are read by Burn. No memory of a device is held.
+    /// Copies an f32 tensor once, now; other dtypes are read by Burn.
     pub(crate) fn snapshot(tensor: FlexTensor) -> Snapshot {
         if !is_f32(&tensor) {
             return Snapshot::read_now::<Flex>(tensor);

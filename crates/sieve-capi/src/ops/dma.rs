@@ -33,8 +33,8 @@ impl DmaScores {
 pub struct DmaScoresBackward {}
 
 impl DmaScoresBackward {
-    /// With slopes the recency is added to z, whose positions count from `doc_start`, or without it from the row's
-    /// first token.
+    /// With slopes a recency is added to z; its positions count from `doc_start`, or without it from the row's first
+    /// token.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
         let dv = v.zeros_contiguous(v.shape(), DType::BF16);

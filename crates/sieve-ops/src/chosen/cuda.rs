@@ -10,8 +10,8 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::ChoiceRule;
 use sieve_kernels::{CudaPrimitive as Float, IndexGradient, SelectedBlocks, ToBurn, choose_by_scores, kernel_tensor};
 
-/// Blocks that are scored by the sum over an indexer's heads are scored by GEMMs and chosen by a kernel; by every other
-/// rule one kernel scores and chooses.
+/// By the rule that sums over an indexer's heads, GEMMs score the blocks and a kernel chooses; by every other rule
+/// kernels do both.
 pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cuda>) -> Float {
     if call.choice.rule == ChoiceRule::SumOfHeads {
         return choose_scored(qkv, pooled, call);

@@ -81,8 +81,8 @@ pub(crate) fn mla_decode(
     reference::mla_decode::<Flex>(q, latents, key_scale, rank, softmax_scale)
 }
 
-/// Adds the token to the slots and attends over all of them, in the order of the slots. Other dtypes than f32 take the
-/// reference, which is not counted as one here.
+/// Adds the token to the slots and attends over all of them, by rising position of their keys. Other dtypes than f32
+/// take the reference, which is not counted as one here.
 pub(crate) fn dma_decode(
     cache: &mut DmaCache<Flex>,
     token: DmaToken<Flex>,

@@ -94,7 +94,7 @@ pub(crate) fn nsa_compressed_attention_backward(
     })
 }
 
-/// `dqkv`, packed as `qkv`, by way of the lists of each block's queries that the forward pass left in `selected`.
+/// `dqkv`, packed as `qkv`; the lists of each block's queries that the forward pass left in `selected` are used again.
 pub(crate) fn nsa_selected_attention_backward(
     qkv: Float,
     block_indices: Float,
