@@ -236,8 +236,8 @@ pub(crate) mod cuda {
         })
     }
 
-    /// `kind` says which of `x` and `w` is transposed; with `([alpha, beta], c)` one GEMM computes `alpha a b + beta
-    /// c`.
+    /// `kind` says which of `x` and `w` is transposed; with `([alpha, beta], c)` one GEMM computes
+    /// `alpha a b + beta c`.
     pub(crate) fn gemm(
         kind: GemmKind,
         x: CudaPrimitive,

@@ -284,8 +284,8 @@ impl Parser {
         }
     }
 
-    /// Reads `{% set x = value %}`, or `{% set x | filter %}` with the block whose text it takes, to the end of `{%
-    /// endset %}`.
+    /// Reads `{% set x = value %}`, or `{% set x | filter %}` with the block whose text it takes, to the end of the
+    /// block.
     fn set(&mut self) -> Fallible<NodeKind> {
         let target = self.target(true)?;
         if self.pass_sign("=") {
@@ -330,8 +330,7 @@ impl Parser {
         Ok(Arc::new(Macro { name, params, body, names_varargs, names_kwargs }))
     }
 
-    /// Reads `{% call(params) name(..) %}`, whose body becomes a macro with the name `caller`, to the end of `{%
-    /// endcall %}`.
+    /// Reads `{% call(params) name(..) %}`, whose body becomes a macro with the name `caller`, to the end of the block.
     fn call(&mut self) -> Fallible<NodeKind> {
         let params = if self.is_sign("(") { self.params()? } else { Vec::new() };
         let call = self.expression()?;
