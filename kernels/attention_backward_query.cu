@@ -16,6 +16,7 @@
 #include "common/attention_params.cuh"
 #include "common/attention_backward_query.cuh"
 
+// A block computes dq of one tile of query rows, by a walk through the tiles of keys that they see; a warp has 16 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_query(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
 #if HAS_BIAS

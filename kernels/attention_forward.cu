@@ -30,6 +30,8 @@
 #include "common/attention_params.cuh"
 #include "common/attention_forward.cuh"
 
+// A block computes one tile of query rows, by a walk through the tiles of keys that they see; a warp has WARP_ROWS
+// rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
 #if HAS_BIAS

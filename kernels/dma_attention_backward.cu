@@ -45,7 +45,10 @@ static_assert(!DETERMINISTIC || !SHARES, "blocks that share keys add to the same
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
 
 #if WHOLE_KEYS
-// Writes the warp's half of the columns of dk or dv of whole keys, among the 32 keys that two warps share.
+// Writes the warp's half of the ROW columns of dk or dv, times `scale`, for the whole keys among the 32 that two warps
+// share: those which no other block has. `sums` are fragments of 16 keys x 8 columns, `entries` and `is_whole` the 32
+// keys' {position, expire} and whether each is whole; `to` is column 0 of the KV head at position 0, and positions are
+// `stride` elements apart. The first warp of the pair has 2 * HALF_PAIRS tiles of columns, the second the rest.
 template <int ROW, int HALF_PAIRS>
 DEVICE void store_whole_rows(bf16* to, u64 stride, float scale, const float (&sums)[2][2 * HALF_PAIRS][4],
                              const int2* entries, const bool* is_whole) {

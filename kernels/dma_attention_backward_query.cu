@@ -15,6 +15,8 @@
 #include "common/attention_params.cuh"
 #include "common/attention_backward_query.cuh"
 
+// A block computes dq of one tile of query rows, by a walk through its part of the super-block's list; a warp has 16
+// rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     dma_attention_backward_query(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
                                  const float2* row_stats, const float* delta, const float* base, const int2* list,

@@ -54,6 +54,7 @@ struct FindOldKeys {
   i32 num_survivors;
   const i32* expire;
   i32 first, q0;
+  // Calls visit(key, expire) once for each old key, in any order and from any thread; all threads of the block call it.
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
     for_each_pair<SUPER_BLOCK, 2>(survivors, num_survivors, [&](u32 key, u32) {
@@ -72,6 +73,7 @@ struct OldKeys {
   const Shared& shared;
   FindOldKeys find;
   i32 num_old, document, document_end;
+  // Calls it once for each old key, in any order and from any thread; all threads of the block take part.
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
     const i32 q0 = find.q0;

@@ -11,6 +11,7 @@
 
 struct EmbeddingForwardParams { u64 tokens, vocab_size, width_words, row_words; };
 
+// A thread copies one 16-byte word; consecutive threads have consecutive words of y.
 extern "C" __global__ void __launch_bounds__(256)
     embedding_forward(const uint4* weight, const i32* ids, uint4* y,
                       const __grid_constant__ EmbeddingForwardParams params) {

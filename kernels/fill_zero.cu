@@ -12,6 +12,7 @@ struct FillZeroParams {
   u64 num_elements;
 };
 
+// A thread clears four consecutive elements, or what is left of them at the end.
 extern "C" __global__ void __launch_bounds__(256) fill_zero(float* x, const __grid_constant__ FillZeroParams params) {
   const u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * 4;
   if (at + 4 <= params.num_elements) {

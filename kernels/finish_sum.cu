@@ -12,6 +12,7 @@ constexpr int NUM_THREADS = 1024, NUM_WARPS = NUM_THREADS / 32;
 
 struct FinishSumParams { u64 num_partials; };
 
+// One block: a thread adds every 1024th partial, then the threads' sums are added.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 finish_sum(const float* partials, float* out, const __grid_constant__ FinishSumParams params) {
   __shared__ float shared[NUM_WARPS];

@@ -1,7 +1,8 @@
 // hopper_attention_row_sums: attention_row_sums for sm_90a; the same mathematics, layout, buffers, params words and
 // results to rounding; runs between attention_backward_prepare and the backward.
 // Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i)
-// Layout     as attention_row_sums
+// Layout     as attention_row_sums: row_stats f32 pairs [batch, num_heads, padded_len, 2]: lse * log2(e), or +inf where
+//            a query sees no key, is read, and D replaces the second number
 // Buffers    q_map, k_map, v_map, do_map by value, q, k, v, do, row_stats,
 //            doc_start, (HAS_BIAS: delta, base)
 // Defines    as hopper_attention_forward
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_su
     const float* delta, const float* base,
 #endif
     const __grid_constant__ AttentionRowSumsParams params) {
-#include "common/begin_hopper_tile.cuh"
+#include "common/begin_hopper_tile.cuh"  // declares shared, tensors, work and maps
   const RowSumsConsumer consumer = {row_stats, (int)params.padded_len};
   run_block(tensors, work, consumer, maps, shared);
 }

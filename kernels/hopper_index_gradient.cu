@@ -74,7 +74,7 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
       if (first >= num_rows) continue;
       const u32 slot = (tiles - 1) % ROW_STAGES, q = stage_at(shared, slot) + half * 64 * 128,
                 places = places_at(shared, slot) + half * 64 * 8;
-      if (load_shared_int(places) < whole_from) hide_keys(ds, run, places);  // tokens ascend
+      if (load_shared_int(places) < whole_from) zero_hidden(ds, run, places);  // tokens ascend
       // Accumulate: dK += dS^T Q, dQ = dS K.
       u32 gradient[4][4];
       pack_operand(gradient, ds);

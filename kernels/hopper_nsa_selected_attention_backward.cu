@@ -65,7 +65,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
         for (int x = 0; x < 4; ++x)
           scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
       }
-      if (partial) hide_keys(scores, run, places);
+      if (partial) zero_hidden(scores, run, places);
       u32 weights[4][4];
       pack_operand(weights, scores);
       wgmma_fence();

@@ -34,6 +34,8 @@ struct Token {
 struct HeadBatch {
   HeadWords x[BATCH], dy[BATCH];
 
+  // Loads the lane's columns of BATCH heads, every HEADS_PER_WARP-th from `base` plus the number of its group of lanes
+  // on.
   DEVICE void load(const Token& token, int base, int end) {
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {

@@ -10,6 +10,7 @@
 
 struct ResidualAddParams { u64 width, a_stride, b_stride; };
 
+// A thread adds VECTOR consecutive columns of one row.
 extern "C" __global__ void __launch_bounds__(256)
 residual_add(const element* a, const element* b, element* y, const __grid_constant__ ResidualAddParams params) {
   const u64 row = blockIdx.x, column = ((u64)blockIdx.y * 256 + threadIdx.x) * VECTOR;

@@ -34,6 +34,8 @@ struct SelectChooseParams {
 struct Together {
   double* places;
   int turn;
+  // Joins one number a warp, which its first lane holds, by combine(a, b) in the order of warps. Every thread of the
+  // block calls it and receives the result.
   template <class Combine>
   DEVICE double of(double x, Combine combine) {
     double* place = places + turn * NUM_WARPS;

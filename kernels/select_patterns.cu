@@ -1,12 +1,15 @@
-// select_patterns: for each head, whether its attention follows the products of block means, and how many columns and
-// diagonals it needs (FlexPrefill, arXiv:2502.20766).
+// select_patterns: for each head, whether it keeps the block map, and how many blocks of columns and of diagonals it
+// keeps (FlexPrefill, arXiv:2502.20766). The map is the attention of blocks by products of their means. A head keeps
+// the map's largest entries where the estimate, such products of the last queries, agrees with the probe, the exact
+// attention of these queries.
 // Math       column_blocks, diagonal_blocks: the probe's columns and diagonals, summed over each block; e = softmax of
 //            the estimate; distance = sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint.
-//            Below tau: least columns and diagonals beside the map. Else one block more than the kept tokens fill
-// Layout     column, diagonal f32 [heads, num_keys]; estimate f32 [heads, blocks]; column_tokens, diagonal_tokens u32
-//            [heads, ceil(num_keys / 32)];
-//            column_blocks, diagonal_blocks f32 [heads, blocks]; tops i32 [3, heads]: columns, diagonals, and 0 or (no
-//            map) -1
+//            Below tau: `least` blocks of columns and of diagonals beside the map. Else no map, and one block more than
+//            the kept tokens fill
+// Layout     column, diagonal f32 [heads, num_keys], means over the probe's queries; estimate f32 [heads, blocks];
+//            column_tokens, diagonal_tokens u32 [heads, ceil(num_keys / 32)], a bit a token that is kept;
+//            column_blocks, diagonal_blocks f32 [heads, blocks]; tops i32 [3, heads]: numbers
+//            of columns and of diagonals, both in blocks, and 0 where the map is kept, else -1
 // Buffers    column, diagonal, estimate, column_tokens, diagonal_tokens, column_blocks, diagonal_blocks, tops, nan
 // Defines    none
 // Tiling     grid (heads, 1, 1); 256 threads; no dynamic shared memory

@@ -17,6 +17,8 @@
 #include "common/sparse_keys.cuh"
 #include "common/attention_backward_query.cuh"
 
+// A block computes dq of BLOCK_Q rows of a query tile, by a walk through the keys that the mask lists for the tile; a
+// warp has 16 rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     sparse_attention_backward_query(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
                                     const float2* row_stats, const i32* mask, bf16* dq,

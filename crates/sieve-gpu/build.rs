@@ -10,6 +10,7 @@ mod params_text;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
+/// The texts are those of this moment: a file that changes in between takes part in the next build alone.
 fn main() {
     let manifest = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

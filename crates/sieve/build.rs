@@ -13,6 +13,8 @@ const OWN_TEXT_BYTES: usize = 900_000;
 /// Files of more bytes are not embedded: `sieve train quickstart` on this folder leaves them out too.
 const FILE_BYTES: usize = 65_536;
 
+/// Of the training text it takes file by file in the order of [`OWN_TEXT`], without those that are too long or no
+/// longer fit.
 fn main() {
     let manifest = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

@@ -1,12 +1,13 @@
 // attention_backward: the gradients of a block of keys, from every query that sees one of them (arXiv:2307.08691,
 // algorithm 2, keys outermost).
-// Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document
-// the interface.
+// Used by attention_backward.cu (dense, sliding window, masks of tiles) and, through add_rows.cuh, by
+// dma_attention_backward.cu (gathered lists) and nsa_selected_attention_backward.cu (chosen rows), which document the
+// interface.
 // Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; a pair of warps owns 32 keys), BLOCK_Q queries a step (32 or 64);
 //            HAS_BIAS; CHOSEN_ROWS: the query rows come from a list (nsa_rows.cuh) instead of all queries of
-//            all heads, and each row has a partial dQ of its own; TILE_LISTS: steps come from a list (tile_steps.cuh),
-//            64 queries or the parts of 64; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
-//            this launch computes (large heads need two launches to fit into registers)
+//            all heads, and each row has a partial dQ of its own; TILE_LISTS: steps come from a list (tile_steps.cuh)
+//            of tiles of 64 queries, each of which is two steps where BLOCK_Q is 32; COMPUTE_DQ, COMPUTE_DK,
+//            COMPUTE_DV: which gradients this launch computes (large heads need two launches to fit into registers)
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK +=
 // dS^T Q. Shared memory bandwidth limits this kernel, so a warp works on 32 keys: each fragment of Q or dO then serves
 // two MMAs. Each warp of a pair scores half the queries of a step and keeps half the columns of dK and dV. After
@@ -185,9 +186,12 @@ DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 
 // Computes dQ = dS K of one step from dS^T in shared memory. It is added to the f32 sums as 16 x 8 fragments of 512
 // contiguous bytes; with CHOSEN_ROWS it is rounded to bf16 and stored as the rows' partial dQ.
 #if TILE_LISTS
+// Of the step `listed`; `slot` is that of dS^T, 0 or 1, and `shared` the shared address of `memory`.
 DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, const ListedStep& listed) {
   const int head = listed.head, query_tile = listed.tile;
 #else
+// Of query head `head` of the block and tile `query_tile` of BLOCK_Q queries, or with CHOSEN_ROWS step `query_tile` of
+// its rows; `slot` is that of dS^T, 0 or 1, and `shared` the shared address of `memory`.
 DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
 #endif
   const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;

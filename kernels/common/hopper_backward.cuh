@@ -251,9 +251,10 @@ struct DqPlace {
 // Adds every SENDERS-th staged tile of dQ, from tile `sender` on, to the f32 sums: one thread's part. It waits for what
 // would stall the consumers: the block of the preceding key tile, the copy engine, and the fence before this block lets
 // the next one add. At head_dim 64 these take longer than a step, so two threads in different warps take turns. A block
-// that reads its own number in a query tile's semaphore adds to the sum that the block before left there: that block's
-// bulk adds are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds
-// alone does not: without the fence, dq differs in one of some thousand passes (fence.proxy.async: one of sixty).
+// that reads OWN_TURN, its number in the order of adds, in a query tile's semaphore adds to what the block before it
+// left there: that block's bulk adds are done, and its fence orders them before the semaphore for every multiprocessor.
+// The wait for bulk adds alone does not: with no fence dq differs in about one of a thousand passes, with
+// fence.proxy.async in its place in one of sixty.
 DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
   const int num_tiles = block.group_size * block.num_tiles;
   if (sender >= num_tiles) return;
@@ -272,7 +273,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
     const int own_turn = place.own_turn;
 #define OWN_TURN own_turn
 #else
-#define OWN_TURN block.own_turn  // kept in a variable it moves other code
+#define OWN_TURN block.own_turn  // no variable: with one the compiler places other code elsewhere
 #endif
     auto add = [is_first](float* sums, u32 from, u32 bytes) {
       if (is_first) bulk_store(sums, from, bytes);
@@ -290,7 +291,8 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
     staged(0);
     while (!is_first && seen != OWN_TURN) seen = read_semaphore(semaphore);
 #if IS_WIDE
-    // Of 16 rows each: columns 0 to 63 and 128 to 191, then those between.
+    // In two parts, because the buffer holds 128 of the 192 columns: 0 to 63 and 128 to 191, then those between. An add
+    // takes 64 columns of 16 rows.
     constexpr int ROWS = 16 * HEAD_DIM, PART = 16 * 64;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) add(to + i / 2 * ROWS + i % 2 * 2 * PART, staging + i * PART * 4, PART * 4);

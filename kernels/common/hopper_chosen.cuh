@@ -104,7 +104,8 @@ DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, c
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 // The shared address of the tile of 128 rows in slot `slot`, 0 .. ROW_STAGES - 1.
 DEVICE u32 stage_at(u32 shared, u32 slot) { return shared + STAGES_AT + slot * STAGE_BYTES; }
-// The shared address of {token, part} of the rows in slot `slot`, 8 bytes a row.
+// The shared address of {token or -1, part} of the rows in slot `slot`, 8 bytes a row; `part` is the row of the partial
+// results to which the row's are written.
 DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 8; }
 // The shared address of the log-sum-exps of the rows in slot `slot`, 4 bytes a row; after them stand their D.
 DEVICE u32 stats_at(u32 shared, u32 slot) { return shared + STATS_AT + slot * ROWS * 8; }

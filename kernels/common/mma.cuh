@@ -51,6 +51,7 @@ DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 shared) {
 DEVICE void store_shared_32(u32 shared, u32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
+// Loads the 16 bytes at a shared address, which is a multiple of 16.
 DEVICE uint4 load_shared_128(u32 shared) {
   uint4 r;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -16,6 +16,8 @@ struct Choices {
   const i32 *indices, *doc_start;
   int num_heads, num_selected, select_size, first_query, num_queries, range_first;
 
+  // Takes block_indices i32 [batch, seq_len, num_kv_heads, num_selected], blocks counted from the query's document on,
+  // -1 for none, and doc_start i32 [batch, seq_len].
   DEVICE Choices(const i32* block_indices, const i32* doc_start, const NsaCellsParams& params)
       : indices(block_indices +
                 ((u64)blockIdx.z * params.seq_len * params.num_kv_heads + blockIdx.y) * params.num_selected),

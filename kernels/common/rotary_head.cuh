@@ -29,6 +29,7 @@ DEVICE void store_columns(bf16* to, const float (&from)[LANE_COLUMNS]) {
 // A lane's columns in the types of memory.
 struct HeadWords {
   u32 low[PAIRS], high[PAIRS];
+  // The same columns as f32.
   DEVICE HeadColumns columns() const {
     HeadColumns columns;
 #pragma unroll

@@ -16,6 +16,9 @@ struct RowSums {
            : STEPS == 2 ? g % 2 * 4 + g / 2 % 2 * 2
                         : g % 2 * 4 + g / 2 % 2 * 2 + g / 4;
   }
+  // Adds up the rows whose numbers, lane / 4, differ in the lowest STEPS bits only. The first TILES * WIDTH values are
+  // then sums of the tiles from first_tile() on, and the others are of no use; all 32 lanes call it. STEP counts the
+  // bits that are done.
   template <int STEP = 0>
   static DEVICE void add(float (&values)[8 * WIDTH]) {
     if constexpr (STEP < STEPS) {

@@ -30,6 +30,8 @@ struct CellSide {
   u32 to;  // this thread's offset in a step
   const i32* order;
 
+  // `heads` is column 0 of the head at token 0, `token` the first place of the side's first cell. The thread copies 8
+  // columns of every 32nd cell from cell threadIdx.x / 8 on.
   DEVICE CellSide(const bf16* heads, u64 token_stride, i64 token, int cell, i64 first, i64 end,
                   const i32* order)
       : token_stride((i64)token_stride), cell(cell), first((int)first), end((int)end), order(order) {

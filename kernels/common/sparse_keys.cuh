@@ -65,6 +65,8 @@ struct SparseMask {
   int heads_per_list, heads_per_order;
   u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;
 
+  // Takes the members that the params structs of these kernels have in common; their seq_len counts keys, and `data` is
+  // the launch's mask.
   template <class Params>
   DEVICE SparseMask(const i32* data, const Params& params)
       : data(data),

@@ -40,6 +40,7 @@ struct SplitDecode {
   float o[NUM_O][4];       // accumulators: rows g and g + 8 of the lane 4 g + t
   float row_max[2], row_sum[2];  // of the scaled logits in base 2; row_sum over this lane's columns only
 
+  // Begins without a key: sums of zero, and a maximum of -inf. Every warp calls it before its first tile.
   DEVICE void init() {
 #pragma unroll
     for (int n = 0; n < NUM_O; n++)

@@ -43,6 +43,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
     Random(seed).vector(len)
 }
 
+/// Prints all tables; with the argument `chosen` only that of attention over chosen blocks.
 fn main() {
     println!("{} threads", rayon::current_num_threads());
     if std::env::args().nth(1).as_deref() == Some("chosen") {

@@ -17,6 +17,7 @@ const DEFAULT: [&str; 4] = ["bfla", "xattention", "pbs", "meanpool"];
 /// Prompts of the growth measurement, in tokens.
 const GROWTH: [usize; 6] = [1024, 2048, 4096, 8192, 16_384, 32_768];
 
+/// One set of operands, as long as the longest measurement, serves all: a shorter call takes its first tokens.
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let number = |at: usize, default: usize| -> Result<usize, std::num::ParseIntError> {

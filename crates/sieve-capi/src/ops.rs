@@ -168,6 +168,8 @@ impl Inputs {
         Ok([self.get("doc_start")?, self.get("doc_end")?])
     }
 
+    /// The forward pass's outputs as a backward pass reads them: o and lse are required, `o_low` and `base` may be
+    /// missing.
     fn result(&self) -> Result<AttentionResult, PlanError> {
         Ok(AttentionResult {
             o: self.get("o")?,

@@ -101,6 +101,7 @@ on_arch! {
     ) -> () = forward_tokens_simd;
 }
 
+/// Scores of the tokens of `qkv`, written to z as `[tokens, num_kv_heads]`; a token's values are its last heads.
 #[inline(always)]
 fn forward_tokens_simd<S: Simd>(simd: S, shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f32], z: &mut [f32]) {
     let width = shape.num_kv_heads * shape.head_dim;

@@ -72,6 +72,7 @@ on_arch! {
     fn add_rows<'a>(dy: &'a [f32], rows: &'a [usize], sum: &'a mut [f32]) -> () = add_rows_simd;
 }
 
+/// Adds to `sum` the rows of `dy` with these indices, in their order; a row is as wide as `sum`.
 #[inline(always)]
 fn add_rows_simd<S: Simd>(_simd: S, dy: &[f32], rows: &[usize], sum: &mut [f32]) {
     let d_model = sum.len();

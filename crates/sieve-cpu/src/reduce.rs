@@ -18,6 +18,7 @@ on_arch! {
     fn squares<'x>(x: &'x [f32]) -> f64 = squares_simd;
 }
 
+/// The sum of squares of one block, in f64 by sixteen partial sums.
 #[inline(always)]
 fn squares_simd<S: Simd>(_simd: S, x: &[f32]) -> f64 {
     // Independent sums: the compiler may not reorder one f64 sum, and so could not vectorise it.

@@ -17,6 +17,7 @@ pub enum Rounding {
 }
 
 impl Rounding {
+    /// The number as it is, or rounded to f32 and then to bf16.
     #[inline(always)]
     fn of(self, x: f64) -> f64 {
         match self {

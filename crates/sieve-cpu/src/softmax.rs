@@ -16,6 +16,7 @@ on_arch! {
     pub fn max_of_row<'x>(row: &'x [f32]) -> f32 = max_of_row_simd;
 }
 
+/// By 32 partial maxima, which the compiler turns into vectors.
 #[inline(always)]
 fn max_of_row_simd<S: Simd>(_simd: S, row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 32];

@@ -124,6 +124,8 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
+    /// Reads a `tokenizer.json`; the error is the reason alone, without a path. A panic of the `tokenizers` crate is an
+    /// error, too.
     fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
         // The `tokenizers` crate panics on some damaged files.
         let loaded = guarded(|| {

@@ -143,6 +143,8 @@ impl ChatTemplate {
         self.question(chat).map_err(|fault| words(&fault))
     }
 
+    /// The text of all messages and the beginning of an answer, rendered on a stack of its own and within a budget of
+    /// its own.
     fn question(&self, chat: &Chat) -> Fallible<String> {
         let program = self.program()?;
         let (text, _) = jinja::on_own_stack(|| {

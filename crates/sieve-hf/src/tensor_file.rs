@@ -295,6 +295,7 @@ impl Stored<'_> {
     }
 }
 
+/// The type in a file; F32 also stands for each type of Burn that is not named here.
 fn to_safetensors(dtype: DType) -> Dtype {
     match dtype {
         DType::F64 => Dtype::F64,

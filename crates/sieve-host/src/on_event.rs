@@ -28,6 +28,7 @@ pub enum Event {
 }
 
 impl Event {
+    /// The word in `SIEVE_EVENT`.
     fn name(self) -> &'static str {
         match self {
             Self::Finished => "finished",

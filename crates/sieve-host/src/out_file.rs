@@ -99,6 +99,7 @@ impl Deref for OutFile {
 pub struct PictureFile(OutFile);
 
 impl PictureFile {
+    /// Refuses what [`OutFile`] refuses, and a name without the ending `.svg`, unless it is that of a pipe or a device.
     fn new(path: PathBuf) -> Result<Self, CannotWrite> {
         let file = OutFile::new(path)?;
         let is_svg = file.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg"));

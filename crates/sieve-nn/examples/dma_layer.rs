@@ -12,6 +12,7 @@ use sieve_ops::{DmaShape, Documents};
 
 type B = Autodiff<Flex>;
 
+/// A forward pass, the density of the mask that it returns, and the gradients of the input and of A.
 fn main() {
     let device = Default::default();
     let (batch, seq_len, d_model) = (2, 512, 256);

@@ -27,6 +27,7 @@ struct GatedAttention<B: Backend> {
 }
 
 impl<B: SieveBackend> GatedAttention<B> {
+    /// Draws the weights, one projection after the other, from `init`.
     fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let width = shape.num_heads * shape.head_dim;
         Self {
@@ -58,6 +59,7 @@ struct Model<B: Backend> {
 }
 
 impl<B: SieveBackend> Model<B> {
+    /// Draws all weights from one seed; the head is the embedding's, so it has none of its own.
     fn new(shape: &ModelShape, device: &B::Device) -> Self {
         let init = &mut WeightInit::new(0, shape.initializer_range);
         let norm = |init: &mut WeightInit| RmsNorm::new(shape.d_model, shape.rms_norm_eps, init, device);

@@ -51,6 +51,7 @@ pub(crate) mod cpu {
     use burn::tensor::{Element, bf16};
     use burn_flex::Flex;
 
+    /// Rows of an f32 or bf16 table, in the table's dtype; other dtypes take the reference.
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
         let dtype = weight.dtype();
         // Other dtypes have no kernel.
@@ -72,6 +73,8 @@ pub(crate) mod cpu {
         from_vec(y, [shape[0], shape[1], d_model])
     }
 
+    /// The sum of the rows of `dy`, `[batch, seq_len, d_model]`, by token id, in the order of the tokens; rows of
+    /// tokens that do not occur are 0.
     pub(crate) fn embedding_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
         unless_f32!(&dy, "embedding_backward": reference::embedding_backward::<Flex>(dy, ids, vocab_size));
         let (dy, ids) = (contiguous(dy), contiguous(ids));

@@ -148,6 +148,7 @@ pub(crate) mod cpu {
         added::<Flex>(sum, from_vec(gradient, [last_dim(&dy), last_dim(&x)]))
     }
 
+    /// `kind` says which of `x` and `w` is transposed; with `([alpha, beta], c)` returns `alpha a b + beta c`.
     pub(crate) fn gemm(
         kind: GemmKind,
         x: FlexTensor,
@@ -202,6 +203,7 @@ pub(crate) mod cuda {
     use sieve_kernels::step::residual_add;
     use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, ToBurn, kernel_tensor, matmul};
 
+    /// `x Wᵀ`, plus the residual if there is one; the GEMM itself adds it where that takes no longer.
     pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive, residual: Option<CudaPrimitive>) -> CudaPrimitive {
         let [a, b] = tensors([&x, &weight]);
         let (op, attempt) = match residual.clone().map(kernel_tensor) {
@@ -234,6 +236,8 @@ pub(crate) mod cuda {
         })
     }
 
+    /// `kind` says which of `x` and `w` is transposed; with `([alpha, beta], c)` one GEMM computes
+    /// `alpha a b + beta c`.
     pub(crate) fn gemm(
         kind: GemmKind,
         x: CudaPrimitive,

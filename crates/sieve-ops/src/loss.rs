@@ -132,6 +132,7 @@ pub(crate) mod cpu {
     //! Projection and cross-entropy on the CPU: methods of `DeviceBackend`.
     use super::*;
 
+    /// Losses in nats, f32 `[tokens]`, 0 where a label is negative; the weight may be f32 or bf16.
     pub(crate) fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
         unless_f32!(&h, "token_losses": reference::token_losses::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
@@ -150,6 +151,7 @@ pub(crate) mod cpu {
         from_vec(vec![loss.loss_sum as f32], [1])
     }
 
+    /// `[loss, dh, dweight]` of the summed loss, all f32; here the weight must be f32 as h is.
     pub(crate) fn linear_cross_entropy_with_gradients(
         h: FlexTensor,
         weight: FlexTensor,
@@ -172,6 +174,7 @@ pub(crate) mod cpu {
         [loss, from_vec(dh, h.shape()), from_vec(dweight, weight.shape())]
     }
 
+    /// `x` times the one number of `factor`, in place if nothing else holds x.
     pub(crate) fn scale(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
         if !is_f32(&x) || !is_f32(&factor) {
             return plain("scale", || reference::scale::<Flex>(x, factor));
@@ -202,6 +205,7 @@ pub(crate) mod cuda {
         kernel_or("token_losses", attempt.map(ToBurn::burn), || reference::token_losses::<Cuda>(h, weight, labels))
     }
 
+    /// The loss in nats, summed over all tokens in a fixed order, f32 `[1]`.
     pub(crate) fn linear_cross_entropy(
         h: CudaPrimitive,
         weight: CudaPrimitive,

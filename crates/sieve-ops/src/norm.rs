@@ -109,6 +109,7 @@ pub(crate) mod cpu {
         from_vec(y, x.shape())
     }
 
+    /// `[dx, dweight]`, dx plus the gradient `d_residual` of the residual connection around the norm, if there is one.
     pub(crate) fn rms_norm_backward(
         call: RmsNormCall<Flex>,
         dy: FlexTensor,
@@ -132,6 +133,7 @@ pub(crate) mod cpu {
         [dx, from_vec(dweight, weight.shape())]
     }
 
+    /// `[dx, dweight, y]`, by two passes: y is what [`rms_norm`] returns.
     pub(crate) fn rms_norm_backward_with_output(
         call: RmsNormCall<Flex>,
         dy: FlexTensor,
@@ -157,6 +159,8 @@ pub(crate) mod cuda {
         kernel_or("rms_norm", attempt.map(ToBurn::burn), || reference::rms_norm(call))
     }
 
+    /// `[dx, dweight]`; the kernel itself adds `d_residual`, the gradient of the residual connection around the norm,
+    /// to dx.
     pub(crate) fn rms_norm_backward(
         call: RmsNormCall<Cuda>,
         dy: CudaPrimitive,
@@ -173,6 +177,7 @@ pub(crate) mod cuda {
         })
     }
 
+    /// `[dx, dweight, y]` in one pass of a kernel, y being the norm's output.
     pub(crate) fn rms_norm_backward_with_output(
         call: RmsNormCall<Cuda>,
         dy: CudaPrimitive,

@@ -143,6 +143,8 @@ pub(crate) mod cpu {
     //! AdamW and norms on the CPU. Here `split_master` returns the whole f32 master as the rest.
     use super::*;
 
+    /// Updates f32 weights without a leaf, in place where nothing else holds them; with a leaf, or in another dtype,
+    /// the reference runs. A bf16 gradient is widened first.
     pub(crate) fn adamw(
         tensors: AdamWTensors<Flex>,
         grad: FlexTensor,
@@ -200,6 +202,7 @@ pub(crate) mod cpu {
         reference::global_norm::<Flex>(tensors)
     }
 
+    /// Copies an f32 tensor once, now; other dtypes are read by Burn.
     pub(crate) fn snapshot(tensor: FlexTensor) -> Snapshot {
         if !is_f32(&tensor) {
             return Snapshot::read_now::<Flex>(tensor);
@@ -224,6 +227,8 @@ pub(crate) mod cuda {
     use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
     use sieve_kernels::{CudaTensor, HostCopy, KernelError, ToBurn, kernel_tensor};
 
+    /// Updates the tensors in place where nothing else holds them. The reference, if the kernel refuses, takes a split
+    /// master joined and splits it again.
     pub(crate) fn adamw(
         tensors: AdamWTensors<Cuda>,
         grad: CudaPrimitive,
@@ -251,6 +256,8 @@ pub(crate) mod cuda {
         kernel_or("split_master", attempt, || (Cuda::float_cast(master.clone(), FloatDType::BF16), master))
     }
 
+    /// The f32 master of the bf16 weights `leaf` and the `rest`, which is the whole master where the kernel did not
+    /// split it.
     pub(crate) fn join_master(leaf: CudaPrimitive, rest: CudaPrimitive) -> CudaPrimitive {
         if rest.dtype != DType::BF16 {
             // The kernel has refused to split the master, so that the rest is the whole master.
@@ -284,8 +291,8 @@ pub(crate) mod cuda {
         sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 
-    /// One update, in place where a tensor has no other owner. Returns the tensors after a refusal too: with clones for
-    /// that case every update would copy.
+    /// One update, in place where a tensor has no other owner; with the model's bf16 weights, the leaf, `param` is the
+    /// bits that they lack. Returns the tensors after a refusal too: with clones for that case every update would copy.
     fn launch_update(
         tensors: AdamWTensors<Cuda>,
         grad: &CudaPrimitive,
@@ -293,7 +300,7 @@ pub(crate) mod cuda {
         step: AdamWStep,
     ) -> (AdamWTensors<Cuda>, Result<(), KernelError>) {
         let [param, exp_avg, exp_avg_sq] = [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(writable);
-        let leaf = tensors.leaf.map(writable);
+        let model_weights = tensors.leaf.map(writable);
         let grad = cast(grad, DType::F32).contiguous();
         let grad_scale = cast(grad_scale, DType::F32);
         let update = AdamwTensors {
@@ -302,12 +309,12 @@ pub(crate) mod cuda {
             exp_avg_sq: &exp_avg_sq,
             grad: &grad,
             grad_scale: &grad_scale,
-            leaf: leaf.as_ref(),
+            leaf: model_weights.as_ref(),
         };
         let outcome = update.adamw(step);
         let tensors = AdamWTensors {
             param: param.burn(),
-            leaf: leaf.map(ToBurn::burn),
+            leaf: model_weights.map(ToBurn::burn),
             exp_avg: exp_avg.burn(),
             exp_avg_sq: exp_avg_sq.burn(),
         };

@@ -139,6 +139,8 @@ pub(crate) mod cpu {
     //! Rotary positions, with and without per-head norms, on the CPU.
     use super::*;
 
+    /// Norms and rotates the query and key heads of `qkv`, `[batch, seq_len, heads, head_dim]`, and copies the value
+    /// heads. `with_op` gives the call's positions as documents, as sieve-cpu takes them.
     pub(crate) fn qk_norm_rope(qkv: FlexTensor, call: QkNormRopeCall<Flex>) -> FlexTensor {
         unless_f32!(&qkv, "qk_norm_rope": reference::qk_norm_rope(qkv, call));
         let qkv = contiguous(qkv);
@@ -150,6 +152,8 @@ pub(crate) mod cpu {
         from_vec(y, qkv.shape())
     }
 
+    /// Rotates the query and key heads of `qkv`, `[batch, seq_len, heads, head_dim]`, and copies the value heads.
+    /// `with_op` gives the call's positions as documents, as sieve-cpu takes them.
     pub(crate) fn rope(qkv: FlexTensor, call: RopeCall<Flex>) -> FlexTensor {
         unless_f32!(&qkv, "rope": reference::rope(qkv, call));
         let qkv = contiguous(qkv);
@@ -161,6 +165,7 @@ pub(crate) mod cpu {
         from_vec(y, qkv.shape())
     }
 
+    /// `[dqkv, dq_weight, dk_weight]`, from the heads before norm and rotation and the gradient `dy` of those after.
     pub(crate) fn qk_norm_rope_backward(
         qkv: FlexTensor,
         call: QkNormRopeCall<Flex>,

@@ -54,6 +54,7 @@ pub(crate) mod cpu {
     //! SwiGLU on the CPU: methods of `DeviceBackend`.
     use super::*;
 
+    /// `gate_up` is `[.., 2 * d_ff]`, gate first; returns `[.., d_ff]`.
     pub(crate) fn swiglu(gate_up: FlexTensor) -> FlexTensor {
         unless_f32!(&gate_up, "swiglu": reference::swiglu::<Flex>(gate_up));
         let gate_up = contiguous(gate_up);
@@ -63,6 +64,7 @@ pub(crate) mod cpu {
         with_columns(&gate_up, d_ff, y)
     }
 
+    /// The gradient of `gate_up`, in its layout, from that of the output, `[.., d_ff]`.
     pub(crate) fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
         unless_f32!(&gate_up, "swiglu_backward": reference::swiglu_backward::<Flex>(gate_up, dy));
         let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
@@ -99,6 +101,7 @@ pub(crate) mod cuda {
         kernel_or("swiglu_backward", attempt.map(ToBurn::burn), || reference::swiglu_backward::<Cuda>(gate_up, dy))
     }
 
+    /// `[dgate_up, y]` by one kernel, which overwrites both inputs if nothing else reads them.
     pub(crate) fn swiglu_backward_with_output(gate_up: CudaPrimitive, dy: CudaPrimitive) -> [CudaPrimitive; 2] {
         let is_free = gate_up.can_mut() && dy.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);

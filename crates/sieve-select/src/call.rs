@@ -57,6 +57,7 @@ pub struct BlockMeans<'a> {
     pub k: &'a [f32],
 }
 
+/// Refuses an operand that has another number of elements; `what` names it in the error.
 fn check_operand(what: &'static str, got: usize, expected: usize) -> Result<(), SelectError> {
     if got != expected {
         let hint = "q is [num_queries, num_heads, head_dim], k and v are [num_keys, num_kv_heads, head_dim]";

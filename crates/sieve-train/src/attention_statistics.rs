@@ -133,6 +133,7 @@ impl Lifetimes {
         self
     }
 
+    /// The counts of both together; both must be of rows of one length.
     fn and(mut self, other: Self) -> Self {
         for (keys, more) in self.keys.iter_mut().zip(other.keys) {
             *keys += more;

@@ -27,6 +27,7 @@ impl TensorBoard {
         Self(catch_unwind(|| FileWriter::new(folder)).ok())
     }
 
+    /// Writes these numbers, each under its tag, for one step; f32 is what the file has.
     pub(crate) fn scalars(&mut self, scalars: &[(&str, f64)], step: u64) {
         let scalars = scalars.iter().map(|&(tag, number)| {
             let mut value = Summary_Value::new();

@@ -74,6 +74,7 @@ pub(crate) fn run(args: InfoArgs) -> Result<()> {
 }
 
 impl Info {
+    /// Looks at this machine; where CUDA cannot be used, `no_gpu` says why.
     fn new() -> Self {
         let report = CudaReport::probe();
         let (no_gpu, report) = match report {

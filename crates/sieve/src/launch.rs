@@ -385,6 +385,7 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
     }
 }
 
+/// Sends SIGTERM, upon which a rank ends by itself; where there are no signals, the process is killed.
 fn ask_to_stop(rank: &mut Rank) {
     #[cfg(unix)]
     {

@@ -47,6 +47,7 @@ pub(crate) fn run(mut args: LogitsArgs) -> Result<()> {
     on_device!(place, run_on(&args, &tokens))
 }
 
+/// Loads the model on `device` with its parameters as `kept` says, and writes its logits of `tokens`.
 fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, kept: Kept) -> Result<()> {
     let loaded = load_model::<B>(&args.checkpoint, device, kept)?;
     let data = sieve_infer::logits(&loaded.model, tokens, device)?;

@@ -134,6 +134,8 @@ enum Command {
     Man(manual::ManArgs),
 }
 
+/// Begins with what must come before the arguments are read: completion in a shell, the clock of the start, the message
+/// of a panic.
 fn main() -> ExitCode {
     completion::answer(Cli::command);
     startup::mark();
@@ -155,6 +157,7 @@ fn main() -> ExitCode {
     terminal::after_lost_output(exit).into()
 }
 
+/// Opens the terminal and the log file as the flags say; `--quiet` counts more than `--verbose`.
 fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
     let loudness = match (args.quiet, args.verbose) {
         (true, _) => Loudness::Quiet,

@@ -34,6 +34,7 @@ pub(crate) enum RecipeCommand {
     Schema,
 }
 
+/// Runs `sieve recipe …`: `keys` and `schema` are printed here, the rest is in `new`.
 pub(crate) fn run(command: RecipeCommand) -> Result<()> {
     match command {
         RecipeCommand::New(args) => return new::run(&args),

@@ -95,6 +95,7 @@ impl Tool {
     }
 }
 
+/// The first of [`SANITIZER`] that starts.
 fn sanitizer() -> Result<&'static str> {
     let found = SANITIZER.iter().find(|program| starts(program, "--version"));
     match found {

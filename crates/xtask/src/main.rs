@@ -40,6 +40,7 @@ const USAGE: &str = "cargo xtask <command>
                          spills, stack and shared memory; fails on any spill that kernels/allowances.toml does not
                          allow, and on a header that does not name a define";
 
+/// Runs the chore that the words name; other words are an error, which shows the usage.
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();

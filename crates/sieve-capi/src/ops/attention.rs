@@ -22,6 +22,8 @@ pub struct AttentionForward {
 }
 
 impl AttentionForward {
+    /// `base` is an output only with a bias, and `o_low` only where the kernel stores it; sinks are joined to o in
+    /// place after the attention.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, window, only_o } = self;
         let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
@@ -50,6 +52,8 @@ pub struct AttentionBackward {
 }
 
 impl AttentionBackward {
+    /// With a bias `d_bias` is among the gradients; that of the sinks comes last, from the forward pass's joined o and
+    /// lse.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, window, fixed_order } = self;
         let [start, end] = t.documents()?;
@@ -82,6 +86,7 @@ pub struct SelectedForward {
 }
 
 impl SelectedForward {
+    /// The output `block_indices` is the kernel's own form of the indices, which the backward pass reads.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, block, only_o, block_sums } = self;
         let (indices, counts, [start, end]) = (t.get("indices")?, t.maybe("counts"), t.documents()?);
@@ -135,6 +140,8 @@ fn one() -> usize {
 }
 
 impl BlockSparseBackward {
+    /// Two forms of one mask are inputs: `words` by tiles of queries, as the forward pass has it, and `tile_lists` by
+    /// tiles of keys.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, block, fixed_order, head_shares } = self;
         let (words, lists) = (t.get("words")?, t.get("tile_lists")?);

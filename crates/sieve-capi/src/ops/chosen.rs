@@ -25,6 +25,7 @@ impl ChooseBlocks {
 pub struct ChosenForward(pub Choice);
 
 impl ChosenForward {
+    /// Chooses by means of the keys, which are pooled here; `first` and `local` blocks are always among the chosen.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self(choice) = self;
         let documents = t.documents()?;

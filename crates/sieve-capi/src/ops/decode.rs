@@ -19,6 +19,8 @@ pub struct AttentionDecode {
 }
 
 impl AttentionDecode {
+    /// A row may have up to the caches' capacity less one keys before the new one; the scratch is made for as many as a
+    /// query sees.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, window } = self;
         let (token, cache) = (t.qkv()?, t.cache()?);
@@ -50,6 +52,8 @@ pub struct CachedDecode {
 }
 
 impl CachedDecode {
+    /// Nothing is written to the caches. `chosen` and `block` come together; choosers are as many as KV heads, or a
+    /// multiple that divides the query heads.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, window, block } = self;
         let (q, cache, length) = (Heads::all(&t.get("q")?), t.cache()?, t.get("length")?);
@@ -99,6 +103,7 @@ pub struct DmaDecode {
 }
 
 impl DmaDecode {
+    /// The slots are what the caches, `z_cache` and `positions` hold together; the new token takes one of them.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, local, linear } = self;
         let (token, kv) = (t.qkv()?, t.cache()?);

@@ -33,6 +33,8 @@ impl DmaScores {
 pub struct DmaScoresBackward {}
 
 impl DmaScoresBackward {
+    /// With slopes a recency is added to z; its positions count from `doc_start`, or without it from the row's first
+    /// token.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
         let dv = v.zeros_contiguous(v.shape(), DType::BF16);
@@ -125,6 +127,8 @@ pub struct DmaForward {
 }
 
 impl DmaForward {
+    /// Where `keep` is at least the tokens of a row, every key is kept: dense attention with a bias runs, and no lists
+    /// are an output.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, keep, local, ref slopes, linear, only_o } = self;
         let (qkv, w_dt, a, documents) = (t.qkv()?, t.get("w_dt")?, t.get("a")?, t.documents()?);

@@ -16,6 +16,7 @@ pub struct NsaMeanPool {
 }
 
 impl NsaMeanPool {
+    /// `compressed` is `[2, batch, slots, KV heads, width]`: the means of the keys, then of the values.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { blocks } = self;
         let (k, v, [start, end]) = (t.get("k")?, t.get("v")?, t.documents()?);
@@ -38,6 +39,7 @@ pub struct NsaMeanPoolBackward {
 }
 
 impl NsaMeanPoolBackward {
+    /// `k` gives the sizes alone; its numbers are not read.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { blocks } = self;
         let (k, [start, end], blocks) = (t.get("k")?, t.documents()?, blocks.checked()?);
@@ -60,6 +62,8 @@ pub struct NsaCompressedForward {
 }
 
 impl NsaCompressedForward {
+    /// `block_indices` are the blocks that each query's attention to the compressed keys chooses, those that the
+    /// selected branch reads.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks } = self;
         let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
@@ -85,6 +89,8 @@ pub struct NsaCompressedBackward {
 }
 
 impl NsaCompressedBackward {
+    /// The order of sums comes from the queries, which carry the policy; `d_compressed` has the shape in which
+    /// `compressed` was given.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks, fixed_order } = self;
         let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
@@ -115,6 +121,7 @@ pub struct NsaSelectedForward {
 }
 
 impl NsaSelectedForward {
+    /// `block_indices` must have as many blocks a query as the sizes say.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks } = self;
         let (indices, size) = t.chosen_blocks(*blocks)?;
@@ -139,6 +146,7 @@ pub struct NsaSelectedBackward {
 }
 
 impl NsaSelectedBackward {
+    /// The lists of the queries of each block are made from `block_indices` again, as a request carries none.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks, fixed_order } = self;
         let (indices, size) = t.chosen_blocks(*blocks)?;
@@ -157,6 +165,7 @@ impl NsaSelectedBackward {
 pub struct NsaGatesBackward {}
 
 impl NsaGatesBackward {
+    /// The gradients of the logits and of the bias have the shapes in which these were given.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let [a, b, c] = [t.get("compressed")?, t.get("selected")?, t.get("window")?];
         let [logits, bias] = t.gates()?;
@@ -189,6 +198,8 @@ pub struct NsaForward {
 }
 
 impl NsaForward {
+    /// The three branches run one after the other: the selected one reads the blocks that the compressed one chose;
+    /// then the gates add them up.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, blocks, window, only_o } = self;
         let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);

@@ -221,6 +221,8 @@ impl Chosen {
         [kv + pooled_key / stride as u64, kv * tokens + num_pooled as u64 * pooled_key]
     }
 
+    /// The packed heads; and of an indexer its queries, one head for each KV head, and its one key head and value head,
+    /// which all processes get.
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {
         let packed = Exchanged::packed(layer);
         if self.choice.has_indexer() {

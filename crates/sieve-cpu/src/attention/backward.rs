@@ -92,6 +92,7 @@ pub(super) fn run<const W: usize>(
 }
 
 impl<const W: usize> Scratch<W> {
+    /// Buffers for heads of this width, in panels of W columns; those that depend on the tile are empty.
     fn new(head_dim: usize) -> Self {
         let columns = head_dim.div_ceil(W);
         Self {

@@ -31,6 +31,7 @@ pub(crate) struct TileState<const W: usize> {
 }
 
 impl<const W: usize> TileState<W> {
+    /// An empty tile for heads of this width; [`load`](Self::load) gives it its rows.
     pub(crate) fn new(head_dim: usize) -> Self {
         Self {
             q: RowPanels::new(),

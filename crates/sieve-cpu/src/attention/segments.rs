@@ -91,7 +91,7 @@ on_arch! {
     ) -> () = write_sums_simd;
 }
 
-/// Adds the segments' sums in order and writes dk, dv and d_delta.
+/// Adds the sums of a group's segments, ranges of a row's tokens, in order, and writes dk, dv and d_delta of its keys.
 #[inline(always)]
 fn write_sums_simd<S: Simd>(_simd: S, shape: AttentionShape, sums: &[KeySums], rows: &mut GroupRows<'_>) {
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);

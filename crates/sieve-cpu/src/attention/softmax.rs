@@ -40,6 +40,7 @@ impl<V: Copy, U: Copy> Powers<V, U> {
         Self::new(simd, power_of(simd, logits)).or_larger(simd, simd.splat_f32s(NO_POWER))
     }
 
+    /// `power` is n + [`ROUND`]: what [`probability`] and [`rescaling`] need follows from its bits.
     #[inline(always)]
     fn new<S: Simd<f32s = V, u32s = U>>(simd: S, power: V) -> Self {
         let n = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(power), simd.splat_u32s(EXPONENT));

@@ -174,6 +174,7 @@ pub(crate) struct KeyBlock<const W: usize> {
 }
 
 impl<const W: usize> KeyBlock<W> {
+    /// A block without a key: every slot is zero and lies behind all queries.
     pub(crate) fn new(head_dim: usize) -> Self {
         let columns = head_dim.div_ceil(W);
         Self {

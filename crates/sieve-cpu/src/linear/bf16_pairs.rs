@@ -131,6 +131,7 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
+    /// Computes the outputs of the task, `OUTPUTS` of `ROWS` rows at a time.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn run<const ROWS: usize, const OUTPUTS: usize>(self, _pairs: Bf16Pairs) {
         let Self { x, weight, d_in, mut y } = self;

@@ -173,6 +173,7 @@ struct Expansion<'a> {
 }
 
 impl Expansion<'_> {
+    /// Adds the files on the Hub that `pattern` leads to; none of them counts as named (`is_named`).
     fn add_remote(&mut self, pattern: &str, hub: &Hub) -> Result<(), DataError> {
         let files = hub.list(pattern, &|path| has_extension(path, self.extensions))?;
         self.found.extend(files.into_iter().map(|file| Found {

@@ -39,6 +39,7 @@ struct Pending<'a> {
 const MOST_UNFINISHED: usize = 3;
 
 impl<'a> Pending<'a> {
+    /// Begins with the bytes at the prompt's end that are not a whole character yet, at most [`MOST_UNFINISHED`].
     fn new(of_tokens: &'a TokenBytes, prompt: &[u32]) -> Self {
         let mut tail = Vec::new();
         for &id in prompt.iter().rev() {
@@ -53,6 +54,8 @@ impl<'a> Pending<'a> {
         Self { of_tokens, begin_in_prompt: !bytes.is_empty(), bytes }
     }
 
+    /// Takes an id and returns the characters that its bytes complete, with U+FFFD for bytes that are none. Bytes that
+    /// begin in the prompt get none: its text has one for them already.
     fn push(&mut self, id: u32) -> String {
         self.bytes.extend(self.of_tokens.of_id(id));
         let (mut text, mut num_read, mut num_kept) = (String::new(), 0, 0);
@@ -162,6 +165,8 @@ impl<'a> Ids<'a> {
         Ok(stream)
     }
 
+    /// Takes an id and returns the text that is complete now and that `shown`, of the ids before it, lacks. A byte
+    /// token returns none: its run waits for the next other token.
     fn push(&mut self, id: u32) -> Result<String, DataError> {
         let Some(token) = self.tokenizer.text_token(id) else {
             return Ok(String::new());
@@ -182,8 +187,8 @@ impl<'a> Ids<'a> {
                 self.forget()?;
             }
         } else if self.ids.len() > MAX_PENDING {
-            // A character or run that is unfinished after so many ids: only its last ids stay, with as many bytes held
-            // back as before.
+            // A character, or a run of bytes that are not UTF-8, that is unfinished after so many ids: only its last
+            // ids stay, with as many bytes held back as before.
             let held_back = behind(&text, &self.shown).len();
             self.ids.drain(..self.ids.len() - PENDING_TAIL);
             self.shown = self.tokenizer.decode(&self.ids)?;

@@ -43,6 +43,7 @@ impl WordEncoder {
         })
     }
 
+    /// The ids of all words of a text, one word after the other, by a cache that no other call has meanwhile.
     pub(super) fn encode(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         let mut cache = self.caches().pop().unwrap_or_else(WordCache::new);
         let mut ids = Vec::with_capacity(text.len() / 3);

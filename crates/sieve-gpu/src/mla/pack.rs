@@ -58,6 +58,8 @@ impl MlaPack<'_> {
         self.num_heads * (2 * self.key_dim() + self.head_dim)
     }
 
+    /// Refuses widths that the kernels do not take: parts of a head that are no whole words, and with norms heads that
+    /// a warp cannot hold.
     fn require_widths(&self, kernel: &'static str) -> Result<(), KernelError> {
         require_non_empty(kernel, "the number of heads", self.num_heads)?;
         let (head_dim, rope_dim) = (self.head_dim, self.rope_dim);

@@ -67,6 +67,8 @@ pub fn cross_entropy_with_gradients(
     launch(logits, labels, losses, has_gradient)
 }
 
+/// Writes the loss of each label's row of logits; with `has_gradient` the gradients of the logits replace them. Rows
+/// past the labels are neither read nor written.
 fn launch(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTensor, has_gradient: bool) -> Result<(), KernelError> {
     require_alignment(NAME, "logits", &logits.tensor)?;
     let [rows] = labels.dims(NAME, "labels")?;

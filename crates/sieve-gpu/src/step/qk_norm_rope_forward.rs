@@ -184,6 +184,8 @@ pub(crate) struct Rotation {
 }
 
 impl Rotation {
+    /// Checks `positions`, i32 `[batch, seq_len]`, and the `tables` of cosines and of sines. The packed heads are those
+    /// of queries but for the last `2 * num_kv_heads`.
     fn of(
         kernel: &'static str,
         qkv: &PackedTokens,

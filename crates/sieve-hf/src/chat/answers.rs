@@ -36,6 +36,8 @@ impl ChatTemplate {
         Ok((text, answers))
     }
 
+    /// Renders the whole chat and finds the answers in it: by the template's own blocks, or else by renderings of its
+    /// beginnings, which all end by one time.
     fn find(&self, program: &Program, chat: &Chat) -> Fallible<Answers> {
         let end = Budget::end_from_now();
         let [begins_answer, needs_marks] = [false, program.has_generation()];

@@ -243,6 +243,8 @@ impl Known<'_> {
         weight(at, role, message)
     }
 
+    /// The role of the message with number `at`; one with the keys of ShareGPT, `from` and `value`, gets a hint of its
+    /// own.
     fn role<'m>(&self, at: usize, message: &'m Map<String, Json>) -> Result<&'m str, ChatRefusal> {
         let has_sharegpt_keys = ["from", "value"].iter().all(|key| message.contains_key(*key));
         let hint = if has_sharegpt_keys {

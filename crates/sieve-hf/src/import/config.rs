@@ -116,6 +116,8 @@ pub(super) struct Reader {
 }
 
 impl Reader {
+    /// Reads the `text` of the config.json at `path`, whose `model_type` must be of a known class, and adds the class's
+    /// defaults for keys that it leaves out.
     fn new(path: &Path, text: &str) -> Result<Self, CheckpointError> {
         let value: Value = serde_json::from_str(text).map_err(|error| CheckpointError::not_json(path, text, &error))?;
         let value = m3::text_model(value);

@@ -10,12 +10,12 @@ use sieve_ops::DeviceBackend;
 use std::path::{Path, PathBuf};
 
 /// Folder of a run's saved evaluations; `sieve compare` reads it.
-const FOLDER: &str = "eval";
+const EVAL_FOLDER: &str = "eval";
 
 /// Name of a model in a picture: its run's name and its step, without a path.
 pub fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
-    let folder = &loaded.recipe.checkpoint.folder;
-    format!("{}, step {}", run_name(&loaded.path, folder), loaded.state.step)
+    let checkpoints = &loaded.recipe.checkpoint.folder;
+    format!("{}, step {}", run_name(&loaded.path, checkpoints), loaded.state.step)
 }
 
 /// Heading of a printed report: the model's line, then the checkpoint's path and its step.
@@ -53,13 +53,14 @@ impl ResultArgs {
         // `peek` fails for a folder in the Hugging Face layout, which belongs to no run.
         let peeked = Checkpoint::peek(checkpoint).ok();
         let recipe = peeked.as_ref().map(Checkpoint::recipe_and_shape).transpose()?;
-        let folder = recipe.map_or(String::new(), |(recipe, _)| recipe.checkpoint.folder);
+        let checkpoints = recipe.map_or(String::new(), |(recipe, _)| recipe.checkpoint.folder);
         let checkpoint = peeked.map_or(checkpoint.to_owned(), |peeked| peeked.path);
-        self.file(&checkpoint, &folder, command).map(|_| ())
+        self.file(&checkpoint, &checkpoints, command).map(|_| ())
     }
 
-    /// Path of the JSON file that `--save` writes; `None` without `--save`.
-    fn file(&self, checkpoint: &Path, folder: &str, command: &str) -> Result<Option<PathBuf>> {
+    /// Path of the JSON file that `--save` writes; `None` without `--save`. `checkpoints` is the recipe's folder of
+    /// `step-N` inside the run, and `command` the file's name if `--save` has no value.
+    fn file(&self, checkpoint: &Path, checkpoints: &str, command: &str) -> Result<Option<PathBuf>> {
         let name = match self.save.as_deref() {
             None => return Ok(None),
             Some("") => command,
@@ -69,13 +70,13 @@ impl ResultArgs {
         if name.starts_with('.') || !name.chars().all(plain) {
             bail!("--save {name}: that is not a file name\n  hint: use letters, digits, - and _, without .json");
         }
-        let Some(run) = run_folder(checkpoint, folder) else {
+        let Some(run) = run_folder(checkpoint, checkpoints) else {
             bail!(
                 "--save: {} is not in a run folder\n  hint: name a run's checkpoint, or use --json > FILE",
                 checkpoint.shown()
             );
         };
-        Ok(Some(run.join(FOLDER).join(format!("{name}.json"))))
+        Ok(Some(run.join(EVAL_FOLDER).join(format!("{name}.json"))))
     }
 
     /// Writes `report`, with the checkpoint and its step, as one JSON object to the file of `--save` and, with
@@ -100,18 +101,18 @@ impl ResultArgs {
     }
 }
 
-/// `<run>` of a checkpoint `<run>/<folder>/step-N`; `None` for any other path.
-pub fn run_folder(checkpoint: &Path, folder: &str) -> Option<PathBuf> {
+/// `<run>` of a checkpoint `<run>/<checkpoints>/step-N`; `None` for any other path.
+pub fn run_folder(checkpoint: &Path, checkpoints: &str) -> Option<PathBuf> {
     // A relative path such as `step-9` has fewer parents than levels.
     let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
-    let levels = Path::new(folder).components().count();
-    let parent = absolute.parent().filter(|parent| levels > 0 && parent.ends_with(folder))?;
+    let levels = Path::new(checkpoints).components().count();
+    let parent = absolute.parent().filter(|parent| levels > 0 && parent.ends_with(checkpoints))?;
     parent.ancestors().nth(levels).map(Path::to_owned)
 }
 
 /// Name of the checkpoint's run folder, or of the checkpoint itself where it belongs to no run.
-fn run_name(checkpoint: &Path, folder: &str) -> String {
-    let run = run_folder(checkpoint, folder).or_else(|| std::path::absolute(checkpoint).ok());
+fn run_name(checkpoint: &Path, checkpoints: &str) -> String {
+    let run = run_folder(checkpoint, checkpoints).or_else(|| std::path::absolute(checkpoint).ok());
     let name = run.as_deref().and_then(Path::file_name);
     name.map_or_else(|| "model".to_owned(), |name| Path::new(name).shown().to_string())
 }
@@ -122,12 +123,12 @@ mod tests {
 
     #[test]
     fn a_picture_names_the_run() {
-        for (path, folder) in [
+        for (path, checkpoints) in [
             ("/a/out/mine/checkpoint/step-30", "checkpoint"),
             ("/a/out/mine/x/y/step-30", "x/y"),
             ("/a/out/mine", "checkpoint"),
         ] {
-            assert_eq!(run_name(Path::new(path), folder), "mine");
+            assert_eq!(run_name(Path::new(path), checkpoints), "mine");
         }
         assert_eq!(run_name(Path::new("/"), "checkpoint"), "model");
         let run = |path| run_folder(Path::new(path), "checkpoint");

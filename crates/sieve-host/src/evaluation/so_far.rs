@@ -38,6 +38,7 @@ pub fn watch() {
 }
 
 impl SoFar {
+    /// How far the work came, and a line for each figure: of the parts that are done, then of the one under way.
     fn lines(&self) -> Vec<String> {
         let first = match &self.bar {
             None => "stopped before the first result".to_owned(),

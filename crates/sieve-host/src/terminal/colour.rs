@@ -29,6 +29,8 @@ pub(super) fn coloured(text: Cow<'_, str>) -> Cow<'_, str> {
     if are_wanted() { in_colours(text) } else { text }
 }
 
+/// The text with a colour for known words at the beginnings of lines, which may be indented by two spaces, and for the
+/// mark of a table's best row.
 fn in_colours(text: Cow<'_, str>) -> Cow<'_, str> {
     let has_word = |word: &str| text.contains(word);
     if !BEGINNINGS.iter().any(|(word, _)| has_word(word)) && !has_word(BEST) {

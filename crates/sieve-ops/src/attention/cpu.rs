@@ -16,6 +16,7 @@ pub(crate) fn attention_of_last(qkv: FlexTensor, call: &AttentionCall<Flex>, fir
     forward_from(first, &qkv, attention_shape(&qkv, call.spec), window(call.spec), &call.documents)
 }
 
+/// `dqkv`, packed as `qkv`, of attention without a bias per key; of `output` only o and lse are read.
 pub(crate) fn attention_backward(
     qkv: FlexTensor,
     call: &AttentionCall<Flex>,
@@ -30,6 +31,8 @@ pub(crate) fn attention_backward(
     backward(&qkv, shape, window(call.spec), &call.documents, operands, d_delta)
 }
 
+/// New o, `[batch, seq_len, num_heads, head_dim]`, and lse, `[batch, num_heads, seq_len]`, as if each row's softmax had
+/// its head's sink as one more logit, whose value is zero.
 pub(crate) fn join_sinks(output: AttentionOutput<Flex>, sinks: FlexTensor) -> AttentionOutput<Flex> {
     unless_f32!(&output.o, "join_sinks": reference::join_sinks::<Flex>(output, sinks));
     let (o_shape, lse_shape) = (output.o.shape(), output.lse.shape());

@@ -19,6 +19,8 @@ pub(crate) fn attention_of_last(qkv: Float, call: &AttentionCall<Cuda>, _first: 
     attention(qkv, call)
 }
 
+/// `dqkv`, packed as `qkv`, of attention without a bias per key. Where the kernels refuse the call, the reference holds
+/// a score matrix.
 pub(crate) fn attention_backward(
     qkv: Float,
     call: &AttentionCall<Cuda>,

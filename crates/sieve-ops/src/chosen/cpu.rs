@@ -14,6 +14,7 @@ pub(crate) fn index_gradient(
     None
 }
 
+/// The reference, which is not counted as one: the CPU has no other way. `counts` `None`: all indices of a query count.
 pub(crate) fn selected_blocks(
     indices: FlexTensor,
     counts: Option<FlexTensor>,

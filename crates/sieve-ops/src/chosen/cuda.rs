@@ -10,6 +10,8 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::ChoiceRule;
 use sieve_kernels::{CudaPrimitive as Float, IndexGradient, SelectedBlocks, ToBurn, choose_by_scores, kernel_tensor};
 
+/// By the rule that sums over an indexer's heads, GEMMs score the blocks and a kernel chooses; by every other rule
+/// kernels do both.
 pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cuda>) -> Float {
     if call.choice.rule == ChoiceRule::SumOfHeads {
         return choose_scored(qkv, pooled, call);
@@ -51,6 +53,8 @@ fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Fl
     Tensor::cat((0..batch).map(of_row).collect(), 0).into_primitive()
 }
 
+/// Only the documents' starts are read: `indices` count blocks of `block` tokens from there on. `counts` `None`: all
+/// indices of a query count.
 pub(crate) fn selected_blocks(
     indices: Float,
     counts: Option<Float>,

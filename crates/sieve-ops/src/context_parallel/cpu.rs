@@ -7,6 +7,7 @@ use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaWindow;
 
+/// Makes DMA's selection from the ranks again, on the CPU, and takes the keys that expire after the last query.
 pub(crate) fn dma_last_kept(
     rank: FlexTensor,
     documents: &DocumentBounds<Flex>,
@@ -17,6 +18,7 @@ pub(crate) fn dma_last_kept(
     reference::dma_last_kept::<Flex>(selection.expire, slots)
 }
 
+/// The reference, which is not counted as one; `kept` holds positions as `dma_last_kept` returns them.
 pub(crate) fn dma_halo_keys(
     packed: FlexTensor,
     rank: FlexTensor,
@@ -26,6 +28,7 @@ pub(crate) fn dma_halo_keys(
     reference::dma_halo_keys::<Flex>(packed, rank, kept, spec)
 }
 
+/// The reference, which is not counted as one: new totals of the packed tensor's gradient and of the ranks'.
 pub(crate) fn dma_halo_keys_backward(
     totals: [FlexTensor; 2],
     kept: FlexTensor,

@@ -38,6 +38,7 @@ pub(crate) fn dma_halo_keys_backward(
     })
 }
 
+/// Through NCCL where the processes are linked by it, else through host memory. Panics where NCCL fails.
 pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Cuda>) -> Vec<Float> {
     let Some(nccl) = links.nccl() else {
         return cpu::exchange(links, parcel);
@@ -52,6 +53,8 @@ pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Cuda>) -> Vec<Flo
     }
 }
 
+/// Through NCCL where the processes are linked by it, else through host memory. Panics where NCCL fails, because the
+/// other processes wait in it.
 pub(crate) fn all_to_all(links: &dyn RankGroup, x: Float) -> Float {
     let Some(nccl) = links.nccl() else {
         return slices_over_hosts::<Cuda>(links, x);

@@ -23,6 +23,8 @@ pub(crate) fn draw(logits: FlexTensor, draws: FlexTensor, num_tokens: usize) -> 
     reference::draw::<Flex>(logits, draws, num_tokens)
 }
 
+/// The first of the largest logits among the first `num_tokens` of each row, i32 `[rows, 1]`; -1 where one of these is
+/// NaN or infinite.
 pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
     unless_f32!(&logits, "likeliest": reference::likeliest::<Flex>(logits, num_tokens));
     let logits = contiguous(logits);
@@ -33,6 +35,8 @@ pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
     from_vec(ids, shape)
 }
 
+/// The loss in nats of each row of `logits`, `[rows, vocab_size]`; every label is a token of the vocabulary, none is
+/// ignored.
 pub(crate) fn losses_of_logits(logits: FlexTensor, labels: FlexTensor) -> FlexTensor {
     unless_f32!(&logits, "losses_of_logits": crate::loss::reference::losses_of_logits::<Flex>(logits, labels));
     let (logits, labels) = (contiguous(logits), contiguous(labels));
@@ -42,6 +46,8 @@ pub(crate) fn losses_of_logits(logits: FlexTensor, labels: FlexTensor) -> FlexTe
     from_vec(losses, [count])
 }
 
+/// `q`, `[batch, num_heads, head_dim]`, over all keys of the cache; `delta` is added to the logits of each KV head's
+/// keys, `[batch, num_kv_heads, keys]`. The empty scratch is CUDA's.
 pub(crate) fn attention_decode(
     q: FlexTensor,
     keys: &KeyCache<Flex>,
@@ -52,6 +58,8 @@ pub(crate) fn attention_decode(
     attend(q, keys, keys.len(), Logits { delta, sinks: None }, softmax_scale)
 }
 
+/// Adds the token's key and value to the cache, which has room for them, and attends over the last `spec.window_size`
+/// keys or all.
 pub(crate) fn cached_attention(
     cache: &mut KeyCache<Flex>,
     qkv: FlexTensor,
@@ -73,6 +81,8 @@ pub(crate) fn mla_decode(
     reference::mla_decode::<Flex>(q, latents, key_scale, rank, softmax_scale)
 }
 
+/// Adds the token to the slots and attends over all of them, by rising position of their keys. Other dtypes than f32
+/// take the reference, which is not counted as one here.
 pub(crate) fn dma_decode(
     cache: &mut DmaCache<Flex>,
     token: DmaToken<Flex>,

@@ -23,6 +23,8 @@ pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
     kernel_or("likeliest", attempt.map(ToBurn::burn), || reference::likeliest::<Cuda>(logits, num_tokens))
 }
 
+/// The loss in nats of each row of `logits`, `[rows, vocab_size]`; every label is a token of the vocabulary. Rows that
+/// are not whole words of eight logits are copied to a padded tensor.
 pub(crate) fn losses_of_logits(logits: Float, labels: Float) -> Float {
     let rows = tensor::<Cuda, 2>(logits.clone());
     let [count, vocab_size] = rows.dims();
@@ -41,6 +43,8 @@ pub(crate) fn losses_of_logits(logits: Float, labels: Float) -> Float {
     })
 }
 
+/// `q`, `[batch, num_heads, head_dim]`, over all keys of the cache. The kernel refuses a bias `delta`, so that the
+/// reference adds it.
 pub(crate) fn attention_decode(
     q: Float,
     keys: &KeyCache<Cuda>,
@@ -54,6 +58,8 @@ pub(crate) fn attention_decode(
     })
 }
 
+/// Writes the token's key and value into the cache's buffers in place, and attends over the last `spec.window_size`
+/// keys or all.
 pub(crate) fn cached_attention(
     cache: &mut KeyCache<Cuda>,
     qkv: Float,
@@ -65,6 +71,8 @@ pub(crate) fn cached_attention(
     kernel_or("attention_decode", attempt, || reference::cached_attention(cache, qkv, sinks, spec))
 }
 
+/// All latents are seen, those of the new tokens up to each token's own; `key_scale` is f32 `[batch, len, num_heads]`,
+/// `None` where keys are not normed.
 pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
     let [on_q, on_latents] = tensors([&q, &latents]);
     let on_key_scale = key_scale.clone().map(kernel_tensor);
@@ -75,6 +83,8 @@ pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, ran
     })
 }
 
+/// Writes the token into its slot in place and attends over all slots. A cache whose number of keys does not follow
+/// from the token's position takes the reference.
 pub(crate) fn dma_decode(
     cache: &mut DmaCache<Cuda>,
     token: DmaToken<Cuda>,

@@ -13,6 +13,7 @@ fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
     [call.qkv.clone(), call.w_dt.clone(), call.a.clone()].map(contiguous)
 }
 
+/// One score a key, f32 `[batch, num_kv_heads, seq_len]`, from the value heads of the packed tensor.
 pub(crate) fn dma_scores(call: &DmaScoresCall<Flex>) -> FlexTensor {
     unless_f32!(&call.qkv, "dma_scores": reference::dma_scores(call));
     let [qkv, w, a] = operands(call);
@@ -26,6 +27,8 @@ pub(crate) fn dma_ranks(call: &DmaScoresCall<Flex>, recency: Option<Recency<Flex
     ranks(dma_scores(call), recency)
 }
 
+/// `[dqkv, dw_dt, da]`: the gradient of the value heads is added to the `dqkv` that comes in, in place if nothing else
+/// holds it.
 pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dqkv: FlexTensor) -> [FlexTensor; 3] {
     unless_f32!(&call.qkv, "dma_scores_backward": reference::dma_scores_backward(call, dz, dqkv));
     let [qkv, w, a] = operands(call);
@@ -65,6 +68,7 @@ pub(crate) fn dma_attention(call: &DmaCall<Flex>, _o_low: KeepOLow) -> Attention
     forward(&qkv, shape, mask(&delta, &expire), &call.attention.documents)
 }
 
+/// `[dqkv, ddelta]`, packed as `qkv` and shaped as `delta`; of `output` only o and lse are read.
 pub(crate) fn dma_attention_backward(
     call: &DmaCall<Flex>,
     output: AttentionOutput<Flex>,

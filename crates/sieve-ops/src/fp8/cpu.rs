@@ -19,6 +19,7 @@ pub(crate) fn fp8_linear(
     counted("fp8_linear", || reference::fp8_linear::<Flex>(x.0, weight, residual))
 }
 
+/// `[dx, dweight]`, the latter added to the `sum` of earlier weight gradients, if there is one.
 pub(crate) fn fp8_linear_backward(
     kept: Fp8Kept<Flex>,
     dy: ToQuantise<Flex>,

@@ -18,6 +18,8 @@ pub(crate) fn fp8_linear(x: ToQuantise<Cuda>, weight: Float, residual: Option<Fl
     kernel_or(NAME, attempt, || reference::fp8_linear::<Cuda>(x.0, weight, residual))
 }
 
+/// `[dx, dweight]`. The reference runs where it ran in the forward pass, whose kept operands then have no scales, or
+/// where cuBLASLt refuses the call.
 pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToQuantise<Cuda>, sum: Option<Float>) -> [Float; 2] {
     let total = sum.clone().map(kernel_tensor);
     let reference = |kept| {
@@ -40,6 +42,8 @@ pub(crate) fn fp8_swiglu(gate_up: Float) -> ToQuantise<Cuda> {
     kernel_or("fp8_swiglu", attempt, || ToQuantise::new(swiglu::swiglu(gate_up)))
 }
 
+/// The gradient of `gate_up`, with the largest magnitudes of its parts; it takes the place of `gate_up` if nothing else
+/// reads that.
 pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda> {
     // The gradient may overwrite `gate_up` if nothing else reads it.
     let is_free = gate_up.can_mut();

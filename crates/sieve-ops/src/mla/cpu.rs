@@ -25,6 +25,8 @@ pub(crate) fn mla_attention(packed: FlexTensor, call: &MlaCall<Flex>) -> Attenti
     forward(&packed, shape, Mask::Causal, &call.documents)
 }
 
+/// The gradient of the packed tensor, in its layout; values are narrower than keys. Of `output` only o and lse are
+/// read.
 pub(crate) fn mla_attention_backward(
     packed: FlexTensor,
     call: &MlaCall<Flex>,

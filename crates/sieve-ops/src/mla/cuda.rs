@@ -20,6 +20,8 @@ pub(crate) fn mla_attention(packed: Float, call: &MlaCall<Cuda>) -> AttentionOut
     kernel_or_scores("mla_attention", attempt, score_matrix, || reference::mla_attention::<Cuda>(packed, call))
 }
 
+/// `dy` is the gradient of the packed tensor, and `normed` the forward pass's q, kv and k_rope, which only norms need.
+/// Without norms the gradients of their weights are `None`.
 pub(crate) fn mla_pack_backward(
     call: MlaPackCall<Cuda>,
     normed: Option<[Float; 3]>,
@@ -36,6 +38,8 @@ pub(crate) fn mla_pack_backward(
     kernel_or("mla_pack_backward", attempt, || reference::mla_pack_backward(call, normed, dy))
 }
 
+/// The gradient of the packed tensor, in its layout. Where the kernels refuse the call, the reference holds a score
+/// matrix.
 pub(crate) fn mla_attention_backward(
     packed: Float,
     call: &MlaCall<Cuda>,

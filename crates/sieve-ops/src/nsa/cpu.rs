@@ -11,6 +11,8 @@ use sieve_cpu::{ChosenBlocks, Mask};
 
 pub(crate) use super::reference::{nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
 
+/// By DMA's attention, whose mask hides the positions that hold no compressed key; `compressed` has the keys, then the
+/// values.
 pub(crate) fn nsa_compressed_attention(
     qkv: FlexTensor,
     compressed: FlexTensor,
@@ -21,6 +23,7 @@ pub(crate) fn nsa_compressed_attention(
     reference::compressed_attention(qkv, compressed, call, attend)
 }
 
+/// `[dqkv, dcompressed]`: of `dqkv` only the query heads are not zero.
 pub(crate) fn nsa_compressed_attention_backward(
     qkv: FlexTensor,
     compressed: FlexTensor,
@@ -45,6 +48,7 @@ fn mask(block_indices: &FlexTensor, blocks: NsaBlocks) -> Mask<'_> {
     })
 }
 
+/// Attention over the chosen blocks, without the lists of each block's queries, which only CUDA's backward pass reads.
 pub(crate) fn nsa_selected_attention(
     qkv: FlexTensor,
     block_indices: FlexTensor,
@@ -57,6 +61,7 @@ pub(crate) fn nsa_selected_attention(
     NsaSelected::without_lists(forward(&qkv, shape, mask, &call.documents))
 }
 
+/// `dqkv`, packed as `qkv`; of `selected` only o and lse are read.
 pub(crate) fn nsa_selected_attention_backward(
     qkv: FlexTensor,
     block_indices: FlexTensor,
@@ -76,6 +81,8 @@ pub(crate) fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: Fle
     reference::nsa_gates::<Flex>(branches, logits, bias)
 }
 
+/// Gradients of the compressed, selected and window branch, the logits and the bias, by the reference, which is not
+/// counted as one.
 pub(crate) fn nsa_gates_backward(
     branches: [FlexTensor; 3],
     logits: FlexTensor,

@@ -6,6 +6,8 @@ use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
 use sieve_kernels::{ChoiceLists, CudaPrimitive as Float, KernelError, PackedGradient, ToBurn, kernel_tensor};
 
+/// `positions` are the learned vectors of keys and of values, `[compress_block_size, head_dim]` each, which the kernel
+/// adds to a block's keys and values.
 pub(crate) fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Cuda>) -> Float {
     let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
     let [start, end] = bounds(&call.documents);
@@ -57,6 +59,8 @@ pub(crate) fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Flo
     kernel_or("nsa_gates", attempt.map(ToBurn::burn), || reference::nsa_gates::<Cuda>(branches, logits, bias))
 }
 
+/// `[dqkv, dk_positions, dv_positions]`; `dims` is the shape of qkv, `dy` the gradient of the blocks of keys, then of
+/// values.
 pub(crate) fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> [Float; 3] {
     let [start, end] = bounds(&call.documents);
     let packed = PackedGradient { dims, num_kv_heads: call.spec.num_kv_heads };
@@ -74,6 +78,8 @@ pub(crate) fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy:
     kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || reference::nsa_mean_pool_backward(dims, call, dy))
 }
 
+/// `[dqkv, dcompressed]`: of `dqkv` only the query heads are not zero. Where the kernels refuse the call, the reference
+/// holds a score matrix.
 pub(crate) fn nsa_compressed_attention_backward(
     qkv: Float,
     compressed: Float,
@@ -88,6 +94,7 @@ pub(crate) fn nsa_compressed_attention_backward(
     })
 }
 
+/// `dqkv`, packed as `qkv`; the lists of each block's queries that the forward pass left in `selected` are used again.
 pub(crate) fn nsa_selected_attention_backward(
     qkv: Float,
     block_indices: Float,
@@ -109,6 +116,7 @@ pub(crate) fn nsa_selected_attention_backward(
     })
 }
 
+/// Gradients of the compressed, selected and window branch, the logits and the bias; the kernel reads the bias in f32.
 pub(crate) fn nsa_gates_backward(branches: [Float; 3], logits: Float, bias: Float, d_o: Float) -> [Float; 5] {
     let [a, b, c, l, d] = tensors([&branches[0], &branches[1], &branches[2], &logits, &d_o]);
     let bias_f32 = cast(&bias, DType::F32);

@@ -21,6 +21,7 @@ pub(crate) fn select_blocks(_qkv: FlexTensor, _selection: &BlockSelection) -> Re
     Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
 }
 
+/// Never computes: names the function of sieve-select that corrects on the host.
 pub(crate) fn correct_by_probes(
     _qkv: FlexTensor,
     _o: FlexTensor,
@@ -40,6 +41,7 @@ pub(crate) fn keep_heavy_keys(
     Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
 }
 
+/// Never computes: names the session of sieve-select that keeps the keys on the host.
 pub(crate) fn heavy_decode(
     _cache: &mut DmaCache<Flex>,
     _qkv: FlexTensor,
@@ -50,6 +52,7 @@ pub(crate) fn heavy_decode(
     Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
 }
 
+/// Never computes: names the session of sieve-select that chooses each token's keys on the host.
 pub(crate) fn selector_decode(
     _cache: &mut SelectorCache<Flex>,
     _qkv: FlexTensor,

@@ -13,6 +13,8 @@ pub(crate) fn has_sparse_attention(qkv: &Float) -> bool {
     qkv.dtype == DType::BF16 && supports_head_dim(qkv.meta.shape()[3])
 }
 
+/// `[o, lse]` of the mask's queries, the last tokens of `qkv`; the mask's words are on the device. A refusal is an
+/// error, as there is no reference.
 pub(crate) fn sparse_attention(
     qkv: Float,
     mask: KeyMask<IntTensor<Cuda>>,
@@ -25,6 +27,8 @@ pub(crate) fn sparse_attention(
     kernel_or_refusal("sparse_attention", result)
 }
 
+/// The mask's arrays as one flat tensor on the device, and the rows of dense attention that the selection computed on
+/// the way, if any.
 pub(crate) fn select_blocks(
     qkv: Float,
     selection: &BlockSelection,
@@ -41,6 +45,8 @@ pub(crate) fn select_blocks(
     kernel_or_refusal("select_blocks", chosen)
 }
 
+/// Corrects `o` in place and returns it; `probe_o` `None`: the kernels compute the probes' dense rows. `o` tells the
+/// query heads of the packed tensor from its KV heads.
 pub(crate) fn correct_by_probes(
     qkv: Float,
     o: Float,
@@ -64,6 +70,8 @@ pub(crate) fn keep_heavy_keys(qkv: Float, lse: Float, heavy: &HeavyKeys) -> Resu
     kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, &kernel_tensor(lse), heavy))
 }
 
+/// Writes the token's key and value into the cache in place; `position` is the number of tokens before it, those of
+/// evicted keys too.
 pub(crate) fn heavy_decode(
     cache: &mut DmaCache<Cuda>,
     qkv: Float,
@@ -75,6 +83,7 @@ pub(crate) fn heavy_decode(
     kernel_or_refusal("heavy_decode", result)
 }
 
+/// One output a token, `[1, 1, num_heads, head_dim]`: the tokens are added to the cache and attend one after the other.
 pub(crate) fn selector_decode(
     cache: &mut SelectorCache<Cuda>,
     qkv: Float,

@@ -63,6 +63,7 @@ enum Segment {
 }
 
 impl<'a> Run<'a> {
+    /// `ranks` is the number of processes, and `keeping` what blocks keep for their backward pass.
     fn new(recipe: &'a Recipe, shape: &'a ModelShape, target: &'a Target, ranks: usize, keeping: Keeping) -> Self {
         let rows = RowShare::of(recipe);
         let mut all = shape.all_parameters();
@@ -182,7 +183,8 @@ impl<'a> Run<'a> {
         sizes
     }
 
-    /// Sizes of the temporary tensors of a block's backward pass, without gradients of weights.
+    /// Sizes of the temporary tensors of a block's backward pass, without gradients of weights: in the phase of the
+    /// feed-forward, and in that of the attention.
     fn temporaries(&self, layer_idx: usize) -> [Vec<u64>; 2] {
         let layer = self.shape.of_layer(layer_idx);
         let stream = self.stream_bytes();
@@ -193,7 +195,10 @@ impl<'a> Run<'a> {
         let feed_forward = vec![stream, self.of_tokens(layer.d_ff)];
         let mut attention =
             vec![stream, self.of_tokens(layer.q_width()), self.of_tokens(packed), self.of_tokens(packed)];
-        // What remains of the largest phase are f32 sums; gate and up and the feed-forward's input are gone by then.
+        // `all` is the largest phase. If it is the attention's, gate and up and the feed-forward's input (`gone`) are
+        // subtracted in it, since they are freed by then, and the f32 gradients of the feed-forward's three matrices
+        // are added. Without both, what remains beside the tensors above are f32 sums. If another phase is the largest,
+        // the same difference exceeds these sums.
         let gone = self.of_tokens(2 * layer.d_ff + layer.d_model);
         let rest = (all + gone).saturating_sub(3 * matrix + attention.iter().sum::<u64>());
         attention.push(rest.min(all));
@@ -227,6 +232,7 @@ struct Kept {
 }
 
 impl Step<'_> {
+    /// Takes a step with at most two micro-batches: from the second on they all hold the same.
     fn take(&mut self) -> Result<(), MemoryFull> {
         let mut gradients = Gradients::default();
         for place in 0..self.run.num_micro_batches.clamp(1, 2) {
@@ -255,6 +261,8 @@ impl Step<'_> {
         self.all(&sizes)
     }
 
+    /// Holds and frees the tensors of a micro-batch's passes in the order of the trainer; `place` is its number in the
+    /// step, 0 or 1. Under ZeRO-3 the forward pass gathers weights one segment ahead.
     fn micro_batch(&mut self, place: usize, gradients: &mut Gradients) -> Result<(), MemoryFull> {
         let run = self.run;
         let num_layers = run.shape.num_layers;

@@ -129,6 +129,7 @@ pub struct MemoryParts {
 }
 
 impl MemoryParts {
+    /// Bytes of all parts, without those of the program itself.
     pub(super) fn total(&self) -> u64 {
         let weights = self.parameter_bytes + self.master_bytes + self.moment_bytes + self.gathered_bytes;
         weights

@@ -250,6 +250,7 @@ impl DamMaps {
 const MAPS: &str = "sieve eval patterns --method dam writes the maps of a calibration run";
 
 impl DamConfig {
+    /// Refuses settings outside their ranges; `capture` is bounded because a map has that many rows squared.
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         let rules = Rules("dam");
         rules.positive("capture", self.capture)?;

@@ -17,6 +17,7 @@ settings! {
 }
 
 impl H2oConfig {
+    /// Refuses a number of heavy or recent keys that is not positive.
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         if self.heavy > 0.0 && self.recent > 0.0 {
             return Ok(());

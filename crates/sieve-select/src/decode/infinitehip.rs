@@ -25,6 +25,7 @@ pub(crate) struct Infinitehip {
 }
 
 impl Infinitehip {
+    /// The state before the first token, at which every stage chooses.
     pub(crate) fn new(config: InfinitehipConfig, gqa: GqaPolicy, shape: LayerShape) -> Self {
         let heads = shape.num_heads;
         Self {

@@ -33,6 +33,8 @@ settings! {
 }
 
 impl SnapkvConfig {
+    /// Refuses a capacity without room beside the window, and an even width of the smoothing window, which has no
+    /// middle.
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         let rules = Rules("snapkv");
         rules.positive("window", self.window)?;

@@ -146,7 +146,9 @@ impl BflaConfig {
         })
     }
 
-    /// Vectors of each block side by side, and their width; missing tokens are zero.
+    /// The pooled vectors of all blocks, one block after the other, and the width of a vector. Flat: a block has a
+    /// vector for each `group` tokens, their numbers side by side; else a block is one vector of width d. Block i has
+    /// the tokens `range(i)`, of which `token` gives the d numbers; tokens that a flat block lacks are zero.
     fn pool<'x>(
         &self,
         d: usize,

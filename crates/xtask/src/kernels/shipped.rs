@@ -103,6 +103,8 @@ impl Shipped {
 }
 
 impl Specialisation {
+    /// Reads a line of the list, whose words have one space between them; `None` where one is missing or is no
+    /// define.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split(' ');
         let (file, arch) = (words.next()?, words.next()?);

@@ -9,6 +9,7 @@ use sieve_kernels::Arrivals;
 use std::path::Path;
 use std::process::ExitCode;
 
+/// Fails where a number is not one, g++ is missing, or a row of the report fails.
 fn main() -> ExitCode {
     let mut numbers = std::env::args().skip(1).map(|word| word.parse());
     let mut next = |default| numbers.next().unwrap_or(Ok(default));

@@ -11,6 +11,7 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
+/// Fails, with the reason, where the folder's plan cannot be made or run.
 fn main() -> ExitCode {
     let Some(folder) = std::env::args().nth(1) else {
         eprintln!("usage: emulate_plan FOLDER");

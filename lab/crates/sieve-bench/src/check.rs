@@ -96,6 +96,8 @@ pub fn check(
 }
 
 impl CheckSettings {
+    /// The calls that the settings ask for, with every head width and group size, and the policy under which the
+    /// kernels run.
     fn extent(&self) -> Extent {
         Extent {
             is_part: self.part != CheckPart::All,

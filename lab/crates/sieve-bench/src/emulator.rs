@@ -252,6 +252,7 @@ impl Emulator {
         tensor
     }
 
+    /// The bytes of a tensor, contiguous, after all launches that were recorded so far have run.
     fn get(&self, tensor: &CudaTensor) -> Result<Vec<u8>, KernelError> {
         let tensor = tensor.contiguous();
         self.catch_up()?;

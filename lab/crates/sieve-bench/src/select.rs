@@ -313,6 +313,7 @@ struct Case {
 }
 
 impl Case {
+    /// Draws q and k for the selector `name`; with `has_nan` one number of the first head's last query is NaN.
     fn draw(shape: CallShape, name: &'static str, has_nan: bool, random: &mut Random) -> Self {
         let mut q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
         let k = random.bf16_normals(shape.num_keys * shape.num_kv_heads * shape.head_dim);
@@ -324,6 +325,7 @@ impl Case {
         Self { shape, name, q, k }
     }
 
+    /// The selection on the CPU, with `tau` as the share of attention mass.
     fn on_host(&self, tau: f64) -> Selected {
         let selector = selector_of(self.name, tau);
         let call = match selector.method {
@@ -334,6 +336,7 @@ impl Case {
         selector.select(&call.expect("sizes fit")).expect("a prefill method")
     }
 
+    /// Selects on the device, with NaN for the queries before the call's, and compares with the CPU.
     fn run(&self, device: &dyn Device) -> Outcome {
         let (q, k) = (with_context(&self.q, self.shape), &self.k);
         let qkv = separate(device, [&q, k, k], shape_of_call(self.shape));

@@ -236,6 +236,7 @@ impl<'a> Bench<'a> {
         self.push(name, shape, Outcome::Failed(error.to_owned()));
     }
 
+    /// The rate of `work` in its unit, and its share of the device's measured peak; `None` for work without a rate.
     fn rate(&self, work: &Work, seconds: f64) -> Option<Rate> {
         let (work, scale, unit, peak) = match *work {
             Work::Flops(flops) => (flops, 1e12, "TFLOP/s", self.matmul_flops),

@@ -73,6 +73,7 @@ struct Bin {
 }
 
 impl Bin {
+    /// The mean, least and greatest of the finite values.
     fn of(values: &[f32]) -> Self {
         let finite = || values.iter().copied().filter(|value| value.is_finite());
         let sum: f64 = finite().map(f64::from).sum();

@@ -202,6 +202,7 @@ impl JsonlSource {
     }
 }
 
+/// What JSON calls this value, for an error's sentence.
 fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

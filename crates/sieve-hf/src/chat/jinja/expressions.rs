@@ -28,6 +28,8 @@ impl Renderer<'_> {
         items.into_iter().map(|item| self.value(item)).collect()
     }
 
+    /// The value of a kind of expression; `choice` has the operators that need not look at both sides, `part_of` what
+    /// is behind a value.
     fn value_of(&mut self, kind: &ExprKind) -> Fallible<Value> {
         Ok(match kind {
             ExprKind::None => Value::None,
@@ -121,6 +123,8 @@ impl Renderer<'_> {
         Ok(function.map_or_else(|| Value::undefined(format!("{name} is not defined")), |name| Value::Function(name)))
     }
 
+    /// A chain of comparisons as in Python: each value is compared with the one before it, and behind the first that
+    /// fails none is evaluated.
     fn compare(&mut self, first: &Expr, others: &[(Comparison, Expr)]) -> Fallible<Value> {
         let mut left = self.value(first)?;
         for (comparison, right) in others {
@@ -158,6 +162,8 @@ impl Renderer<'_> {
         Ok(Value::Text(Rc::new(out)))
     }
 
+    /// What Python's operator makes of two values: texts, lists and tuples are joined and repeated, a text formats by
+    /// `%`, and all else must be numbers.
     pub(super) fn binary(&mut self, operator: Operator, left: &Value, right: &Value) -> Fallible<Value> {
         let budget = self.budget;
         match (operator, left.defined()?, right.defined()?) {
@@ -185,6 +191,7 @@ impl Renderer<'_> {
         }
     }
 
+    /// A text, list or tuple so many times behind itself; none for a negative `count`. A text loses its marks.
     fn repeat(&mut self, list: &Value, count: &Value) -> Fallible<Value> {
         let count = count.as_int().ok_or_else(|| no_number(count))?;
         let count = usize::try_from(count.max(0)).unwrap_or(usize::MAX);
@@ -233,6 +240,7 @@ impl Renderer<'_> {
         Ok(found.unwrap_or_else(|| Value::undefined(format!("a {} has no {name}", value.kind()))))
     }
 
+    /// `loop.name` for the loop `state`, which `value` holds; `None` for a name that loops do not have.
     fn loop_attribute(&mut self, value: &Value, state: &LoopState, name: &str) -> Fallible<Option<Value>> {
         let (index, len) = (state.index.get(), state.items.items.len());
         let item = |index: usize, what: &str| {
@@ -291,6 +299,8 @@ impl Renderer<'_> {
         }
     }
 
+    /// `value[start:end:step]` as in Python, where a bound that is missing is `None`; undefined for a value without
+    /// slices.
     fn slice(&mut self, value: &Value, bounds: &[Value; 3]) -> Fallible<Value> {
         match value.defined()? {
             Value::List(items) => {
@@ -347,6 +357,8 @@ impl Renderer<'_> {
         self.deeper(|renderer| renderer.call(&call.kind, caller))
     }
 
+    /// The value of a call, whose callee is evaluated before its arguments. `caller`, the body of `{% call %}`, becomes
+    /// the argument of that name.
     fn call(&mut self, kind: &ExprKind, caller: Option<Value>) -> Fallible<Value> {
         let ExprKind::Call(callee, arguments) = kind else {
             return Err(Fault::refused("{% call %} has no call"));
@@ -357,6 +369,8 @@ impl Renderer<'_> {
         self.call_value(&callee, given)
     }
 
+    /// Calls a macro, a function, a method, a recursive loop, or a joiner, which is empty the first time and its
+    /// separator from then on.
     fn call_value(&mut self, callee: &Value, given: Given) -> Fallible<Value> {
         match callee.defined()? {
             Value::Macro(found) => self.call_macro(found, given),
@@ -374,6 +388,7 @@ impl Renderer<'_> {
         }
     }
 
+    /// Calls one of [`FUNCTIONS`]; `lipsum`, `self` and a `cycler` without items are refused.
     fn function(&mut self, name: &str, given: Given) -> Fallible<Value> {
         match name {
             "range" => range(&given),
@@ -450,6 +465,7 @@ fn no_number(value: &Value) -> Box<Fault> {
     Fault::refused(format!("a {} is used as a number", value.kind()))
 }
 
+/// Python's `range` of one to three whole numbers, of at most [`MOST_RANGE`] items.
 fn range(given: &Given) -> Fallible<Value> {
     let whole = |value: &Value| {
         let value = value.as_int().ok_or_else(|| no_number(value))?;
@@ -498,6 +514,8 @@ fn number(operator: Operator, left: &Value, right: &Value) -> Fallible<Value> {
     }))
 }
 
+/// What an operator makes of two whole numbers, as in Python: `/` is a float, `//` rounds down, and a remainder has the
+/// sign of `b`. A result beyond i128 is refused.
 fn whole(operator: Operator, a: i128, b: i128) -> Fallible<Value> {
     let divides = matches!(operator, Operator::Divide | Operator::FloorDivide | Operator::Remainder);
     if divides && b == 0 {

@@ -119,6 +119,8 @@ impl Renderer<'_> {
         value.len().map(Value::from).ok_or_else(|| Fault::refused(format!("a {} has no length", value.kind())))
     }
 
+    /// `abs`, `round`, `int` or `float`. For the last two, what is no number becomes the argument `default`, or 0
+    /// without it.
     fn number_filter(&mut self, name: &str, value: &Value, given: Given) -> Fallible<Value> {
         match name {
             "abs" => {
@@ -158,6 +160,8 @@ impl Renderer<'_> {
         }
     }
 
+    /// Rounds to `precision` digits behind the point, or before it where that is negative: to the nearest, or by
+    /// `method` up or down. Only to the nearest a whole number stays one.
     fn round(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [precision, method] = given.bind("round", ["precision", "method"])?;
         let precision = precision.map_or(Some(0), |precision| precision.as_int()).ok_or_else(no_number)?;
@@ -176,6 +180,8 @@ impl Renderer<'_> {
         }
     }
 
+    /// JSON without HTML's escapes, as `transformers` writes it. `indent` is a number of spaces or a text, `separators`
+    /// the texts between items and behind a key.
     fn tojson(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
         let [ensure_ascii, indent, separators, sort_keys] = given.bind("tojson", names)?;
@@ -204,6 +210,7 @@ impl Renderer<'_> {
         Ok(Value::made(out))
     }
 
+    /// A filter of a text; any other value is first printed, but `urlencode` refuses it.
     fn text_filter(&mut self, name: &str, value: &Value, given: Given) -> Fallible<Value> {
         let found = text(value, self.budget)?;
         // A letter of another case may take thrice the bytes.
@@ -265,6 +272,8 @@ impl Renderer<'_> {
         Ok(Value::made(found.replacen(old, new, most)))
     }
 
+    /// Puts `width` spaces, or the text `width`, before each line; before the first only with `first`, before empty
+    /// ones only with `blank`.
     fn indent(&mut self, found: &str, given: Given) -> Fallible<Value> {
         let [width, first, blank] = given.bind("indent", ["width", "first", "blank"])?;
         let unit = match width {
@@ -293,6 +302,8 @@ impl Renderer<'_> {
         Ok(Value::made(out))
     }
 
+    /// Cuts a text of more than `length + leeway` characters to `length`, `end` included; at its last space unless
+    /// `killwords`.
     fn truncate(&mut self, found: &str, given: Given) -> Fallible<Value> {
         let [length, kills_words, end, leeway] = given.bind("truncate", ["length", "killwords", "end", "leeway"])?;
         let count = |value: Option<Value>, default: i128| match value {
@@ -381,6 +392,7 @@ fn title(found: &str) -> String {
     titled
 }
 
+/// The text with HTML's escapes, as jinja2 writes them.
 fn escaped(found: &str) -> String {
     let mut out = String::with_capacity(found.len());
     for c in found.chars() {

@@ -147,6 +147,7 @@ impl<'a> Lexer<'a> {
         Some(mark.len() + line)
     }
 
+    /// Passes a comment, whose `{#` has been passed, with the white space that goes with its end.
     fn comment(&mut self) -> Fallible<()> {
         let begin = self.line;
         while self.at < self.text.len() {
@@ -227,6 +228,8 @@ impl<'a> Lexer<'a> {
         }
     }
 
+    /// Takes the longest sign that is here. `brackets` holds the closing brackets that must still come, the innermost
+    /// last.
     fn sign(&mut self, brackets: &mut Vec<&'static str>) -> Fallible<()> {
         let Some(sign) = SIGNS.iter().find(|sign| self.rest().starts_with(**sign)) else {
             let c: String = self.rest().chars().take(1).flat_map(char::escape_debug).collect();
@@ -295,6 +298,8 @@ impl<'a> Lexer<'a> {
         Ok(())
     }
 
+    /// Takes a number as Python writes it: with `_` between digits, in base 2, 8 or 16 behind `0b`, `0o` or `0x`, or
+    /// with a point or an exponent.
     fn number(&mut self) -> Fallible<()> {
         let rest = self.rest();
         let digits = |text: &str, is_digit: fn(char) -> bool| {

@@ -50,6 +50,8 @@ impl Renderer<'_> {
         }
     }
 
+    /// The items whose `attribute`, or which themselves, equal none before them; letters of either case are equal
+    /// unless `case_sensitive`.
     fn unique(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [case, attribute] = given.bind("unique", ["case_sensitive", "attribute"])?;
         let (mut seen, mut kept): (Vec<Value>, _) = (Vec::new(), Vec::new());
@@ -85,6 +87,7 @@ impl Renderer<'_> {
         Ok(best.map_or_else(|| Value::undefined(format!("an empty list has no {name}")), |(_, item)| item))
     }
 
+    /// `start`, or 0, plus the items or their `attribute`; texts are refused.
     fn sum_of(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [attribute, start] = given.bind("sum", ["attribute", "start"])?;
         let mut sum = start.unwrap_or(Value::Int(0));
@@ -98,6 +101,8 @@ impl Renderer<'_> {
         Ok(sum)
     }
 
+    /// The `first` or the `last` item, undefined if there is none. A generator loses its first item, and has no last
+    /// one.
     fn end_of(&mut self, name: &str, value: &Value) -> Fallible<Value> {
         let found = match (value, name) {
             (Value::Stream(stream), "first") => stream.items.borrow_mut().pop_front(),
@@ -125,6 +130,7 @@ impl Renderer<'_> {
         }
     }
 
+    /// The texts of the items, or of their `attribute`, with the text `d` between them.
     fn join(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [separator, attribute] = given.bind("join", ["d", "attribute"])?;
         let separator = separator.map_or(Ok(String::new()), |separator| text(&separator, self.budget))?;
@@ -140,6 +146,8 @@ impl Renderer<'_> {
         Ok(Value::made(out))
     }
 
+    /// The `attribute` of each item, or `default` where it is undefined; else each item behind the filter that the
+    /// first argument names, which gets the other arguments.
     fn map(&mut self, value: &Value, mut given: Given) -> Fallible<Value> {
         let items = value.items(self.budget)?;
         let mut made = Vec::with_capacity(items.len());
@@ -163,6 +171,8 @@ impl Renderer<'_> {
         Value::stream(made, self.budget)
     }
 
+    /// The items that pass a test, which the first argument names, or that are true without one; for `reject…` the
+    /// others. For `…attr` the first argument is the attribute that is tested, and the test comes second.
     fn select(&mut self, name: &str, value: &Value, mut given: Given) -> Fallible<Value> {
         let mut attribute = None;
         if name.ends_with("attr") {
@@ -189,6 +199,7 @@ impl Renderer<'_> {
         Value::stream(kept, self.budget)
     }
 
+    /// A text or the items from the last to the first: those of a generator as a list, all others as a generator.
     fn reverse(&mut self, value: &Value) -> Fallible<Value> {
         if let Value::Text(text) = value {
             self.budget.text(text.text.len())?;
@@ -200,6 +211,7 @@ impl Renderer<'_> {
         if is_list { Value::stream(items, self.budget) } else { Value::list(items, self.budget) }
     }
 
+    /// The pairs of a dictionary, sorted by `key`, or by `value` where `by` says so.
     fn dictsort(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [case, by, reverse] = given.bind("dictsort", ["case_sensitive", "by", "reverse"])?;
         let Value::Dict(dict) = value else {
@@ -216,6 +228,8 @@ impl Renderer<'_> {
         Value::list(sorted, self.budget)
     }
 
+    /// Pairs of an attribute's value and the list of the items that have it, sorted by the value. Unless
+    /// `case_sensitive`, letters of either case are one value, the first item's.
     fn groupby(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [attribute, default, case] = given.bind("groupby", ["attribute", "default", "case_sensitive"])?;
         let mut keyed = Vec::new();
@@ -241,6 +255,7 @@ impl Renderer<'_> {
         Value::list(groups.into_iter().map(group).collect::<Fallible<_>>()?, self.budget)
     }
 
+    /// The items in rows of `linecount`; the last is filled up with `fill_with`, if that is given.
     fn batch(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [size, fill] = given.bind("batch", ["linecount", "fill_with"])?;
         let size = size.and_then(|size| size.as_int()).filter(|size| *size > 0).ok_or_else(no_number)?;
@@ -258,6 +273,8 @@ impl Renderer<'_> {
         Value::stream(rows, self.budget)
     }
 
+    /// The items in `slices` rows, of which the first ones are longer by one where the items do not divide; each other
+    /// row ends with `fill_with`, if that is given.
     fn slices(&mut self, value: &Value, given: Given) -> Fallible<Value> {
         let [count, fill] = given.bind("slice", ["slices", "fill_with"])?;
         let count = count.and_then(|count| count.as_int()).filter(|count| *count > 0).ok_or_else(no_number)?;

@@ -109,6 +109,7 @@ impl Renderer<'_> {
         }
     }
 
+    /// A method of a dictionary; those that would change it are refused, so that a copy is the dictionary itself.
     fn dict_method(&mut self, value: &Value, name: &str, given: Given) -> Fallible<Value> {
         let Value::Dict(dict) = value else {
             return Err(no_number());
@@ -147,6 +148,7 @@ impl Renderer<'_> {
         }
     }
 
+    /// `count` or `index` of a value in a list, tuple or range, or a copy; methods that would change it are refused.
     fn search_list(&mut self, value: &Value, name: &str, given: Given) -> Fallible<Value> {
         if name == "copy" {
             return Ok(value.clone());
@@ -232,6 +234,7 @@ impl Renderer<'_> {
         Ok(Value::made(made))
     }
 
+    /// Cuts the characters of `chars`, or white space without it, from both ends or from the one that `name` says.
     fn strip(&mut self, found: &str, name: &str, given: Given) -> Fallible<Value> {
         let [chars] = given.bind(name, ["chars"])?;
         let chars = match chars {
@@ -248,6 +251,8 @@ impl Renderer<'_> {
         Value::text(cut, self.budget)
     }
 
+    /// The parts of a text: a list between separators, or words without one, lines for `splitlines`, and for
+    /// `partition` a tuple of the text before the separator, it, and the text behind it.
     fn split(&mut self, found: &str, name: &str, given: Given) -> Fallible<Value> {
         if name == "splitlines" {
             let [keeps_ends] = given.bind(name, ["keepends"])?;
@@ -296,6 +301,7 @@ impl Renderer<'_> {
         Value::list(parts.into_iter().map(Value::made).collect(), self.budget)
     }
 
+    /// Python's `separator.join(items)`, whose items must be strings.
     fn join_texts(&mut self, separator: &str, given: Given) -> Fallible<Value> {
         let [items] = given.bind("join", ["iterable"])?;
         let mut out = String::new();
@@ -308,6 +314,8 @@ impl Renderer<'_> {
         Ok(Value::made(out))
     }
 
+    /// Looks for a text in the characters from `start` to `end`; a place is counted in characters from the beginning of
+    /// all of `found`.
     fn search_text(&mut self, found: &str, name: &str, given: Given) -> Fallible<Value> {
         let [part, start, end] = given.bind(name, ["sub", "start", "end"])?;
         let part = part.ok_or_else(no_number)?;

@@ -69,6 +69,7 @@ impl Names {
         set.back_to(len);
     }
 
+    /// Adds the names of a statement, and to `set` those that are set for certain behind it.
     fn node(&mut self, node: &Node, set: &mut Set) {
         match &node.kind {
             NodeKind::Data(_) | NodeKind::Break | NodeKind::Continue | NodeKind::Refused(_) => {}
@@ -113,6 +114,7 @@ impl Names {
         }
     }
 
+    /// A loop's names; what its body or its `else` sets is not set behind it.
     fn loop_over(&mut self, found: &For, set: &mut Set) {
         self.expression(&found.items, set);
         self.scoped(set, |names, set| {
@@ -140,6 +142,7 @@ impl Names {
         in_all.iter().for_each(|name| set.insert(name));
     }
 
+    /// A macro's names: its defaults are read with what is set around it, its body with the parameters set as well.
     fn code(&mut self, code: &Macro, set: &mut Set) {
         for default in code.params.iter().filter_map(|(_, default)| default.as_ref()) {
             self.expression(default, set);
@@ -172,6 +175,7 @@ impl Names {
         }
     }
 
+    /// Adds the variables of an expression that are not in `set`, and its attributes and quoted texts as keys.
     fn expression(&mut self, expr: &Expr, set: &Set) {
         match &*expr.kind {
             ExprKind::Name(name) => self.variable(name, set),

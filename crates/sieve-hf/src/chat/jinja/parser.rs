@@ -98,6 +98,7 @@ impl Parser {
         if self.pass_sign(sign) { Ok(()) } else { Err(self.unexpected(sign)) }
     }
 
+    /// Passes the name that must be here, and returns it.
     fn expect_name(&mut self) -> Fallible<String> {
         let TokenKind::Name(name) = self.token() else {
             return Err(self.unexpected("a name"));
@@ -229,6 +230,7 @@ impl Parser {
         Ok(body)
     }
 
+    /// Reads `{% for %}`, whose name is passed, with its condition and its `else`, to the end of `{% endfor %}`.
     fn loop_over(&mut self) -> Fallible<NodeKind> {
         let target = self.target(false)?;
         if !self.pass_name("in") {
@@ -260,6 +262,7 @@ impl Parser {
         self.tokens[start..self.at].iter().any(|token| matches!(&token.kind, TokenKind::Name(found) if found == name))
     }
 
+    /// Reads `{% if %}`, whose name is passed, with all its branches, to the end of `{% endif %}`.
     fn condition(&mut self) -> Fallible<NodeKind> {
         let mut branches = Vec::new();
         let mut otherwise = Vec::new();
@@ -281,6 +284,8 @@ impl Parser {
         }
     }
 
+    /// Reads `{% set x = value %}`, or `{% set x | filter %}` with the block whose text it takes, to the end of the
+    /// block.
     fn set(&mut self) -> Fallible<NodeKind> {
         let target = self.target(true)?;
         if self.pass_sign("=") {
@@ -293,6 +298,7 @@ impl Parser {
         Ok(NodeKind::SetBlock(target, filters, self.function_to("endset")?))
     }
 
+    /// Reads `{% with a = 1, b = 2 %}` and its body, to the end of `{% endwith %}`.
     fn with(&mut self) -> Fallible<NodeKind> {
         let mut values = Vec::new();
         while *self.token() != TokenKind::BlockEnd {
@@ -324,6 +330,7 @@ impl Parser {
         Ok(Arc::new(Macro { name, params, body, names_varargs, names_kwargs }))
     }
 
+    /// Reads `{% call(params) name(..) %}`, whose body becomes a macro with the name `caller`, to the end of the block.
     fn call(&mut self) -> Fallible<NodeKind> {
         let params = if self.is_sign("(") { self.params()? } else { Vec::new() };
         let call = self.expression()?;
@@ -378,6 +385,7 @@ impl Parser {
         }
     }
 
+    /// A name that can be set, targets in round brackets, or with `has_attributes` also `namespace.attribute`.
     fn one_target(&mut self, has_attributes: bool) -> Fallible<Target> {
         if self.pass_sign("(") {
             let target = self.within(|parser| parser.target(has_attributes))?;

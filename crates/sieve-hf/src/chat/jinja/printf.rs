@@ -98,6 +98,8 @@ fn spec(mut rest: &str) -> Fallible<SpecAt<'_>> {
     Ok((spec, key, kind, &rest[kind.len_utf8()..]))
 }
 
+/// A value as `%` with the letter `kind` writes it. The precision is the most characters of a text, the fewest digits
+/// of a whole number, and digits of a float, 6 without one.
 fn shown(spec: &Spec, kind: char, value: &Value, budget: &Budget) -> Fallible<String> {
     let number = || value.as_float().ok_or_else(|| Fault::refused(format!("%{kind} takes a number")));
     let precision = spec.precision.unwrap_or(6).min(MOST_PRECISION);
@@ -145,6 +147,8 @@ fn shown(spec: &Spec, kind: char, value: &Value, budget: &Budget) -> Fallible<St
     Ok(padded(spec, sign.to_owned(), digits, spec.zero))
 }
 
+/// Fills up to the width of `spec`: behind the digits with its flag `-`, else between sign and digits by zeros, or
+/// before both by spaces.
 fn padded(spec: &Spec, sign: String, digits: String, with_zeros: bool) -> String {
     let missing = spec.width.saturating_sub(sign.chars().count() + digits.chars().count());
     if spec.left {
@@ -219,6 +223,7 @@ pub(super) fn braces(format: &str, given: &Given, budget: &Budget) -> Fallible<S
     Ok(out + rest)
 }
 
+/// A value in a form of `str.format`: empty, `.2f` and the like for a number, `d` for a whole one, `s` for a text.
 fn formatted(spec: &str, value: &Value, budget: &Budget) -> Fallible<String> {
     let fixed = spec.strip_prefix('.').and_then(|spec| spec.strip_suffix('f')).and_then(|digits| digits.parse().ok());
     match (fixed, value.as_float(), value) {

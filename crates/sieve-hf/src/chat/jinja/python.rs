@@ -32,6 +32,7 @@ pub(super) fn repr(value: &Value, budget: &Budget) -> Fallible<String> {
     Ok(out)
 }
 
+/// Appends Python's `repr` of a value to `out`, and takes its bytes from the budget.
 fn write_repr(value: &Value, out: &mut String, budget: &Budget) -> Fallible<()> {
     let before = out.len();
     match value {
@@ -75,6 +76,8 @@ fn write_repr(value: &Value, out: &mut String, budget: &Budget) -> Fallible<()> 
     budget.steps(1)
 }
 
+/// Appends the `repr` of each item, with commas between them, inside two brackets; the closing one of a tuple of one
+/// begins with a comma.
 fn write_items([open, close]: [&str; 2], items: &[Value], out: &mut String, budget: &Budget) -> Fallible<()> {
     budget.text(open.len() + close.len() + 2 * items.len())?;
     budget.steps(1)?;
@@ -193,6 +196,7 @@ impl Json<'_> {
         self.budget.text(out.len() - before)
     }
 
+    /// Appends a dictionary's key as a JSON string, in which Python also writes null, booleans and numbers.
     fn key(&self, key: &Value, out: &mut String) -> Fallible<()> {
         let text = match key {
             Value::Text(text) => text.text.clone(),
@@ -240,6 +244,8 @@ impl Json<'_> {
         self.budget.text(2)
     }
 
+    /// Appends a JSON string; `ensure_ascii` also escapes what is not printable ASCII, a character above U+FFFF as two
+    /// surrogates.
     fn quoted(&self, text: &str, out: &mut String) {
         out.push('"');
         for c in text.chars() {
@@ -264,6 +270,7 @@ impl Json<'_> {
     }
 }
 
+/// A float as Python's JSON has it: its `repr`, but `NaN` and `Infinity`, which JSON itself lacks.
 fn json_float(value: f64) -> String {
     if value.is_nan() {
         "NaN".to_owned()

@@ -29,7 +29,7 @@ enum Flow {
     Continue,
 }
 
-/// A template that is rendered.
+/// The state of one rendering: what names mean, the text so far, and what is left of the budget.
 pub(super) struct Renderer<'a> {
     pub(super) budget: &'a Budget,
     scopes: Vec<Scope>,
@@ -55,6 +55,7 @@ pub(super) struct Given {
 }
 
 impl<'a> Renderer<'a> {
+    /// A rendering in whose outermost scope `variables` are set; all that it does is taken from `budget`.
     pub(super) fn new(variables: Vec<(String, Value)>, budget: &'a Budget) -> Self {
         let scope = Scope { number: 0, parent: None, values: variables.into_iter().collect() };
         Self {
@@ -141,6 +142,7 @@ impl<'a> Renderer<'a> {
         }
     }
 
+    /// What a name means in this scope or the nearest one around it; `None` where none has it.
     pub(super) fn variable(&self, name: &str) -> Fallible<Option<Value>> {
         let mut place = Some(self.current);
         while let Some(found) = place {
@@ -177,6 +179,7 @@ impl<'a> Renderer<'a> {
         Ok(())
     }
 
+    /// Runs statements in their order until one of them breaks or continues a loop, and returns that.
     fn body(&mut self, body: &Body) -> Fallible<Flow> {
         self.deeper(|renderer| {
             for node in body {
@@ -190,6 +193,7 @@ impl<'a> Renderer<'a> {
         })
     }
 
+    /// Runs a statement; a `break` or `continue` in it is returned, for the loop around it.
     fn node(&mut self, node: &Node) -> Fallible<Flow> {
         match &node.kind {
             NodeKind::Data(text) => self.write(text, &[])?,
@@ -236,6 +240,8 @@ impl<'a> Renderer<'a> {
         Ok(Flow::Next)
     }
 
+    /// Runs the body of the first condition that is true, else `otherwise`; names that it sets stay set, as it is no
+    /// scope.
     fn branch(&mut self, branches: &[(Expr, Body)], otherwise: &Body) -> Fallible<Flow> {
         for (condition, body) in branches {
             if self.value(condition)?.is_true() {
@@ -267,6 +273,7 @@ impl<'a> Renderer<'a> {
         self.print_value(&value)
     }
 
+    /// Writes a value's text with its marks; an undefined value has none.
     fn print_value(&mut self, value: &Value) -> Fallible<()> {
         match value {
             Value::Text(text) => self.write(&text.text, &text.marks),
@@ -418,6 +425,8 @@ impl<'a> Renderer<'a> {
         Ok(Value::Text(Rc::new(text)))
     }
 
+    /// Sets a macro's parameters, and `caller`, `varargs` and `kwargs`, in the current scope. A default sees the
+    /// parameters before it, and a parameter without a value is undefined.
     fn set_params(&mut self, code: &Macro, given: Given) -> Fallible<()> {
         let Given { args, mut named } = given;
         let mut args = args.into_iter();
@@ -460,6 +469,7 @@ pub(super) fn append(out: &mut Text, text: &str, marks: &[Mark]) {
     }));
 }
 
+/// Sets or adds an attribute of a namespace; a name that begins with `_` is refused.
 fn set_attribute(namespace: &Namespace, name: &str, value: Value) -> Fallible<()> {
     if name.starts_with('_') {
         return Err(Fault::refused(format!("a namespace has no attribute {name}")));

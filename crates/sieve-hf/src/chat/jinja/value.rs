@@ -142,6 +142,7 @@ impl Dict {
         Ok(dict)
     }
 
+    /// The place of the pair whose key is equal to this one; a list, dictionary or view is refused.
     fn place(&self, key: &Value, budget: &Budget) -> Fallible<Option<usize>> {
         if let Value::List(_) | Value::Dict(_) | Value::View(..) = key {
             return Err(Fault::refused(format!("a {} is not a key of a dictionary", key.kind())));
@@ -445,6 +446,7 @@ impl Value {
     }
 }
 
+/// Whether one of the items is equal to `item`, as Python compares them.
 fn among(items: &[Value], item: &Value, budget: &Budget) -> Fallible<bool> {
     for found in items {
         if found.equals(item, budget)? {

@@ -123,6 +123,8 @@ fn errors_and_mass(
 }
 
 impl Pairs {
+    /// Over all pairs of tiles: how the bound goes with the error and the estimate with the attention mass, and the
+    /// largest error as a share of its bound, of the bounds above 0.
     fn agreement(&self) -> HeadAgreement {
         let of_bound = self.error.iter().zip(&self.bound).filter(|&(_, &bound)| bound > 0.0);
         HeadAgreement {
@@ -143,6 +145,7 @@ struct Reach {
 }
 
 impl Reach {
+    /// Of a block's tokens, each as wide as their `mean`; zero for no token.
     fn of<'x>(tokens: impl Iterator<Item = &'x [f32]>, mean: &[f32]) -> Self {
         let mut reach = Self { norm: 0.0, radius: 0.0 };
         for x in tokens {

@@ -52,6 +52,8 @@ pub(super) struct Call {
 }
 
 impl Call {
+    /// Draws what the branches read beside q, k and v: compressed keys and values, vectors of positions, logits of
+    /// gates. One row; the gates' bias is 0.
     pub(super) fn new(inputs: Inputs, bench: &Bench<'_>) -> Self {
         let [_, seq_len, heads, _] = inputs.shape.output();
         let rows = BLOCKS.num_slots(seq_len) * inputs.shape.num_kv_heads;

@@ -113,6 +113,8 @@ struct Text {
 }
 
 impl Text {
+    /// Draws prompts of fewer than 300 tokens, how much of them the caches dropped, and spare room; two strides of the
+    /// compressed branch are decoded behind them.
     fn draw(calls: &mut TokenCheck<'_>, blocks: NsaBlocks) -> Self {
         let (size, steps) = (blocks.compress_block_size, 2 * blocks.compress_stride);
         let lengths: Vec<usize> = (0..calls.shape.batch).map(|_| calls.random.below(300)).collect();

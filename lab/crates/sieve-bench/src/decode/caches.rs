@@ -487,6 +487,8 @@ struct DmaText {
 }
 
 impl DmaText {
+    /// Draws how many keys stay, prompts of fewer than twice as many tokens, and the scores of all keys. With
+    /// `has_local_window` some of the last keys are never evicted.
     fn draw(shape: AttentionShape, has_local_window: bool, random: &mut Random) -> Result<Self, Wrong> {
         let (batch, num_kv_heads) = (shape.batch, shape.num_kv_heads);
         let kept: usize = random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);

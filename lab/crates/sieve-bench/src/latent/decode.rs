@@ -190,6 +190,8 @@ impl TokenCall {
         Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0).judge("o", &o, &plain, &exact)
     }
 
+    /// Draws the packed token, the weights, the new latent with its rotated part, and caches for `room` tokens of each
+    /// row; factors on keys lie between 0.2 and 2.2.
     fn draw_numbers(&mut self) -> TokenNumbers {
         let [num_heads, head_dim, rope] = self.heads;
         let (batch, rank, key_dim) = (self.batch, self.rank, head_dim + rope);

@@ -35,6 +35,7 @@ impl Parser {
         Expr::new(ExprKind::Tuple(items), line)
     }
 
+    /// Values with `or` between them, from left to right.
     fn or(&mut self) -> Fallible<Expr> {
         let line = self.line();
         let mut left = self.and()?;
@@ -44,6 +45,7 @@ impl Parser {
         Ok(left)
     }
 
+    /// Values with `and` between them, from left to right.
     fn and(&mut self) -> Fallible<Expr> {
         let line = self.line();
         let mut left = self.not()?;
@@ -61,6 +63,7 @@ impl Parser {
         self.compare()
     }
 
+    /// A chain of comparisons, such as `a < b == c`, as one expression; a sum alone without any.
     fn compare(&mut self) -> Fallible<Expr> {
         let line = self.line();
         let first = self.sum()?;
@@ -71,6 +74,7 @@ impl Parser {
         if others.is_empty() { Ok(first) } else { Expr::new(ExprKind::Compare(first, others), line) }
     }
 
+    /// Passes a sign of comparison, `in` or `not in`, if it is here.
     fn comparison(&mut self) -> Option<Comparison> {
         let signs = [
             ("==", Comparison::Equal),
@@ -112,6 +116,7 @@ impl Parser {
         self.binary(&[("+", Operator::Add), ("-", Operator::Subtract)], Self::concat)
     }
 
+    /// Values with `~` between them, which binds tighter than `+` and less tightly than `*`.
     fn concat(&mut self) -> Fallible<Expr> {
         let line = self.line();
         let first = self.product()?;
@@ -125,6 +130,7 @@ impl Parser {
         Expr::new(ExprKind::Concat(items), line)
     }
 
+    /// Values with `*`, `/`, `//` or `%` between them; `**` binds tighter, and goes from left to right, too.
     fn product(&mut self) -> Fallible<Expr> {
         let operators = [
             ("*", Operator::Multiply),
@@ -135,6 +141,8 @@ impl Parser {
         self.binary(&operators, |parser| parser.binary(&[("**", Operator::Power)], |parser| parser.unary(true)))
     }
 
+    /// A value with its signs and what is behind it. Filters and tests apply to the signed value: for what is behind a
+    /// sign `has_filters` is false.
     fn unary(&mut self, has_filters: bool) -> Fallible<Expr> {
         let line = self.line();
         let value = if self.pass_sign("-") {
@@ -148,6 +156,7 @@ impl Parser {
         if has_filters { self.filters(value) } else { Ok(value) }
     }
 
+    /// A constant, a name, or what is in brackets; quoted texts one behind the other are one text.
     fn primary(&mut self) -> Fallible<Expr> {
         let line = self.line();
         let kind = match self.advance() {
@@ -308,6 +317,7 @@ impl Parser {
         Ok(FilterCall { line, name, arguments })
     }
 
+    /// Reads a test, whose `is` is passed: `not`, a name, and arguments in brackets or one value without them.
     fn test(&mut self, value: Expr) -> Fallible<ExprKind> {
         let is_negated = self.pass_name("not");
         let name = self.expect_name()?;
