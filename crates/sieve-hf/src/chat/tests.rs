@@ -95,6 +95,24 @@ fn a_template_that_is_no_jinja_or_never_ends_is_refused() {
     refusal(rendered(endless, &chat), words);
 }
 
+#[test]
+fn numbers_are_those_of_python() {
+    let chat = [("user", "hi")];
+    let printed = |template: &str| rendered(template, &chat).expect("a template");
+    // As CPython 3 prints them.
+    assert_eq!(printed("{{ 1 // 0.1 }} {{ -7.5 // 2 }} {{ 7 // -2.0 }} {{ 2 ** -1 }}"), "9.0 -4.0 -4.0 0.5");
+    let formats = "{{ '%#06x|%#x|%+#x|%#.4x|%-#8X|%#o' % (255, -255, 255, 255, 255, 8) }}";
+    assert_eq!(printed(formats), "0x00ff|-0xff|+0xff|0x00ff|0XFF    |0o10");
+    for (template, words) in [
+        ("{{ 0 ** -1 }}", "0 is raised to a negative power"),
+        ("{{ 0.0 ** -1.5 }}", "0 is raised to a negative power"),
+        ("{{ -8.0 ** 0.5 }}{{ (0 - 8.0) ** 0.5 }}", "a negative number is raised to a fraction"),
+        ("{{ 10.0 ** 400 }}", "a power is too large"),
+    ] {
+        refusal(rendered(template, &chat), words);
+    }
+}
+
 /// Templates that would take all stack, memory or time, made of the parts in `hostile.json`.
 fn hostile() -> Vec<String> {
     let stored = fs::read_to_string(golden().join("hostile.json")).expect("stored");

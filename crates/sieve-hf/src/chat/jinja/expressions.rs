@@ -505,13 +505,30 @@ fn number(operator: Operator, left: &Value, right: &Value) -> Fallible<Value> {
         Operator::Subtract => a - b,
         Operator::Multiply => a * b,
         Operator::Divide => a / b,
-        Operator::FloorDivide => (a / b).floor(),
-        Operator::Remainder => {
-            let rest = a % b;
-            if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
-        }
-        Operator::Power => a.powf(b),
+        // Rounded once, after the remainder: the quotient 1 / 0.1 would round up to 10, and its floor is 9.
+        Operator::FloorDivide => ((a - remainder(a, b)) / b).round(),
+        Operator::Remainder => remainder(a, b),
+        Operator::Power => return power(a, b),
     }))
+}
+
+/// The remainder of `a / b`, with the sign of `b`, as Python's `%`.
+fn remainder(a: f64, b: f64) -> f64 {
+    let rest = a % b;
+    if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
+}
+
+/// `a ** b` of floats. Python has an error for 0 to a negative power and for a result that is too large, and a complex
+/// number, which no template has, for a negative number to a fraction.
+fn power(a: f64, b: f64) -> Fallible<Value> {
+    match a.powf(b) {
+        _ if a == 0.0 && b < 0.0 => Err(Fault::refused("0 is raised to a negative power")),
+        found if found.is_infinite() && a.is_finite() && b.is_finite() => Err(Fault::limit("a power is too large")),
+        found if found.is_nan() && !a.is_nan() && !b.is_nan() => {
+            Err(Fault::refused("a negative number is raised to a fraction"))
+        }
+        found => Ok(Value::Float(found)),
+    }
 }
 
 /// What an operator makes of two whole numbers, as in Python: `/` is a float, `//` rounds down, and a remainder has the
@@ -530,7 +547,7 @@ fn whole(operator: Operator, a: i128, b: i128) -> Fallible<Value> {
             a.checked_div_euclid(b).map(|found| if b < 0 && found * b != a { found - 1 } else { found })
         }
         Operator::Remainder => a.checked_rem_euclid(b).map(|found| if b < 0 && found != 0 { found + b } else { found }),
-        Operator::Power if b < 0 => return Ok(Value::Float((a as f64).powf(b as f64))),
+        Operator::Power if b < 0 => return power(a as f64, b as f64),
         Operator::Power => u32::try_from(b).ok().and_then(|b| a.checked_pow(b)),
     };
     found.map(Value::Int).ok_or_else(|| Fault::limit("a number has more than 38 digits"))

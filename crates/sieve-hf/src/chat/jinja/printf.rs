@@ -121,8 +121,7 @@ fn shown(spec: &Spec, kind: char, value: &Value, budget: &Budget) -> Fallible<St
                 'X' => format!("{magnitude:X}"),
                 _ => format!("{magnitude:o}"),
             };
-            let prefix = if spec.alternate { format!("0{kind}") } else { String::new() };
-            format!("{}{prefix}{digits}", if value < 0 { "-" } else { "" })
+            format!("{}{digits}", if value < 0 { "-" } else { "" })
         }
         'f' | 'F' => format!("{:.precision$}", number()?),
         'e' | 'E' => exponential(number()?, precision, kind),
@@ -142,9 +141,11 @@ fn shown(spec: &Spec, kind: char, value: &Value, budget: &Budget) -> Fallible<St
         None if spec.space => (" ", digits),
         None => ("", digits),
     };
+    // Zeros that fill up stand behind the prefix, and the precision does not count it.
+    let prefix = if spec.alternate && "xXo".contains(kind) { format!("0{kind}") } else { String::new() };
     let least = spec.precision.filter(|_| "diuxXo".contains(kind)).unwrap_or(0);
     let digits = format!("{}{digits}", "0".repeat(least.saturating_sub(digits.len())));
-    Ok(padded(spec, sign.to_owned(), digits, spec.zero))
+    Ok(padded(spec, format!("{sign}{prefix}"), digits, spec.zero))
 }
 
 /// Fills up to the width of `spec`: behind the digits with its flag `-`, else between sign and digits by zeros, or
