@@ -95,7 +95,11 @@ fn texts_of_a_random_model_have_the_structure_that_is_asked_for() {
         // Of any object, many are longer than the context; a text that has stopped is whole.
         for choice in choices(&served, &json!({"response_format": {"type": "json_object"}, "seed": seed, "top_k": 20}))
         {
-            let whole = serde_json::from_str::<Value>(text(&choice)).is_ok_and(|value| value.is_object());
+            let whole = match serde_json::from_str::<Value>(text(&choice)) {
+                Ok(value) => value.is_object(),
+                // JSON has no largest number, and serde_json has one.
+                Err(error) => error.to_string().starts_with("number out of range"),
+            };
             assert_eq!(whole, choice["finish_reason"] == "stop", "{choice}");
             num_objects += usize::from(whole);
         }

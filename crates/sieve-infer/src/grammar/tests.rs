@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// A byte-level vocabulary with merges, and its end token.
 fn grammars() -> (Grammars, Arc<Tokenizer>, u32) {
     let texts = [r#"{"name": "größe", "list": [1, 2.5, true, null], "语": {"a": "b"}} and words "#.repeat(40)];
-    let tokenizer = Arc::new(Tokenizer::train_on(texts.iter().map(String::as_str), 400).expect("trains"));
+    let tokenizer = Arc::new(Tokenizer::train_on(texts.iter().map(String::as_str), 290).expect("trains"));
     let end = tokenizer.eos_id().expect("an end token");
     (Grammars::new(tokenizer.clone(), tokenizer.vocab_size(), &[end]), tokenizer, end)
 }
@@ -58,7 +58,11 @@ fn texts_of_random_tokens_have_their_structure() {
             whole += 1;
         }
         if let Some(text) = written(of_object.clone(), &tokenizer, end, seed, 400) {
-            assert!(serde_json::from_str::<Value>(&text).expect("JSON").is_object(), "{text}");
+            // JSON has no largest number, and serde_json has one.
+            match serde_json::from_str::<Value>(&text) {
+                Ok(value) => assert!(value.is_object(), "{text}"),
+                Err(error) => assert!(error.to_string().starts_with("number out of range"), "{error}: {text}"),
+            }
             whole += 1;
         }
         let text = written(of_regex.clone(), &tokenizer, end, seed, 20).expect("it ends");
@@ -195,7 +199,6 @@ fn structures_cost_little_or_are_refused() {
                 format!("taken; {}", grammar.failure().map_or_else(String::new, |error| error.to_string()))
             }
         };
-        println!("{name}: {seconds:?}, step {slowest:?}, {}", outcome.replace('\n', " "));
         assert!(seconds < Duration::from_secs(1) && slowest < Duration::from_millis(250), "{name}: {outcome}");
     }
     assert!(grammars.has_room());
