@@ -32,6 +32,7 @@ mod resume_kill;
 mod serve;
 mod serve_kept;
 mod serve_pages;
+mod serve_structures;
 mod sessions;
 mod train_faults;
 mod train_gradients;

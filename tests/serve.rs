@@ -128,7 +128,7 @@ fn unchunked(body: &str) -> String {
 }
 
 /// The events of a stream, without `[DONE]`, which must be the last.
-fn events(answer: &Answer) -> Vec<Value> {
+pub(crate) fn events(answer: &Answer) -> Vec<Value> {
     assert_eq!(answer.0, 200, "{}", answer.1);
     let mut events: Vec<&str> = answer.1.split("\n\n").filter(|event| !event.is_empty()).collect();
     assert_eq!(events.pop(), Some("data: [DONE]"), "{}", answer.1);
@@ -346,7 +346,7 @@ fn fields_that_change_nothing_are_taken_and_others_are_refused_by_name() {
         ("function_call", json!("none"), json!({"name": "f"})),
         ("logit_bias", json!({}), json!({"3": 1})),
         ("chat_template_kwargs", json!({}), json!({"x": 1})),
-        ("response_format", json!({"type": "text"}), json!({"type": "json_object"})),
+        ("response_format", json!({"type": "text"}), json!({"type": "json"})),
         ("best_of", json!(1), json!(2)),
         ("suffix", json!(""), json!("x")),
         ("max_tokens", json!(16.0), json!(16.5)),
@@ -707,7 +707,8 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
     let served = Served::new(&tiny, "run", "");
     let mut random = ChaCha8Rng::seed_from_u64(3);
     let whole = json!({"model": "tiny", "prompt": ["t1 t2", "t3"], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9,
-        "n": 2, "stop": ["t9"], "logprobs": 2, "echo": true, "stream": false, "seed": 5})
+        "n": 2, "stop": ["t9"], "logprobs": 2, "echo": true, "stream": false, "seed": 5,
+        "structured_outputs": {"regex": "( t[0-9]{1,2}){1,9}"}})
     .to_string();
     let mut statuses = std::collections::BTreeMap::<u16, usize>::new();
     let mut first_memory = 0;

@@ -368,6 +368,18 @@ impl Tokenizer {
         (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.into_bytes())
     }
 
+    /// The bytes that each token adds to a text behind other text, by id: none for special tokens, for ids without a
+    /// token, and where the vocabulary does not say which bytes. `None` if the text of all tokens is not the bytes of
+    /// each behind one another, as with decoders that clean a text up (WordPiece) or end words (`</w>`).
+    pub fn bytes_of_tokens(&self) -> Option<Vec<Vec<u8>>> {
+        let ids = 0..self.vocab_size as u32;
+        if let Some(table) = self.byte_table() {
+            return Some(ids.map(|id| table.of_id(id).to_vec()).collect());
+        }
+        let is_joined = self.marked.get_decoder().is_none_or(joins_bytes);
+        is_joined.then(|| ids.map(|id| self.bytes_behind(self.plain_token, id).unwrap_or_default()).collect())
+    }
+
     /// Whether an id belongs to a special token. Special tokens have no text.
     pub fn is_special(&self, id: u32) -> bool {
         self.id_token(id).is_some_and(|token| self.marked.get_added_vocabulary().is_special_token(&token))
@@ -483,6 +495,15 @@ fn home_of(path: &Path) -> (String, String) {
     let folder = folder.to_string_lossy().into_owned();
     let is_plain = folder.chars().all(|c| c.is_ascii_alphanumeric() || "/._-+".contains(c));
     (if is_plain { folder } else { format!("'{folder}'") }, repository)
+}
+
+/// Whether a decoder writes each token's text in the same way behind any other.
+fn joins_bytes(decoder: &DecoderWrapper) -> bool {
+    match decoder {
+        DecoderWrapper::BPE(_) | DecoderWrapper::WordPiece(_) | DecoderWrapper::CTC(_) => false,
+        DecoderWrapper::Sequence(sequence) => sequence.get_decoders().iter().all(joins_bytes),
+        _ => true,
+    }
 }
 
 /// Whether a token of the vocabulary is a single byte in SentencePiece's form `<0x0A>`.

@@ -1,5 +1,6 @@
 //! Draws a token from logits: greedily, or with temperature and nucleus sampling (arXiv:1904.09751).
 use crate::InferError;
+use crate::grammar::Grammar;
 use crate::logit_rules::{LogitRules, TextRules};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
@@ -30,6 +31,8 @@ pub struct Sampler {
     random: ChaCha8Rng,
     /// `None` where logits are drawn from as they are.
     rules: Option<TextRules>,
+    /// What the text must be; `None` where it may be anything.
+    grammar: Option<Grammar>,
 }
 
 impl Sampler {
@@ -53,7 +56,7 @@ impl Sampler {
         if top_k == Some(0) {
             return bad("top-k", 0.0, "use 1 or more, or leave it out to draw from all tokens");
         }
-        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed), rules: None })
+        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed), rules: None, grammar: None })
     }
 
     /// As [`new`](Self::new), with rules for the logits of a text that begins with `prompt`.
@@ -65,9 +68,27 @@ impl Sampler {
         Ok(Self { rules: TextRules::new(rules, prompt), ..Self::new(sampling)? })
     }
 
-    /// Whether tokens are drawn by [`sample`](Self::sample) alone, because rules read or change the logits.
+    /// Draws only tokens with which the text goes on as `grammar` has it; any token without one.
+    #[must_use]
+    pub fn within(self, grammar: Option<Grammar>) -> Self {
+        Self { grammar, ..self }
+    }
+
+    /// Whether tokens are drawn by [`sample`](Self::sample) alone, because rules read or change the logits, or a
+    /// grammar leaves tokens out.
     pub fn needs_logits(&self) -> bool {
-        self.rules.is_some()
+        self.rules.is_some() || self.grammar.is_some()
+    }
+
+    /// Whether the text is complete by its grammar, so that nothing may follow.
+    pub fn has_ended(&self) -> bool {
+        self.grammar.as_ref().is_some_and(Grammar::has_ended)
+    }
+
+    /// Why there was no token after `num_read` tokens: the text's grammar allows none, or a logit is not finite.
+    pub fn failure(&self, num_read: usize) -> InferError {
+        let of_grammar = self.grammar.as_ref().and_then(Grammar::failure);
+        of_grammar.unwrap_or(InferError::NotFinite(num_read))
     }
 
     /// Whether the token with the largest logit is always taken.
@@ -87,21 +108,40 @@ impl Sampler {
         if has_ended { Draw::LIKELIEST } else { self.next_draw() }
     }
 
-    /// Draws one token from logits on the host; `None` if a logit is NaN or infinite. Of equal logits the lower id
-    /// counts as likelier.
+    /// Draws one token from logits on the host; `None` if a logit is NaN or infinite, or the grammar allows no token,
+    /// of which [`failure`](Self::failure) tells. Of equal logits the lower id counts as likelier.
     ///
     /// Panics on an empty slice.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
         let draw = self.next_draw();
-        let Some(rules) = &mut self.rules else {
+        if !self.needs_logits() {
             return sieve_ops::draw_on_host(logits, &draw);
+        }
+        let penalised = self.rules.as_ref().map(|rules| rules.penalised(logits));
+        let logits = penalised.as_deref().unwrap_or(logits);
+        let token = match &mut self.grammar {
+            None => self.draw_likely(logits, draw),
+            // A logit that is not finite means a damaged model, wherever it is.
+            Some(_) if !logits.iter().all(|logit| logit.is_finite()) => None,
+            Some(grammar) => {
+                let allowed = grammar.allowed()?;
+                let of_allowed: Vec<f32> = allowed.iter().map(|token| logits[*token as usize]).collect();
+                let token = self.draw_likely(&of_allowed, draw).map(|at| allowed[at as usize]);
+                self.grammar.iter_mut().zip(token).for_each(|(grammar, token)| grammar.take(token));
+                token
+            }
         };
-        let logits = rules.penalised(logits);
-        // The tokens that `min_p` leaves are the first of all in the order of a draw, as those of `top_k` are.
-        let num_likely = rules.num_likely(&logits, self.sampling.temperature).and_then(|num| u32::try_from(num).ok());
+        self.rules.iter_mut().zip(token).for_each(|(rules, token)| rules.count(token));
+        token
+    }
+
+    /// Draws from the tokens that `min_p` leaves. They are the first of all in the order of a draw, as those of
+    /// `top_k` are.
+    fn draw_likely(&self, logits: &[f32], draw: Draw) -> Option<u32> {
+        let num_likely = self.rules.as_ref().and_then(|rules| rules.num_likely(logits, self.sampling.temperature));
+        let num_likely = num_likely.and_then(|num| u32::try_from(num).ok());
         let top_k = [draw.top_k, num_likely.unwrap_or(0)].into_iter().filter(|count| *count > 0).min();
-        let token = sieve_ops::draw_on_host(&logits, &Draw { top_k: top_k.unwrap_or(0), ..draw });
-        token.inspect(|token| rules.count(*token))
+        sieve_ops::draw_on_host(logits, &Draw { top_k: top_k.unwrap_or(0), ..draw })
     }
 }
 

@@ -152,6 +152,12 @@ impl ApiError {
         Self { code, ..Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message) }
     }
 
+    pub(crate) fn too_many_structures() -> Self {
+        let message = "too many answers with a structure are waiting or being written; try again later".to_owned();
+        let code = Some("rate_limit_exceeded");
+        Self { code, ..Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message) }
+    }
+
     pub(crate) fn no_place() -> Self {
         let message = "the server has as many connections as it takes; try again later".to_owned();
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message)

@@ -230,6 +230,7 @@ async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result
             max_tokens: prompt.max_tokens,
             sampling: asked.sampling_of(index),
             rules: asked.rules,
+            grammar: asked.grammar.clone(),
             stop: asked.stop.clone(),
             num_top: asked.num_top,
             scores_prompt: asked.echo && asked.num_top.is_some(),

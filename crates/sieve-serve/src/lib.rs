@@ -15,6 +15,7 @@ mod worker;
 mod fields;
 mod reply;
 mod request;
+mod structure;
 
 mod http;
 mod listen;

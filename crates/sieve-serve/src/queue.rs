@@ -1,6 +1,6 @@
 //! The texts that requests ask for, on their way to the thread that owns the model.
 use crate::error::ApiError;
-use sieve_infer::{LogitRules, Sampling, StopTexts, TokenScore};
+use sieve_infer::{Grammar, LogitRules, Sampling, StopTexts, TokenScore};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;
@@ -17,6 +17,8 @@ pub(crate) struct Text {
     pub(crate) max_tokens: usize,
     pub(crate) sampling: Sampling,
     pub(crate) rules: LogitRules,
+    /// What the text must be, until it begins.
+    pub(crate) grammar: Option<Grammar>,
     pub(crate) stop: StopTexts,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
     pub(crate) num_top: Option<usize>,
@@ -153,6 +155,7 @@ mod tests {
             max_tokens: 1,
             sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: None, seed: 0 },
             rules: LogitRules::NONE,
+            grammar: None,
             stop: StopTexts::default(),
             num_top: None,
             scores_prompt: false,

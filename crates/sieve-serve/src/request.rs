@@ -2,8 +2,9 @@
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::server::Server;
+use crate::structure;
 use serde_json::{Value, json};
-use sieve_infer::{LogitRules, Sampling, StopTexts};
+use sieve_infer::{Grammar, LogitRules, Sampling, StopTexts};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
@@ -53,6 +54,8 @@ pub(crate) struct Asked {
     pub(crate) sampling: Sampling,
     /// What changes logits before a token is drawn.
     pub(crate) rules: LogitRules,
+    /// What each text must be, if the request names a structure.
+    pub(crate) grammar: Option<Grammar>,
     pub(crate) stop: StopTexts,
     /// Whether the answer begins with the prompt.
     pub(crate) echo: bool,
@@ -105,7 +108,8 @@ impl Asked {
             return Err(ApiError::invalid("return_token_ids", message));
         }
         let has_usage = wants_usage(&mut fields)?;
-        let asked = Self {
+        let structure = structure::read(&mut fields)?;
+        let mut asked = Self {
             form,
             prompts: prompts
                 .into_iter()
@@ -117,6 +121,7 @@ impl Asked {
             num_samples: fields.count("n", [1, MOST_SAMPLES])?.unwrap_or(1),
             sampling: sampling(&mut fields, server.settings.sampling)?,
             rules: logit_rules(&mut fields, server.settings.rules)?,
+            grammar: None,
             stop: StopTexts::new(&stop_texts(fields.take("stop"))?, &server.tokenizer),
             echo,
             num_top,
@@ -130,10 +135,10 @@ impl Asked {
         // Prompts that fit by themselves are too many by `n`.
         let param = if asked.prompts.len() > most { "prompt" } else { "n" };
         if asked.num_texts() > most {
-            Err(ApiError::invalid(param, format!("the request asks for more than {most} completions")))
-        } else {
-            Ok(asked)
+            return Err(ApiError::invalid(param, format!("the request asks for more than {most} completions")));
         }
+        asked.grammar = structure.map(|structure| structure.compile(&server.grammars)).transpose()?;
+        Ok(asked)
     }
 
     /// Number of texts: samples of all prompts.
@@ -321,7 +326,7 @@ fn is_one(value: &Value) -> bool {
     value.as_f64() == Some(1.0)
 }
 
-fn is_false(value: &Value) -> bool {
+pub(crate) fn is_false(value: &Value) -> bool {
     value.as_bool() == Some(false)
 }
 
@@ -334,15 +339,11 @@ fn is_no_tool(value: &Value) -> bool {
     ["none", "auto"].iter().any(|choice| value == choice)
 }
 
-fn is_text_form(value: &Value) -> bool {
-    value.get("type").and_then(Value::as_str) == Some("text")
-}
-
 /// Which values of a field change nothing.
 type ChangesNothing = fn(&Value) -> bool;
 
 /// Fields of OpenAI, vLLM, SGLang and llama.cpp that this server lacks.
-const LACKING: [(&str, ChangesNothing); 33] = [
+const LACKING: [(&str, ChangesNothing); 32] = [
     ("logit_bias", is_empty),
     ("tools", is_empty),
     ("functions", is_empty),
@@ -351,7 +352,6 @@ const LACKING: [(&str, ChangesNothing); 33] = [
     ("tool_choice", is_no_tool),
     ("function_call", is_no_tool),
     ("parallel_tool_calls", Value::is_boolean),
-    ("response_format", is_text_form),
     ("echo", is_false),
     ("top_a", is_zero),
     ("typical_p", is_one),

@@ -7,6 +7,7 @@ use crate::queue::Queue;
 use crate::reply::seconds_since_1970;
 use crate::server::{Engine, Server, Settings, Stop};
 use crate::worker::Worker;
+use sieve_infer::Grammars;
 use sieve_ops::DeviceBackend;
 use std::io;
 use std::net::TcpListener;
@@ -32,12 +33,22 @@ pub fn serve<B: DeviceBackend>(
     let (queue, texts, waiting) = Queue::new(settings.max_queue);
     let (size, metrics) = ([settings.max_texts, settings.context], Arc::new(Metrics::default()));
     let begun = seconds_since_1970();
-    let (tokenizer, counted) = (engine.tokenizer.clone(), metrics.clone());
+    let tokenizer = engine.tokenizer.clone();
     let long_requests = Semaphore::new(LONG_READERS);
     let longest_token = tokenizer.longest_token_bytes();
     let shape = engine.model.shape().clone();
-    let server =
-        Arc::new(Server { begun, settings, shape, tokenizer, queue, metrics: counted, longest_token, long_requests });
+    let grammars = Grammars::new(tokenizer.clone(), engine.num_tokens(), &engine.ends);
+    let server = Arc::new(Server {
+        begun,
+        settings,
+        shape,
+        tokenizer,
+        grammars,
+        queue,
+        metrics: metrics.clone(),
+        longest_token,
+        long_requests,
+    });
     listener.set_nonblocking(true)?;
     let runtime = runtime()?;
     let stop = stop.receiver();

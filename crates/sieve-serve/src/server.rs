@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use sieve_core::ModelShape;
 use sieve_data::Tokenizer;
 use sieve_hf::ChatTemplate;
-use sieve_infer::{LogitRules, Sampling, Selection};
+use sieve_infer::{Grammars, LogitRules, Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use std::sync::Arc;
@@ -98,6 +98,8 @@ pub(crate) struct Server {
     /// The model's sizes, which say how many keys a token reads.
     pub(crate) shape: ModelShape,
     pub(crate) tokenizer: Arc<Tokenizer>,
+    /// Compiles the structures of answers.
+    pub(crate) grammars: Grammars,
     pub(crate) queue: Queue,
     pub(crate) metrics: Arc<Metrics>,
     /// The most bytes of a text that one token stands for, if the tokenizer has such a bound.

@@ -118,6 +118,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 return;
             }
             self.drop_abandoned();
+            // Before the next prompts: a client that has the end of a text may have sent one that goes on from it.
+            self.let_leave();
             self.begin_waiting();
             self.step();
             self.metrics.open.store(self.open.len() as u64, Relaxed);
@@ -318,9 +320,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         self.kept.drop_all_but(self.most_texts.saturating_sub(self.open.len()));
     }
 
-    /// Gives each open text its next token, after those have left that have ended.
+    /// Gives each open text its next token.
     fn step(&mut self) {
-        self.let_leave();
         if self.open.is_empty() {
             return;
         }
@@ -390,9 +391,9 @@ struct Writing<'t> {
 }
 
 impl<'t> Writing<'t> {
-    fn new(text: Text, tokenizer: &'t Tokenizer) -> Result<Self, InferError> {
+    fn new(mut text: Text, tokenizer: &'t Tokenizer) -> Result<Self, InferError> {
         Ok(Self {
-            sampler: Sampler::with_rules(text.sampling, text.rules, &text.prompt)?,
+            sampler: Sampler::with_rules(text.sampling, text.rules, &text.prompt)?.within(text.grammar.take()),
             stream: Some(text.stop.until(tokenizer.decode_stream(&text.prompt)?)),
             last: 0,
             read: Vec::new(),
@@ -453,7 +454,7 @@ impl<'t> Writing<'t> {
         metrics: &Metrics,
     ) -> Result<(), InferError> {
         let num_read = self.text.prompt.len() + self.num_tokens;
-        let token = next.token.ok_or(InferError::NotFinite(num_read))?;
+        let token = next.token.ok_or_else(|| self.sampler.failure(num_read))?;
         let scores = self.text.num_top.map(|num_top| match num_top {
             0 => TokenScore::alone(token, next.log_probability),
             _ => TokenScore::known(token, next.log_probability, logits, num_top),
@@ -468,6 +469,7 @@ impl<'t> Writing<'t> {
             (self.has_ended, self.has_stopped) = (true, true);
         } else if let Some(stream) = &mut self.stream {
             (shown, self.has_stopped) = stream.push(token)?;
+            self.has_stopped |= self.sampler.has_ended();
             self.has_ended = self.has_stopped || self.num_tokens == self.text.max_tokens;
         }
         if !shown.is_empty() || scores.is_some() {

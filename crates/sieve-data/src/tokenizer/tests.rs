@@ -475,3 +475,51 @@ proptest! {
         }
     }
 }
+
+/// Tokenizers of three forms: byte level, byte fallback as in Llama's, and words that are joined by spaces.
+fn of_three_forms() -> [Tokenizer; 3] {
+    let golden = |name: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
+        Tokenizer::from_file(&path).unwrap()
+    };
+    let words = changed(&small(), |json| {
+        json["decoder"] = serde_json::Value::Null;
+        json["pre_tokenizer"] = serde_json::json!({"type": "WhitespaceSplit"});
+    });
+    [small(), golden("llama_tokenizer.json"), words]
+}
+
+#[test]
+fn bytes_of_tokens_behind_one_another_are_the_text_of_the_decoder() {
+    for (form, tokenizer) in of_three_forms().iter().enumerate() {
+        let bytes = tokenizer.bytes_of_tokens().unwrap();
+        assert_eq!(bytes.len(), tokenizer.vocab_size());
+        let plain = tokenizer.plain_token.unwrap();
+        let mut random = sieve_testing::Random(5);
+        let mut num_whole = 0;
+        for round in 0..3000 {
+            let ids: Vec<u32> = match round % 2 {
+                0 => (0..1 + random.below(8)).map(|_| random.below(bytes.len()) as u32).collect(),
+                _ => {
+                    let text: String = TEXT.chars().skip(random.below(60)).take(1 + random.below(20)).collect();
+                    tokenizer.encode(&text).unwrap()
+                }
+            };
+            let joined = ids.iter().flat_map(|&id| bytes[id as usize].clone()).collect();
+            // Bytes that are no UTF-8 have no text of their own.
+            if let Ok(joined) = String::from_utf8(joined) {
+                num_whole += 1;
+                assert_eq!(tokenizer.decode_behind(&[plain], &ids).unwrap(), joined, "{form}: {ids:?}");
+            }
+        }
+        assert!(num_whole > 1000, "{form}: {num_whole}");
+        // Special tokens are in no text.
+        let special = tokenizer.special_tokens();
+        assert!(!special.is_empty());
+        assert!(special.iter().all(|name| bytes[tokenizer.token_id(name).unwrap() as usize].is_empty()), "{form}");
+    }
+    let cleans_up = changed(&small(), |json| {
+        json["decoder"] = serde_json::json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+    });
+    assert_eq!(cleans_up.bytes_of_tokens(), None);
+}
