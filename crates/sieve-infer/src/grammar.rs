@@ -145,6 +145,10 @@ fn parser(factory: &ParserFactory, structure: &Structure) -> Result<TokenParser,
     let grammar = match structure {
         Structure::JsonObject => of_schema(&json!({"type": "object"}))?,
         Structure::Schema(schema) => of_schema(schema)?,
+        // Its backslash would be lost without a word.
+        Structure::Regex(regex) if regex.chars().rev().take_while(|c| *c == '\\').count() % 2 == 1 => {
+            return Err("the expression ends in a backslash, which escapes nothing".to_owned());
+        }
         Structure::Regex(regex) => TopLevelGrammar::from_regex(regex),
         Structure::Choice(choices) => {
             let choices: Vec<String> = choices.iter().map(|text| literal(text)).collect();

@@ -216,3 +216,12 @@ fn grammars_in_use_are_counted_once_with_their_clones() {
     all.pop();
     assert!(grammars.has_room());
 }
+
+#[test]
+fn an_expression_that_ends_in_a_backslash_is_refused() {
+    let (grammars, ..) = grammars();
+    let compiled = |regex: &str| grammars.compile(&Structure::Regex(regex.to_owned())).map(drop);
+    let error = compiled(r"a\").expect_err("nothing is escaped").to_string();
+    assert!(error.contains("ends in a backslash"), "{error}");
+    compiled(r"a\\").expect("an escaped backslash");
+}
