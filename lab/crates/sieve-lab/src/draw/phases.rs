@@ -92,6 +92,9 @@ fn draw_panel(area: &Area<'_>, column: &Column, range: Range<f64>, period: usize
     let letters = says.chars().count().max(LETTERS);
     area.draw_text(says, &text(12 * LETTERS as i32 / letters as i32).color(&WORDS), (66, 0))?;
     let last = period.max(2) as f64 - 1.0;
+    let height = range.end - range.start;
+    // Enough for labels a tenth of the axis apart.
+    let digits = (1.0 - (column.factor * height).log10()).ceil().clamp(0.0, 9.0) as usize;
     let mut chart = ChartBuilder::on(area)
         .margin_top(18)
         .margin_left(8)
@@ -117,7 +120,10 @@ fn draw_panel(area: &Area<'_>, column: &Column, range: Range<f64>, period: usize
         .x_labels(period.min(17))
         .y_labels(6)
         .x_label_formatter(&|phase| format!("{phase:.0}"))
-        .y_label_formatter(&|value| format!("{:.2}", column.factor * value).trim_end_matches(".00").to_owned())
+        .y_label_formatter(&|value| {
+            let value = if value.abs() < 1e-6 * height { 0.0 } else { *value };
+            format!("{:.*}", digits, column.factor * value)
+        })
         .draw()?;
     let points = gap.phases.iter().map(|score| (score.phase as f64, score.mean));
     chart.draw_series(LineSeries::new(points.clone(), LINE.stroke_width(2)))?;
