@@ -1,8 +1,9 @@
 //! Whether a score depends on the phase: the position of a key modulo a period, such as the size of a block.
 //!
 //! Each row (a needle, a sample) has a score at every phase, so differences between phases are paired. Chance is what
-//! remains when the scores of each row are shuffled over its phases: differences between rows stay, a phase's effect
-//! goes.
+//! remains when each row's scores are rotated over the phases by a number of its own, drawn at random: what neighbouring
+//! phases of a row have in common stays, as do differences between rows, and what rows have in common at a phase goes.
+//! Shuffles would take away the former too, and call a smooth row an effect of the phase.
 
 use crate::seeded::seeded;
 use chacha20::ChaCha8Rng;
@@ -10,9 +11,9 @@ use chacha20::rand_core::Rng;
 use serde::Serialize;
 use std::f64::consts::TAU;
 
-/// Resamples of the rows for the intervals; the same number of shuffles for chance.
+/// Resamples of the rows for the intervals; the same number of rotations for chance.
 const NUM_DRAWS: usize = 1000;
-/// A gap that fewer shuffles than this share reach is beyond chance.
+/// A gap that fewer rotations than this share reach is beyond chance.
 const LEVEL: f64 = 0.05;
 /// What differs less than by this share of it is equal: sums of the same numbers in another order.
 const ROUNDING: f64 = 1e-9;
@@ -43,9 +44,9 @@ pub struct PhaseScore {
 pub enum PhaseVerdict {
     /// All phases have the same mean.
     NoGap,
-    /// Fewer than 5 % of the shuffles have a gap as large.
+    /// Fewer than 5 % of the rotations have a gap as large.
     BeyondChance,
-    /// Shuffles have such gaps too: there is no effect, or there are too few rows to see it.
+    /// Rotations have such gaps too: there is no effect, or there are too few rows to see it.
     WithinChance,
 }
 
@@ -65,17 +66,17 @@ pub struct PhaseGap {
     /// 95 % interval of the gap by resampled rows; absent for a single row. It is the basic bootstrap, which takes off
     /// the gap that noise adds to the largest of several means.
     pub gap_interval: Option<[f64; 2]>,
-    /// Median gap of the shuffles.
+    /// Median gap of the rotations.
     pub chance_median: f64,
-    /// 95th percentile of the shuffles' gaps.
+    /// 95th percentile of the rotations' gaps.
     pub chance_high: f64,
-    /// Share of the shuffles whose gap is as large, the observed order counted as one of them.
+    /// Share of the rotations whose gap is as large, the observed order counted as one of them.
     pub p_gap: f64,
-    /// From the 2.5th percentile of the shuffles' lowest phase to the 97.5th percentile of their highest one.
+    /// From the 2.5th percentile of the rotations' lowest phase to the 97.5th percentile of their highest one.
     pub chance_band: [f64; 2],
     /// Amplitude of the first Fourier component: a wave of one period through the means.
     pub wave: f64,
-    /// Share of the shuffles whose wave has as large an amplitude, the observed order counted as one of them.
+    /// Share of the rotations whose wave has as large an amplitude, the observed order counted as one of them.
     pub p_wave: f64,
     /// What the gap says.
     pub verdict: PhaseVerdict,
@@ -117,8 +118,8 @@ pub(crate) fn phase_gap(
         mean,
         interval: resampled.as_ref().map(|resampled| resampled.of_phase(at)),
     };
-    let shuffled = Shuffled::of(scores, &wave, num_phases, seed);
-    let p_gap = Shuffled::share(&shuffled.gaps, gap);
+    let rotated = Rotated::of(scores, &wave, num_phases, seed);
+    let p_gap = Rotated::share(&rotated.gaps, gap);
     Some(PhaseGap {
         phases: means.iter().enumerate().map(mean_of).collect(),
         num_rows,
@@ -126,12 +127,12 @@ pub(crate) fn phase_gap(
         worst,
         gap,
         gap_interval: resampled.as_ref().map(|resampled| resampled.of_gap(gap, all_span(scores))),
-        chance_median: percentile(&shuffled.gaps, 0.5),
-        chance_high: percentile(&shuffled.gaps, 1.0 - LEVEL),
+        chance_median: percentile(&rotated.gaps, 0.5),
+        chance_high: percentile(&rotated.gaps, 1.0 - LEVEL),
         p_gap,
-        chance_band: [percentile(&shuffled.lowest, 0.025), percentile(&shuffled.highest, 0.975)],
+        chance_band: [percentile(&rotated.lowest, 0.025), percentile(&rotated.highest, 0.975)],
         wave: amplitude,
-        p_wave: Shuffled::share(&shuffled.waves, amplitude),
+        p_wave: Rotated::share(&rotated.waves, amplitude),
         verdict: match gap {
             0.0 => PhaseVerdict::NoGap,
             _ if p_gap < LEVEL => PhaseVerdict::BeyondChance,
@@ -244,24 +245,22 @@ impl Resampled {
     }
 }
 
-/// What remains when the scores of each row are shuffled over its phases; every list is sorted.
-struct Shuffled {
+/// What remains when each row is rotated over its phases at random; every list is sorted.
+struct Rotated {
     gaps: Vec<f64>,
     waves: Vec<f64>,
     lowest: Vec<f64>,
     highest: Vec<f64>,
 }
 
-impl Shuffled {
+impl Rotated {
     fn of(scores: &[Vec<f64>], wave: &Wave, num_phases: usize, seed: u64) -> Self {
         let mut random = seeded([seed, 2, scores.len() as u64, num_phases as u64]);
         let mut rows = scores.to_vec();
         let [mut gaps, mut waves, mut lowest, mut highest] = [const { Vec::new() }; 4];
         for _ in 0..NUM_DRAWS {
             for row in &mut rows {
-                for last in (1..num_phases).rev() {
-                    row.swap(last, below(&mut random, last + 1));
-                }
+                row.rotate_left(below(&mut random, num_phases));
             }
             let drawn = means(rows.iter(), num_phases, rows.len());
             let (low, high) = extremes(&drawn);
@@ -273,7 +272,7 @@ impl Shuffled {
         Self { gaps: sorted(gaps), waves: sorted(waves), lowest: sorted(lowest), highest: sorted(highest) }
     }
 
-    /// The share of the shuffles in which `drawn` is at least `observed`; the observed order is one more shuffle.
+    /// The share of the rotations in which `drawn` is at least `observed`; the observed order is one more of them.
     fn share(drawn: &[f64], observed: f64) -> f64 {
         let below = drawn.partition_point(|&value| value < observed * (1.0 - ROUNDING));
         (1 + drawn.len() - below) as f64 / (1 + drawn.len()) as f64

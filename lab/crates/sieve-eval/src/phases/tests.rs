@@ -71,6 +71,23 @@ fn without_an_effect_one_in_twenty_is_called_beyond_chance() {
 }
 
 #[test]
+fn smooth_rows_that_disagree_are_no_effect() {
+    // Each row is a full wave with a crest of its own, as where the distance to the question acts.
+    let rows = |seed| {
+        let mut random = seeded([seed, 8, 8, 8]);
+        let mut row = || {
+            let crest = below(&mut random, 16);
+            (0..16).map(|phase| (TAU * (phase + crest) as f64 / 16.0).cos()).collect()
+        };
+        (0..4).map(|_| row()).collect::<Vec<Vec<f64>>>()
+    };
+    let called =
+        |p: fn(&PhaseGap) -> f64| (0..200).filter(|&seed| p(&measured(&rows(seed), Better::High)) < LEVEL).count();
+    let [by_gap, by_wave] = [called(|gap| gap.p_gap), called(|gap| gap.p_wave)];
+    assert!(by_gap <= 16 && by_wave <= 16, "{by_gap} and {by_wave} of 200");
+}
+
+#[test]
 fn the_gap_of_noise_has_an_interval_that_reaches_what_chance_gives() {
     // The plain percentiles of resampled gaps would lie above the observed gap in nearly all of these.
     let reaches = |seed: &u64| {
@@ -83,9 +100,9 @@ fn the_gap_of_noise_has_an_interval_that_reaches_what_chance_gives() {
 
 #[test]
 fn the_same_seed_gives_the_same_numbers() {
-    let scores = noisy(6, &[0.0, 0.4, 0.0], 3);
+    let scores = noisy(6, &[0.0, 0.4, 0.0, 0.0, 0.0], 3);
     assert_eq!(measured(&scores, Better::High), measured(&scores, Better::High));
-    let other = phase_gap(&scores, &[0, 1, 2], 3, Better::High, 6).expect("rows and phases");
+    let other = phase_gap(&scores, &[0, 1, 2, 3, 4], 5, Better::High, 6).expect("rows and phases");
     let first = measured(&scores, Better::High);
     assert_eq!((first.gap, first.wave), (other.gap, other.wave));
     assert_ne!(first.chance_band, other.chance_band);
@@ -95,7 +112,7 @@ fn the_same_seed_gives_the_same_numbers() {
 fn one_row_says_nothing_of_a_phase() {
     let gap = measured(&noisy(1, &[0.0, 0.0, 9.0, 0.0], 2), Better::High);
     assert_sound(&gap);
-    // Each order of one row has the same gap.
+    // Each rotation of one row has the same gap.
     assert_eq!((gap.gap_interval, gap.p_gap, gap.verdict), (None, 1.0, PhaseVerdict::WithinChance));
     assert!(gap.phases.iter().all(|score| score.interval.is_none()));
 }

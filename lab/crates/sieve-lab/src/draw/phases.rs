@@ -55,7 +55,7 @@ fn draw(root: &Area<'_>, title: &str, rows_of: &str, period: usize, columns: &[C
     root.draw_text(title, &text(18), (16, 10))?;
     let about = [
         format!("phase: position modulo {period}; line: mean over {rows_of}, blue: its 95 % interval"),
-        "grey: 95 % of shuffles have all their phases there; orange: the worst phase".to_owned(),
+        "grey: 95 % of rotations have all their phases there; orange: the worst phase".to_owned(),
     ];
     for (about, top) in about.iter().zip([34, 50]) {
         root.draw_text(about, &text(12).color(&WORDS), (16, top))?;

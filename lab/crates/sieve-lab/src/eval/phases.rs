@@ -106,7 +106,7 @@ impl Scored<'_> {
         let [median, high, wave] = [chance_median, chance_high, wave].map(|value| self.number(value));
         terminal::line(&format!(
             "{name:<16}{at_best}{unit} at phase {best}, {at_worst}{unit} at phase {worst}: {}\n\
-             {:16}shuffled: {median}, 95th percentile {high}; {}; wave {wave}, p {p_wave:.3}",
+             {:16}rotated: {median}, 95th percentile {high}; {}; wave {wave}, p {p_wave:.3}",
             self.gap(),
             "",
             self.verdict(rows),
@@ -117,8 +117,8 @@ impl Scored<'_> {
 /// What the words of [`Scored::print`] mean.
 pub(super) fn print_legend(rows: &str) {
     terminal::line(&format!(
-        "gap: best mean minus worst, with its 95 % interval over {rows}; shuffled: the median gap if the phases of \
-         each of the {rows} are shuffled\n\
-         wave: amplitude of one period of a wave through the means; p: share of shuffles with as large a gap, or wave"
+        "gap: best mean minus worst, with its 95 % interval over {rows}; rotated: the median gap if each of the \
+         {rows} is rotated over its phases at random\n\
+         wave: amplitude of one period of a wave through the means; p: share of rotations with as large a gap, or wave"
     ));
 }
