@@ -1,8 +1,8 @@
 //! Whether a score depends on the phase: the position of a key modulo a period, such as the size of a block.
 //!
 //! Each row (a needle, a sample) has a score at every phase, so differences between phases are paired. Chance is what
-//! remains when each row's scores are rotated over the phases by a number of its own, drawn at random: what neighbouring
-//! phases of a row have in common stays, as do differences between rows, and what rows have in common at a phase goes.
+//! remains when each row's scores are rotated over the phases by a random number of its own: what neighbouring phases
+//! of a row have in common stays, as do differences between rows, and what rows have in common at a phase goes.
 //! Shuffles would take away the former too, and call a smooth row an effect of the phase.
 
 use crate::seeded::seeded;
