@@ -49,6 +49,8 @@ def rate(server, words, clients, format, sampling):
 
 
 def measure(server, words):
+    """Prints one JSON object a measure: seconds of the first requests, tokens a second by clients, sampling and structure,
+    and the pauses of a stream alone and beside seven others."""
     firsts = [server.ask({**body(words), "max_tokens": 1, **FORMATS[name]})[1] for name in ["free", "free", *FORMATS]]
     names = ["first", "second", "third", "first_object", "first_schema"]
     print(json.dumps({name: round(seconds, 3) for name, seconds in zip(names, firsts)}), flush=True)
@@ -68,6 +70,7 @@ def measure(server, words):
 
 
 def main():
+    """Starts a server, which gets all flags that are not named here, and measures it."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("sieve")
     words.add_argument("checkpoint")

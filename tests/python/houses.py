@@ -9,17 +9,22 @@
   name, also where it goes by a `use` of another; a module written out in its file (`mod cpu { .. }`) is that file, so
   that its `super` is the file, too; tests do not count;
 - functions of more than 110 lines;
-- words of a kernel's params struct whose value shares no word with them at the launch.
+- words of a kernel's params struct whose value shares no word with them at the launch;
+- functions of eight lines and more without a sentence above them, in Python a docstring. Methods of a trait's
+  implementation have the trait's; what only tests have does not count.
 
 A number that falls below its limit is the new limit: the program says so, and LIMITS below is changed with it.
 """
 
+import ast
 import collections
 import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
+import draw_for_readers
 import kinds
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,6 +41,7 @@ LIMITS = {
     "files in circles": 0,
     f"functions above {MOST_LINES} lines": 0,
     "params words of another name": 0,
+    "functions without a sentence": 0,
 }
 
 
@@ -226,7 +232,29 @@ def measured(files):
             f"{path} {name}" for path, text in rust.items() for name in long_functions(text)
         ],
         "params words of another name": [f"{path} {word}" for path, text in rust.items() for word in other_names(text)],
+        "functions without a sentence": without_a_sentence(files),
     }
+
+
+def without_a_sentence(files):
+    """Functions as a reader would draw them (draw_for_readers.py) that no comment or docstring explains."""
+    found = []
+    for stratum, functions in draw_for_readers.drawn_from(files)["function"].items():
+        for path, first, lines in functions:
+            if stratum == "Python":
+                has_one = ast.get_docstring(ast.parse(textwrap.dedent("\n".join(lines))).body[0]) is not None
+            else:
+                before = files[path].split("\n")[:first]
+                above = [line.strip() for line in before if line.strip()]
+                while above and above[-1].startswith(("#[", ")]", "template")):
+                    above.pop()
+                of_trait = re.compile(r"(unsafe )?impl\b.* for ")
+                items = [line for line in before if line[:1] not in ("", " ", "/", "#", "}", ")")]
+                is_of_trait = lines[0].startswith(" ") and bool(items) and bool(of_trait.match(items[-1]))
+                has_one = bool(above) and above[-1].startswith("//") or stratum == "Rust" and is_of_trait
+            if not has_one:
+                found.append(f"{path}:{first + 1} {lines[0].strip()}")
+    return found
 
 
 def main():

@@ -101,6 +101,7 @@ impl<B: DeviceBackend> Answer<'_, '_, B> {
         self.remaining
     }
 
+    /// Reads the tokens that the model has not read yet, and draws the next one, which may end the answer.
     fn step(&mut self) -> Result<u32, InferError> {
         let Self { conversation, unread, sampler, num_tokens, .. } = self;
         let token = if sampler.needs_logits() {

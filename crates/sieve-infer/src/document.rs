@@ -35,6 +35,7 @@ pub struct TextSize {
 }
 
 impl TextSize {
+    /// The size of `text`, of which the tokens and bytes are known, with its words counted.
     fn new(num_tokens: usize, num_bytes: u64, text: &str) -> Self {
         // Python counts four control characters as white space that Unicode does not.
         let is_space = |c: char| c.is_whitespace() || ('\x1c'..='\x1f').contains(&c);

@@ -141,6 +141,7 @@ impl fmt::Debug for Grammars {
     }
 }
 
+/// Compiles a structure; the error is in the words of llguidance, or of what is counted here.
 fn parser(factory: &ParserFactory, structure: &Structure) -> Result<TokenParser, String> {
     let grammar = match structure {
         Structure::JsonObject => of_schema(&json!({"type": "object"}))?,
@@ -158,6 +159,7 @@ fn parser(factory: &ParserFactory, structure: &Structure) -> Result<TokenParser,
     factory.create_parser(grammar).map_err(|error| error.to_string())
 }
 
+/// The grammar of a schema whose cost is within bounds, with [`WHITE_SPACE`] between the parts of its JSON.
 fn of_schema(schema: &Value) -> Result<TopLevelGrammar, String> {
     let mut cost = SchemaCost::default();
     cost.count(schema)?;

@@ -71,6 +71,7 @@ fn bytes(text: &str) -> impl Iterator<Item = Symbol> {
 }
 
 impl Pattern {
+    /// The pattern of these symbols, with the state to fall back to from each of its places (Knuth, Morris and Pratt).
     fn new(symbols: Vec<Symbol>) -> Self {
         let has_special = symbols.iter().any(|symbol| matches!(symbol, Symbol::Special(_)));
         let mut this = Self { borders: vec![0; symbols.len()], symbols, has_special };

@@ -75,6 +75,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         Ok(Self::with(config, samplers, Prompts::Own(prompts, open)))
     }
 
+    /// A generator of one text a sampler, before any token.
     fn with(config: GenerateConfig, samplers: Vec<Sampler>, prompts: Prompts<'a, B>) -> Self {
         Self {
             prompts,

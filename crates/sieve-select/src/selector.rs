@@ -86,6 +86,16 @@ impl Selector {
         }
     }
 
+    /// Tokens of the blocks or pages of keys that the method chooses among; `None` where it has none.
+    pub fn block_size(&self) -> Option<usize> {
+        if let Method::Delta(_, base) = &self.method {
+            return base.block_size();
+        }
+        let settings = self.method.settings();
+        let size = settings.get("block").or_else(|| settings.get("page"))?;
+        size.as_u64().map(|size| size as usize)
+    }
+
     /// Whether the output at each position depends on no later token. Only then are the probabilities that one prefill
     /// gives to a text's tokens a likelihood of the text.
     pub fn is_causal_map(&self) -> bool {

@@ -97,6 +97,7 @@ impl ApiError {
         Self { code, ..Self::new(StatusCode::UNAUTHORIZED, "authentication_error", message) }
     }
 
+    /// 404: nothing is at this path.
     pub(crate) fn no_path(path: &str) -> Self {
         let message = format!(
             "nothing is at {}; this server has a page at /, and /v1/completions, /v1/chat/completions, /v1/models, \
@@ -178,6 +179,7 @@ impl ApiError {
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
     }
 
+    /// The error as an answer: its status, its JSON, and the headers that HTTP wants beside that status.
     pub(crate) fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::from(self.json().to_string()));
         *response.status_mut() = self.status;

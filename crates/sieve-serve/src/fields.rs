@@ -63,6 +63,7 @@ impl Fields {
         self.fields.remove(name).filter(|value| !value.is_null())
     }
 
+    /// The field that `read` understands, `None` if it is absent or null. `wanted` says in an error what it must be.
     fn of_type<T>(
         &mut self,
         name: &str,

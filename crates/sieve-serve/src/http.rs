@@ -184,6 +184,7 @@ async fn models(State(server): State<Arc<Server>>) -> Response<Body> {
     json_response(&json!({"object": "list", "data": [about(&server)]}))
 }
 
+/// `GET /v1/models/NAME`: what is said of the served model, or 404 for another name.
 async fn model(
     State(server): State<Arc<Server>>,
     name: Result<Path<String>, PathRejection>,

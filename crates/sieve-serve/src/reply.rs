@@ -164,6 +164,8 @@ impl Reply {
         map
     }
 
+    /// The tokens of all prompts and answers, those that were kept from before, and the keys that a query of the
+    /// longest text reads.
     fn usage(&self) -> Value {
         let prompt: usize = self.asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let new: usize = self.choices.iter().map(|choice| choice.num_tokens).sum();

@@ -296,6 +296,7 @@ fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError>
     Ok(Prompt::new(prompt_tokens("messages", &text, server)?, None, true, server))
 }
 
+/// The texts of `stop`: none, one, or a list.
 fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {
     let texts = match value {
         None => Some(Vec::new()),

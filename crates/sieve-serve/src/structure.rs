@@ -111,6 +111,7 @@ fn structured_outputs(value: Value) -> Result<Option<Structure>, ApiError> {
     Ok(found.pop())
 }
 
+/// The texts of `choice`, a list.
 fn texts(value: Value) -> Result<Vec<String>, ApiError> {
     let texts = value.as_array().and_then(|texts| texts.iter().map(|text| text.as_str().map(str::to_owned)).collect());
     let is_right = |texts: &Vec<String>| (1..=MOST_CHOICES).contains(&texts.len()) && !texts.contains(&String::new());

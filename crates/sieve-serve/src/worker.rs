@@ -78,6 +78,7 @@ impl Pace {
 }
 
 impl<'a, B: DeviceBackend> Worker<'a, B> {
+    /// A worker without an open text. `size`: texts at once, and tokens of each.
     pub(crate) fn new(
         engine: &'a Engine<'a, B>,
         size: [usize; 2],
@@ -391,6 +392,7 @@ struct Writing<'t> {
 }
 
 impl<'t> Writing<'t> {
+    /// The text before its first token. Its grammar moves to the sampler.
     fn new(mut text: Text, tokenizer: &'t Tokenizer) -> Result<Self, InferError> {
         Ok(Self {
             sampler: Sampler::with_rules(text.sampling, text.rules, &text.prompt)?.within(text.grammar.take()),

@@ -270,6 +270,7 @@ struct DocumentSizes {
     num_words: Vec<u64>,
 }
 
+/// The JSON that keeps the sizes of held-out documents beside their tokens.
 pub(super) fn document_sizes_json(sizes: &[DocumentSize]) -> Vec<u8> {
     let sizes = DocumentSizes {
         format_version: FORMAT_VERSION,

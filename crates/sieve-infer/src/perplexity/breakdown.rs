@@ -63,6 +63,7 @@ impl Sum {
         self.squares += nats * nats;
     }
 
+    /// The mean loss and its standard error, as if losses were independent; 0 without a token.
     fn mean(self) -> MeanLoss {
         let count = self.num_tokens.max(1) as f64;
         let loss = self.nats / count;
@@ -87,6 +88,7 @@ pub(super) struct Breakdown {
 }
 
 impl Breakdown {
+    /// Without a prediction. `borders`: distances in tokens at which repeated words are told apart.
     pub(super) fn new(borders: &[usize]) -> Self {
         Self {
             all: Sum::default(),

@@ -102,6 +102,7 @@ impl<B: DeviceBackend> Captured<B> {
         })
     }
 
+    /// Selection and attention on the device, with the time until the last value is there.
     fn run_on_device(&self, selection: &Selection) -> Result<Done<B>, InferError> {
         let selector = selection.selectors().of(self.operands.layer);
         let started = Instant::now();

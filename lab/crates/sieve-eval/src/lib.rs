@@ -6,6 +6,7 @@ mod error;
 
 mod long;
 mod needle;
+mod phases;
 mod recall;
 mod seeded;
 mod tasks;
@@ -25,10 +26,12 @@ pub use long::{
     NUM_WRONG, QaData, SampleScore, Split, ask_long, long_texts,
 };
 pub use needle::{
-    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid, needle,
+    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedlePhases, NeedleReport, linear_grid,
+    needle, needle_by_phase,
 };
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
-pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, ValuesRead, recall};
+pub use phases::{PhaseGap, PhaseScore, PhaseVerdict};
+pub use recall::{Answers, DistanceAnswers, RecallByPhase, RecallOfKind, RecallReport, RecallRun, ValuesRead, recall};
 pub use selectors::{
     BlockAgreement, DensityAndRecall, LayerMask, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure,
     block_agreement, measure_selectors, selector_grid, selector_masks, sweep_selectors,

@@ -4,9 +4,11 @@
 //! among numbers that do not occur in the text. The rank is for small models, which rarely generate the number; a guess
 //! has the middle rank on average.
 
+mod by_phase;
 mod haystack;
 mod sample;
 
+pub use by_phase::{NeedlePhases, needle_by_phase};
 pub use haystack::Haystack;
 pub(crate) use haystack::made_up_sentences;
 
@@ -159,6 +161,16 @@ impl NeedleConfig {
         }
     }
 
+    /// Lengths and depths in rising order, each once.
+    #[must_use]
+    pub fn sorted(mut self) -> Self {
+        self.lengths.sort_unstable();
+        self.lengths.dedup();
+        self.depths.sort_by(f64::total_cmp);
+        self.depths.dedup();
+        self
+    }
+
     /// Tokens of haystack in the longest text.
     pub fn haystack_tokens(&self) -> usize {
         let longest = self.lengths.iter().max().copied().unwrap_or(0);
@@ -182,15 +194,10 @@ pub fn needle<B: DeviceBackend>(
     selection: Option<&Selection>,
     observe: &mut dyn FnMut(usize, &[NeedleCell]),
 ) -> Result<NeedleReport, EvalError> {
-    let (shape, tokenizer) = (model.model.shape(), model.tokenizer);
-    config.check(shape.max_seq_len)?;
-    if haystack.num_tokens() < config.haystack_tokens() {
-        let [got, needed] = [haystack.num_tokens(), config.haystack_tokens()];
-        let what = format!("the haystack has {got} tokens, and the longest length needs {needed}");
-        return Err(EvalError::refused(what, "give more text with --data, or shorter --lengths"));
-    }
-    let samples = samples(config, tokenizer)?;
-    let mut reader = Reader { model, selection: selection.map(Selection::uncounted), pairs: [0.0; 2] };
+    config.check(model.model.shape().max_seq_len)?;
+    haystack.check(config.haystack_tokens())?;
+    let samples = samples(config, model.tokenizer)?;
+    let mut reader = Reader::new(model, selection);
     let mut cells = Vec::new();
     let (mut ranks, mut num_first) = (0.0, 0);
     for of_cell in samples.chunks(config.num_needles) {
@@ -202,7 +209,15 @@ pub fn needle<B: DeviceBackend>(
             mean_rank: 0.0,
         };
         let asked = cells.len() * config.num_needles;
-        for (rank, is_found) in reader.ask(of_cell, haystack, config.buffer, &mut |n| observe(asked + n, &cells))? {
+        let prompt = |sample: &Sample| {
+            let text = haystack.with_needle(sample.length - config.buffer, sample.depth, &sample.statement);
+            reader.prompt(text.0, sample)
+        };
+        let prompts: Vec<Vec<u32>> = of_cell.iter().map(prompt).collect();
+        let of_cell: Vec<&Sample> = of_cell.iter().collect();
+        for NeedleAnswer { rank, is_found, .. } in
+            reader.ask(&prompts, &of_cell, &mut |n| observe(asked + n, &cells))?
+        {
             cell.num_found += usize::from(is_found);
             cell.mean_rank += rank / of_cell.len() as f64;
             num_first += usize::from(rank == 1.0);
@@ -213,26 +228,29 @@ pub fn needle<B: DeviceBackend>(
     let count = samples.len() as f64;
     let num_found: usize = cells.iter().map(|cell| cell.num_found).sum();
     let mean_rank = ranks / count;
-    // The example is the first needle of the first cell.
-    let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
-    let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
     Ok(NeedleReport {
         selector: selection.map(|selection| selection.selectors().to_string()),
-        paths: reader.selection.map_or(Vec::new(), |counted| counted.paths()),
+        paths: reader.paths(),
         num_needles: samples.len(),
         found: num_found as f64 / count,
         mean_rank,
         first: num_first as f64 / count,
         chance_rank: CHANCE_RANK,
         sigmas: sigmas(mean_rank, samples.len()),
-        density: is_prefill.then(|| reader.pairs[0] / reader.pairs[1].max(1.0)),
+        density: reader.density(),
         cells,
-        example: NeedleExample {
-            statement: first.statement.trim().to_owned(),
-            question: first.question.trim().to_owned(),
-            answer: first.answer,
-        },
+        example: example(config.seed, &samples[0]),
     })
+}
+
+/// The texts of the first needle of all.
+fn example(seed: u64, first: &Sample) -> NeedleExample {
+    let texts = texts(seed, first.length, first.depth, 0);
+    NeedleExample {
+        statement: texts.statement.trim().to_owned(),
+        question: texts.question.trim().to_owned(),
+        answer: texts.answer,
+    }
 }
 
 /// Asks the model for needles.
@@ -244,28 +262,50 @@ struct Reader<'a, B: DeviceBackend> {
     pairs: [f64; 2],
 }
 
-impl<B: DeviceBackend> Reader<'_, B> {
-    /// For each of several needles at one length and depth: the rank of the answer's likelihood, and whether the greedy
-    /// continuation contains the answer.
+/// What the model answered to one needle.
+struct NeedleAnswer {
+    /// Rank of the right answer's likelihood among the candidates.
+    rank: f64,
+    /// Whether the greedy continuation contains the answer.
+    is_found: bool,
+    /// Log-likelihood of the right answer, in nats per token.
+    log_likelihood: f64,
+}
+
+impl<'a, B: DeviceBackend> Reader<'a, B> {
+    fn new(model: &'a TaskModel<'a, B>, selection: Option<&Selection>) -> Self {
+        Self { model, selection: selection.map(Selection::uncounted), pairs: [0.0; 2] }
+    }
+
+    /// The path that each layer took so far.
+    fn paths(&self) -> Vec<LayerPath> {
+        self.selection.as_ref().map_or(Vec::new(), Selection::paths)
+    }
+
+    /// Computed pairs over causal pairs of the prompts so far, for a prefill selector.
+    fn density(&self) -> Option<f64> {
+        let is_prefill = self.selection.as_ref().is_some_and(|selection| !selection.is_token_by_token());
+        is_prefill.then(|| self.pairs[0] / self.pairs[1].max(1.0))
+    }
+
+    /// The tokens before the answer: a BOS token if the tokenizer has one, the text with the needle, the question.
+    fn prompt(&self, text: Vec<u32>, sample: &Sample) -> Vec<u32> {
+        let bos_id = self.model.tokenizer.bos_id();
+        bos_id.into_iter().chain(text).chain(sample.question.iter().copied()).collect()
+    }
+
+    /// The answers to several prompts of one length; `samples` has the needle of each.
     fn ask(
         &mut self,
-        samples: &[Sample],
-        haystack: &Haystack,
-        buffer: usize,
+        prompts: &[Vec<u32>],
+        samples: &[&Sample],
         observe: &mut dyn FnMut(usize),
-    ) -> Result<Vec<(f64, bool)>, EvalError> {
-        let prompt = |sample: &Sample| {
-            let (text, _place) = haystack.with_needle(sample.length - buffer, sample.depth, &sample.statement);
-            let bos_id = self.model.tokenizer.bos_id();
-            let tokens = bos_id.into_iter().chain(text).chain(sample.question.iter().copied());
-            tokens.collect::<Vec<u32>>()
-        };
-        let prompts: Vec<Vec<u32>> = samples.iter().map(prompt).collect();
+    ) -> Result<Vec<NeedleAnswer>, EvalError> {
         let size = TextsWithEndings::new(samples[0].length, NUM_DISTRACTORS + 1);
-        let (mut ranks, pairs) = (Vec::new(), &mut self.pairs);
+        let (mut scores, pairs) = (Vec::new(), &mut self.pairs);
         let greedy = Greedy {
             max_new_tokens: &|n| samples[n].max_new_tokens(),
-            room: samples.iter().map(Sample::max_new_tokens).max().unwrap_or(0),
+            room: samples.iter().map(|sample| sample.max_new_tokens()).max().unwrap_or(0),
             together: size.texts,
             stop: &StopTexts::default(),
             is_enough: &|n, text| text.contains(&samples[n].answer),
@@ -275,15 +315,20 @@ impl<B: DeviceBackend> Reader<'_, B> {
                     pairs[0] += totals.pairs;
                     pairs[1] += totals.dense_pairs;
                 }
-                let endings = text.endings(logits, &samples[n].candidates, size.endings)?;
+                let candidates = &samples[n].candidates;
+                let endings = text.endings(logits, candidates, size.endings)?;
                 let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
-                ranks.push(rank(&likelihoods));
+                scores.push((rank(&likelihoods), likelihoods[0] / candidates[0].len() as f64));
                 Ok(())
             },
         };
-        let answers = greedy.answers(self.model, &prompts, self.selection.as_mut(), observe)?;
-        let is_said = samples.iter().zip(answers).map(|(sample, text)| text.contains(&sample.answer));
-        Ok(ranks.into_iter().zip(is_said).collect())
+        let answers = greedy.answers(self.model, prompts, self.selection.as_mut(), observe)?;
+        let answered = |((&sample, text), (rank, log_likelihood)): ((&&Sample, String), (f64, f64))| NeedleAnswer {
+            rank,
+            is_found: text.contains(&sample.answer),
+            log_likelihood,
+        };
+        Ok(samples.iter().zip(answers).zip(scores).map(answered).collect())
     }
 }
 

@@ -1,4 +1,9 @@
 //! Accuracy on multi-query associative recall (arXiv:2312.04927), by kind of sample and by distance.
+
+mod by_phase;
+
+pub use by_phase::RecallByPhase;
+
 use crate::EvalError;
 use crate::weights::{attention_weights, check_length as check_weights};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -68,6 +73,10 @@ pub struct RecallOfKind {
     /// The keys that the questions of some samples read, one for each layer that chooses keys. Empty also where a layer
     /// of a sample has more than 2^26 weights.
     pub reads: Vec<ValuesRead>,
+    /// Accuracy by the key's position modulo [`RecallRun::period`]; absent without one, and where the pairs of a sample
+    /// are shorter than a period.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub by_phase: Option<RecallByPhase>,
 }
 
 /// Which keys a layer chose for the questions of a sample: means over query heads and questions.
@@ -94,16 +103,25 @@ pub struct RecallReport {
     pub accuracy: f64,
 }
 
-/// Evaluates `num_samples` samples of each kind, from the test split; `observe` is called with the number of samples
-/// done so far, once a forward pass of at most `batch_tokens` tokens.
+/// How the samples of every kind are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecallRun {
+    /// Samples of each kind, from the test split.
+    pub num_samples: u64,
+    /// Tokens of a forward pass, at most.
+    pub batch_tokens: usize,
+    /// Tokens of a period, by whose phases the answers are grouped too; `None`: by none.
+    pub period: Option<usize>,
+}
+
+/// Asks samples of each kind; `observe` is called with the number of samples done so far, once a forward pass.
 ///
 /// # Errors
 /// A kind that cannot be drawn, samples longer than the model's context, a vocabulary larger than the model's.
 pub fn recall<B: DeviceBackend>(
     model: &Qwen3<B>,
     kinds: &[MqarConfig],
-    num_samples: u64,
-    batch_tokens: usize,
+    run: RecallRun,
     device: &B::Device,
     observe: &mut dyn FnMut(u64),
 ) -> Result<RecallReport, EvalError> {
@@ -114,6 +132,7 @@ pub fn recall<B: DeviceBackend>(
             Ok(Mqar::new(*config)?)
         })
         .collect::<Result<Vec<_>, EvalError>>()?;
+    let RecallRun { num_samples, batch_tokens, period } = run;
     let (mut report, mut all, mut done) = (Vec::new(), Answers::default(), 0);
     for mqar in &made {
         let seq_len = mqar.config().seq_len;
@@ -136,11 +155,13 @@ pub fn recall<B: DeviceBackend>(
             accuracy: counts.all.accuracy(),
             by_distance: counts.by_distance(),
             reads: values_read(model, mqar, num_samples.min(READ_SAMPLES), device)?,
+            by_phase: period.and_then(|period| RecallByPhase::of(&counts.answered, mqar.config(), period)),
         });
     }
     Ok(RecallReport { kinds: report, all, accuracy: all.accuracy() })
 }
 
+/// Refuses samples that are longer than the context, or whose vocabulary is larger than the model's.
 fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), EvalError> {
     let shape = model.shape();
     check_length(config.seq_len, shape)?;
@@ -191,22 +212,35 @@ fn values_read<B: DeviceBackend>(
     Ok(means)
 }
 
+/// The answer to one question.
+#[derive(Clone, Copy)]
+struct Answered {
+    distance: usize,
+    is_correct: bool,
+}
+
 /// Answers to one kind of sample: all of them, and by the binary logarithm of the distance, rounded down.
 struct Counts {
     all: Answers,
     by_power: Vec<Answers>,
+    /// Each answer: of each sample in turn, in the order of its pairs.
+    answered: Vec<Answered>,
 }
 
 impl Counts {
     fn new(seq_len: usize) -> Self {
-        Self { all: Answers::default(), by_power: vec![Answers::default(); seq_len.ilog2() as usize + 1] }
+        let by_power = vec![Answers::default(); seq_len.ilog2() as usize + 1];
+        Self { all: Answers::default(), by_power, answered: Vec::new() }
     }
 
-    fn count(&mut self, distance: usize, correct: bool) {
-        self.all.count(correct);
-        self.by_power[distance.max(1).ilog2() as usize].count(correct);
+    fn count(&mut self, answer: Answered) {
+        let Answered { distance, is_correct } = answer;
+        self.all.count(is_correct);
+        self.by_power[distance.max(1).ilog2() as usize].count(is_correct);
+        self.answered.push(answer);
     }
 
+    /// The answers by the distance in tokens from key to question, in powers of two; none without a question.
     fn by_distance(&self) -> Vec<DistanceAnswers> {
         let powers = self.by_power.iter().enumerate();
         powers
@@ -252,7 +286,7 @@ fn ask<B: DeviceBackend>(
     let logits = model.logits_of(asked);
     let best = logits.flatten::<2>(0, 1).argmax(1).into_data();
     for (best, (distance, value)) in best.iter::<i64>().zip(questions) {
-        counts.count(distance, best == i64::from(value));
+        counts.count(Answered { distance, is_correct: best == i64::from(value) });
     }
     Ok(())
 }
@@ -281,6 +315,11 @@ mod tests {
         MqarConfig { vocab_size: 80, ..MqarConfig::new(seq_len, num_pairs, 1) }
     }
 
+    /// Two samples of 32 tokens in a forward pass.
+    fn asked(num_samples: u64) -> RecallRun {
+        RecallRun { num_samples, batch_tokens: 64, period: None }
+    }
+
     #[test]
     fn answers_are_the_argmax_of_the_full_logits_at_each_question() {
         let model = model(80);
@@ -288,7 +327,7 @@ mod tests {
         let config = kind(32, 3);
         let mut heard = Vec::new();
         // Five samples, two in each forward pass.
-        let report = recall(&model, &[config], 5, 64, &device, &mut |n| heard.push(n)).expect("it fits");
+        let report = recall(&model, &[config], asked(5), &device, &mut |n| heard.push(n)).expect("it fits");
         assert_eq!(heard, [2, 4, 5]);
         let mqar = Mqar::new(config).expect("valid");
         let (mut correct, mut by_distance) = (0, vec![0; 6]);
@@ -325,7 +364,7 @@ mod tests {
         };
         let (config, num_samples) = (kind(32, 4), 3);
         let run =
-            |model: &Qwen3<Flex>| recall(model, &[config], num_samples, 64, &device, &mut |_| {}).expect("it fits");
+            |model: &Qwen3<Flex>| recall(model, &[config], asked(num_samples), &device, &mut |_| {}).expect("it fits");
         let mqar = Mqar::new(config).expect("valid");
         for window in [6, 12, 32] {
             // Means over 12 questions: three samples of four pairs, whose values are tokens 1, 3, 5 and 7.
@@ -353,9 +392,25 @@ mod tests {
     }
 
     #[test]
+    fn a_period_groups_the_answers_and_changes_none() {
+        let (model, device, config) = (model(80), Default::default(), kind(32, 8));
+        let run = |period| {
+            let run = RecallRun { period, ..asked(9) };
+            recall(&model, &[config], run, &device, &mut |_| {}).expect("it fits").kinds.remove(0)
+        };
+        let (plain, phased) = (run(None), run(Some(8)));
+        assert_eq!((plain.answers, plain.by_phase), (phased.answers, None));
+        let by_phase = phased.by_phase.expect("16 tokens of pairs");
+        assert_eq!((by_phase.num_pairs, by_phase.accuracy.num_rows), (8, 9));
+        let mean = by_phase.accuracy.phases.iter().map(|score| score.mean).sum::<f64>() / 4.0;
+        assert!((mean - phased.accuracy).abs() < 1e-12, "{by_phase:?}");
+        assert!(run(Some(32)).by_phase.is_none(), "a period is longer than the pairs");
+    }
+
+    #[test]
     fn samples_beyond_the_context_the_vocabulary_or_their_own_length_are_refused() {
         let device = Default::default();
-        let run = |kind| recall(&model(80), &[kind], 1, 64, &device, &mut |_| {});
+        let run = |kind| recall(&model(80), &[kind], asked(1), &device, &mut |_| {});
         refusal(run(kind(66, 3)), "context of 64");
         refusal(run(MqarConfig { vocab_size: 82, ..kind(32, 3) }), "the model has 80 tokens");
         refusal(run(kind(32, 9)), "do not fit");

@@ -136,6 +136,7 @@ pub fn attention_weights<B: DeviceBackend>(
     Ok(all)
 }
 
+/// Refuses tokens that the model does not have, layers that it does not have, and prompts that are too long.
 fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), EvalError> {
     check_row(tokens, tokens.len(), shape)?;
     if let Some(layer) = layers.iter().find(|&&layer| layer >= shape.num_layers) {

@@ -4,4 +4,5 @@
 pub(crate) mod grid;
 pub(crate) mod heads;
 pub(crate) mod panels;
+pub(crate) mod phases;
 mod svg;

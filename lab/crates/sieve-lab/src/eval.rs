@@ -4,6 +4,7 @@ mod longbench;
 mod mqar;
 mod needle;
 mod patterns;
+mod phases;
 mod ruler;
 mod selectors;
 mod tasks;
@@ -17,10 +18,10 @@ pub(crate) use ruler::SourceArgs;
 /// Subcommands of `sieve eval` that compare kinds of attention and methods of papers.
 #[derive(Subcommand, Debug)]
 pub enum EvalCommand {
-    /// Accuracy on multi-query associative recall, by number of pairs, length and distance
+    /// Accuracy on multi-query associative recall, by number of pairs, length and distance, or by phase
     #[command(after_help = "Example: sieve eval mqar --checkpoint out/mqar_dma")]
     Mqar(mqar::MqarArgs),
-    /// A number hidden in a long prompt, asked for at its end, by length and depth
+    /// A number hidden in a long prompt, asked for at its end, by length and depth, or by phase
     #[command(after_help = "Example: sieve eval needle --checkpoint out/mine --lengths 2048,8192 --plot needle.svg")]
     Needle(needle::NeedleArgs),
     /// LongBench's English tasks on its published files

@@ -186,6 +186,7 @@ pub(in crate::corpus) fn guarded<T>(
     }
 }
 
+/// The error of a file that is no Parquet, or none that can be read here, with the way out.
 fn unreadable(path: &Path, reason: &str) -> DataError {
     let what = format!("not a readable Parquet file: {reason}");
     // The parquet crate's message about a compression that it was built without.

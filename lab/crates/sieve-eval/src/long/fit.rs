@@ -126,6 +126,7 @@ impl Maker<'_> {
         Ok(fits)
     }
 
+    /// The error of a length that holds no text of the task: `needed` are the tokens of the shortest prompt.
     fn too_short(&self, needed: usize) -> EvalError {
         let needed = needed + self.task.max_new_tokens();
         let option = match self.split {

@@ -54,6 +54,7 @@ pub(super) struct Random {
 }
 
 impl Random {
+    /// The stream of one text, which depends on all of these and on nothing else.
     pub(super) fn new(split: Split, seed: u64, task: &str, length: usize, number: u64) -> Self {
         // FNV-1a hash of the task and the split.
         let mut hash: u64 = 0xcbf2_9ce4_8422_2325;

@@ -5,6 +5,7 @@ use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_data::Tokenizer;
 use sieve_infer::{EvalDocument, InferError};
 use std::collections::HashMap;
+use std::ops::{Range, RangeInclusive};
 
 /// Sentences of a paragraph of made-up text.
 const PARAGRAPH: usize = 6;
@@ -128,20 +129,37 @@ impl Haystack {
         self.tokens.len()
     }
 
+    /// Refuses a haystack of fewer tokens.
+    ///
+    /// # Errors
+    /// Too few tokens.
+    pub(super) fn check(&self, needed: usize) -> Result<(), EvalError> {
+        let got = self.num_tokens();
+        if got >= needed {
+            return Ok(());
+        }
+        let what = format!("the haystack has {got} tokens, and the longest length needs {needed}");
+        Err(EvalError::refused(what, "give more text with --data, or shorter --lengths"))
+    }
+
     /// The first `len` tokens with `needle` inserted, and the needle's position: at `depth` percent, moved back to the
     /// end of a sentence or else to the beginning. At 100 % it is after all tokens.
     pub(super) fn with_needle(&self, len: usize, depth: f64, needle: &[u32]) -> (Vec<u32>, usize) {
         let wanted = (len as f64 * depth / 100.0).round() as usize;
-        let place = if wanted >= len {
-            len
-        } else {
-            let before = self.ends.partition_point(|&end| end <= wanted);
-            before.checked_sub(1).map_or(0, |last| self.ends[last])
-        };
-        let mut tokens = self.tokens[..place].to_vec();
-        tokens.extend_from_slice(needle);
-        tokens.extend_from_slice(&self.tokens[place..len]);
-        (tokens, place)
+        let place = if wanted >= len { len } else { self.end_of_sentence(0..=wanted).unwrap_or(0) };
+        (self.inserted(0..len, place, needle), place)
+    }
+
+    /// The last end of a sentence within a range of positions.
+    pub(super) fn end_of_sentence(&self, within: RangeInclusive<usize>) -> Option<usize> {
+        let before = self.ends.partition_point(|end| end <= within.end());
+        let last = before.checked_sub(1).map(|last| self.ends[last]);
+        last.filter(|end| within.contains(end))
+    }
+
+    /// A part of the haystack with `needle` inserted before the haystack's token `place`.
+    pub(super) fn inserted(&self, part: Range<usize>, place: usize, needle: &[u32]) -> Vec<u32> {
+        [&self.tokens[part.start..place], needle, &self.tokens[place..part.end]].concat()
     }
 }
 

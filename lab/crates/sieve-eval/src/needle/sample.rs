@@ -70,6 +70,20 @@ impl Sample {
         })
     }
 
+    /// Index of the statement's first token that has a digit: the number's first token.
+    ///
+    /// # Errors
+    /// A statement that cannot be decoded.
+    pub(super) fn number_at(&self, tokenizer: &Tokenizer) -> Result<usize, EvalError> {
+        for at in 0..self.statement.len() {
+            if tokenizer.decode(&self.statement[..=at])?.contains(|letter: char| letter.is_ascii_digit()) {
+                return Ok(at);
+            }
+        }
+        // A tokenizer without digits: the place of the last token is as good as another.
+        Ok(self.statement.len().saturating_sub(1))
+    }
+
     /// Tokens of a greedy continuation, at most.
     pub(super) fn max_new_tokens(&self) -> usize {
         let longest = self.candidates.iter().map(Vec::len).max().unwrap_or(0);

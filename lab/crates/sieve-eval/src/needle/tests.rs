@@ -140,6 +140,32 @@ fn selectors_change_the_results_unless_they_keep_everything() {
 }
 
 #[test]
+fn a_selector_that_keeps_everything_has_the_phases_of_the_model() {
+    let (tokenizer, model) = (tokenizer(), model(Attention::Mha));
+    let config = NeedleConfig { lengths: vec![200], depths: vec![60.0], ..config() };
+    let haystack = Haystack::made_up(config.haystack_tokens_of(4), &tokenizer).expect("English");
+    let asked = |selector: Option<&str>| {
+        let parsed = selector.map(|text| Selector::parse(text).expect("a selector"));
+        let selection = parsed.map(|selector| Selection::new(selector, model.shape()).expect("it fits"));
+        let mut heard = Vec::new();
+        let mut observe = |asked, _| heard.push(asked);
+        let model = task_model(&model, &tokenizer);
+        let report = needle_by_phase(&model, &haystack, &config, 4, selection.as_ref(), &mut observe).expect("it fits");
+        assert_eq!(heard, (1..=8).collect::<Vec<_>>());
+        assert_eq!((report.num_needles, report.rank.num_rows, report.rank.phases.len()), (2, 2, 4));
+        report
+    };
+    let own = asked(None);
+    let all = asked(Some("meanpool:tau=1,min_prefill_tokens=0"));
+    assert_eq!((&all.log_likelihood, &all.rank, all.density), (&own.log_likelihood, &own.rank, Some(1.0)));
+    let part = asked(Some("streamingllm:n_init=2,n_local=10,min_prefill_tokens=0"));
+    assert_ne!(part.log_likelihood, own.log_likelihood);
+    // Nats per token of a model that knows nothing, of 296 tokens.
+    let means = own.log_likelihood.phases.iter().map(|score| score.mean);
+    assert!(means.into_iter().all(|mean| (-9.0..-3.0).contains(&mean)), "{own:?}");
+}
+
+#[test]
 fn equal_likelihoods_share_their_ranks() {
     assert_eq!(rank(&[0.0, -1.0, -2.0]), 1.0);
     assert_eq!(rank(&[-3.0, -1.0, -2.0]), 3.0);

@@ -282,6 +282,7 @@ struct ScoredToken {
 }
 
 impl Layout {
+    /// A layout without questions, in rows of `row_len` tokens.
     fn new(row_len: usize) -> Self {
         Self {
             tokens: Vec::new(),

@@ -175,6 +175,7 @@ pub(super) fn texts(row: &TableRow, column: &str) -> Result<Vec<String>, String>
     }
 }
 
+/// The value of a column as a template shows it; the error says what the row lacks.
 fn text_of(column: &str, value: &Value) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text.clone()),

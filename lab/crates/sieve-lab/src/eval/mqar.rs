@@ -1,11 +1,13 @@
 //! `sieve eval mqar`: accuracy on multi-query associative recall.
 
+use super::phases::{Scored, parse, period, print_legend};
+use crate::draw::phases::{self, Column, Row};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use sieve_core::recipe::{MqarNoise as RecipeNoise, MqarSection};
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{MqarConfig, MqarNoise};
-use sieve_eval::{RecallOfKind, RecallReport, recall};
+use sieve_eval::{RecallByPhase, RecallOfKind, RecallReport, RecallRun, recall};
 use sieve_hf::{Kept, LoadedModel};
 use sieve_host::evaluation::{output, so_far};
 use sieve_host::line_chart::{self, Axis, Curve, Plot};
@@ -24,6 +26,8 @@ const NUM_SAMPLES: u64 = 1000;
 
 /// The default of `data.mqar.power`.
 const DEFAULT_POWER: f64 = 0.01;
+/// What accuracies by phase are means of.
+const ROWS: &str = "samples";
 /// Name under which `--save` keeps the result.
 const COMMAND: &str = "mqar";
 
@@ -42,9 +46,13 @@ pub struct MqarArgs {
     /// Tokens at the places without a key or a value; as in training when absent
     #[arg(long, value_enum)]
     noise: Option<NoiseArg>,
+    /// Also group the answers by the key's position modulo P: does a right answer depend on where in a block the key
+    /// lies? Without P, the size of the model's blocks, else 64
+    #[arg(long, value_name = "P", num_args = 0..=1, value_parser = parse)]
+    phases: Option<Option<usize>>,
     #[command(flatten)]
     result: output::ResultArgs,
-    /// Draw accuracy by distance, one line a kind
+    /// Draw accuracy by distance, one line a kind; with --phases accuracy by phase
     #[arg(long, value_name = "FILE")]
     plot: Option<PictureFile>,
     #[command(flatten)]
@@ -93,21 +101,66 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
     }
     let of_recipe = trained.map(|mqar| mqar.num_test_samples as u64);
     let num_samples = args.samples.or(of_recipe).unwrap_or(NUM_SAMPLES);
+    let period = args.phases.map(|asked| period(asked, loaded.model.shape(), &[])).transpose()?;
+    if let Some(period) = period {
+        check_period(period, &kinds)?;
+    }
+    let run = RecallRun { num_samples, batch_tokens: BATCH_TOKENS, period };
     let total = num_samples * kinds.len() as u64;
     let report = so_far::with_bar(total, "samples", |bar| {
         let mut observe = |done| bar.set_position(done);
         let model = &loaded.model;
-        recall(model, &kinds, num_samples, BATCH_TOKENS, device, &mut observe)
+        recall(model, &kinds, run, device, &mut observe)
     })?;
     print(args, &loaded, &report)?;
     if let Some(path) = &args.plot {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
-        path.write_text(&accuracy_by_distance(&title, &report))?;
+        let picture = match period {
+            Some(period) => accuracy_by_phase(&title, period, &report),
+            None => accuracy_by_distance(&title, &report),
+        };
+        path.write_text(&picture)?;
         if !args.result.json {
             terminal::line(&format!("wrote {}", path.shown()));
         }
     }
     Ok(())
+}
+
+/// Fails where no kind of samples has pairs for a period, or keys at two phases.
+fn check_period(period: usize, kinds: &[MqarConfig]) -> Result<()> {
+    if period == 2 {
+        bail!("--phases 2: keys are at even positions, so all have one phase\n  hint: use --phases 4 or more");
+    }
+    // Keys are at every other position: the phases of an odd period repeat after two of it.
+    let repeat = if period % 2 == 0 { period } else { 2 * period };
+    let most = kinds.iter().map(|kind| 2 * kind.num_pairs).max().unwrap_or(0);
+    if most < repeat {
+        bail!(
+            "--phases {period}: the pairs of a sample take {most} tokens at most, and {repeat} are needed\n  hint: ask \
+             samples with more pairs with --kinds, or fewer phases"
+        );
+    }
+    Ok(())
+}
+
+/// Accuracy by phase, as it is written.
+fn scored(by_phase: &RecallByPhase) -> Scored<'_> {
+    Scored { name: "accuracy", gap: &by_phase.accuracy, factor: 100.0, unit: " %", digits: 1 }
+}
+
+/// An SVG of accuracy by phase, with a row for each kind of sample that has whole periods.
+fn accuracy_by_phase<'r>(title: &str, period: usize, report: &'r RecallReport) -> String {
+    let row = |kind: &'r RecallOfKind| {
+        let by_phase = kind.by_phase.as_ref()?;
+        Some(Row {
+            name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
+            gaps: vec![&by_phase.accuracy],
+            says: vec![scored(by_phase).in_short(ROWS)],
+        })
+    };
+    let rows: Vec<Row<'_>> = report.kinds.iter().filter_map(row).collect();
+    phases::svg(title, ROWS, period, &[Column { name: "accuracy, %", range: 0.0..1.0, factor: 100.0 }], &rows)
 }
 
 /// Whether kinds of samples are drawn from vocabularies of different sizes.
@@ -232,6 +285,7 @@ fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &Re
             100.0 * report.accuracy
         ));
     }
+    by_phase(report);
     if report.kinds.iter().any(|kind| !kind.reads.is_empty()) {
         terminal::line(
             "\nwhat the questions read\nlength  pairs  layer  values among keys read  among all keys  own value read",
@@ -247,4 +301,43 @@ fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &Re
         }
     }
     Ok(())
+}
+
+/// Prints accuracy by phase, of each kind of sample that has whole periods.
+fn by_phase(report: &RecallReport) {
+    let phased: Vec<(&RecallOfKind, &RecallByPhase)> =
+        report.kinds.iter().filter_map(|kind| Some((kind, kind.by_phase.as_ref()?))).collect();
+    let Some((_, first)) = phased.first() else {
+        return;
+    };
+    let period = first.period;
+    terminal::line(&format!("\nphase: position of the asked key modulo {period}; keys are at even positions"));
+    print_legend(ROWS);
+    for (kind, by_phase) in &phased {
+        terminal::line(&format!(
+            "\n{} tokens, the first {} of {} pairs",
+            kind.seq_len, by_phase.num_pairs, kind.num_pairs
+        ));
+        scored(by_phase).print(ROWS);
+        let distance = |phase: usize| {
+            let mut all = by_phase.accuracy.phases.iter().zip(&by_phase.distances);
+            all.find(|(score, _)| score.phase == phase).map_or(0.0, |(_, &distance)| distance)
+        };
+        let gap = &by_phase.accuracy;
+        terminal::line(&format!(
+            "{:16}mean distance to the question: {:.1} tokens at phase {}, {:.1} at phase {}",
+            "",
+            distance(gap.best),
+            gap.best,
+            distance(gap.worst),
+            gap.worst
+        ));
+    }
+    if phased.len() < report.kinds.len() {
+        let left_out = report.kinds.len() - phased.len();
+        terminal::line(&format!(
+            "{} without phases: the pairs take less than a period",
+            terminal::counted(left_out as u64, "kind")
+        ));
+    }
 }

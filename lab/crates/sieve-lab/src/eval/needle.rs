@@ -1,4 +1,7 @@
 //! `sieve eval needle`: a number hidden in a long text, asked for at its end.
+
+mod by_phase;
+
 use crate::draw::grid::{Map, MapCell, Picture};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -43,9 +46,13 @@ pub struct NeedleArgs {
     /// Number of lengths, and of depths, if they are not listed
     #[arg(long, default_value_t = 35, value_name = "N")]
     grid: usize,
-    /// Needles of each length and depth
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    needles: usize,
+    /// Needles of each length and depth; 1 when absent, 16 with --phases
+    #[arg(long, value_name = "N")]
+    needles: Option<usize>,
+    /// Ask each needle at every position modulo P, one length (1024 tokens) and depth (50) unless listed: does finding
+    /// it depend on where in a block it lies? Without P, the size of the blocks of model and selectors, else 64
+    #[arg(long, value_name = "P", num_args = 0..=1, conflicts_with = "grid", value_parser = super::phases::parse)]
+    phases: Option<Option<usize>>,
     /// Tokens of each length kept for needle, question and answer
     #[arg(long, default_value_t = 200, value_name = "N")]
     buffer: usize,
@@ -56,7 +63,7 @@ pub struct NeedleArgs {
     sparse: selector::SelectorsArgs,
     #[command(flatten)]
     result: output::ResultArgs,
-    /// Also write an SVG: a heat map of each score, by length and depth
+    /// Also write an SVG: a heat map of each score, by length and depth; with --phases each score by phase
     #[arg(long, value_name = "FILE")]
     plot: Option<PictureFile>,
     #[command(flatten)]
@@ -72,21 +79,26 @@ pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     if !(1..=MOST_STEPS).contains(&args.grid) {
         bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
     }
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, if args.phases.is_some() { by_phase::COMMAND } else { COMMAND })?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
+        let unlisted = args.phases.map_or(shape.max_seq_len, |_| by_phase::LENGTH.min(shape.max_seq_len));
         let longest = args.lengths.iter().max().copied();
-        text::size_with_endings(shape, longest.unwrap_or(shape.max_seq_len), NUM_DISTRACTORS + 1)
+        text::size_with_endings(shape, longest.unwrap_or(unlisted), NUM_DISTRACTORS + 1)
     })?;
     on_device!(place, run_on(&args))
 }
 
 /// Asks for all needles with the model's own attention and with each selector; prints the result and draws it.
 fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
+    let read = loaded::load::<B>(&args.checkpoint, device, kept)?;
+    if let Some(period) = args.phases {
+        return by_phase::run_on(args, period, &read, device);
+    }
+    let (loaded, tokenizer) = read;
     let config = config(args, loaded.shape.max_seq_len)?;
     config.check(loaded.shape.max_seq_len)?;
     let selections = args.sparse.own_and_each(&loaded.shape)?;
-    let haystack = haystack(args, &config, &tokenizer)?;
+    let haystack = haystack(args, config.haystack_tokens(), &tokenizer)?;
     let model =
         TaskModel { model: &loaded.model, tokenizer: &tokenizer, ends: &loaded.end_ids(tokenizer.eos_id()?)?, device };
     let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
@@ -167,24 +179,20 @@ fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
     if depths.is_empty() {
         depths = linear_grid(0.0, 100.0, args.grid);
     }
-    lengths.sort_unstable();
-    lengths.dedup();
-    depths.sort_by(f64::total_cmp);
-    depths.dedup();
-    let num_cells = lengths.len() * depths.len();
-    if args.needles.saturating_mul(num_cells) > MOST_NEEDLES {
+    let num_needles = args.needles.unwrap_or(1);
+    let config = NeedleConfig { lengths, depths, num_needles, buffer: args.buffer, seed: args.seed }.sorted();
+    let num_cells = config.lengths.len() * config.depths.len();
+    if num_needles.saturating_mul(num_cells) > MOST_NEEDLES {
         bail!(
-            "--needles is {}, for each of {num_cells} lengths and depths\n  \
-             hint: ask for {MOST_NEEDLES} in all at most",
-            args.needles
+            "--needles is {num_needles}, for each of {num_cells} lengths and depths\n  \
+             hint: ask for {MOST_NEEDLES} in all at most"
         );
     }
-    Ok(NeedleConfig { lengths, depths, num_needles: args.needles, buffer: args.buffer, seed: args.seed })
+    Ok(config)
 }
 
-/// The text around the needles: of `--data`, else made up.
-fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Haystack> {
-    let wanted = config.haystack_tokens();
+/// `wanted` tokens of text for the needles: of `--data`, else made up.
+fn haystack(args: &NeedleArgs, wanted: usize, tokenizer: &Tokenizer) -> Result<Haystack> {
     if args.data.is_empty() {
         return Ok(Haystack::made_up(wanted, tokenizer)?);
     }

@@ -98,6 +98,7 @@ struct Failure {
 }
 
 impl Failures {
+    /// Notes that `wanted`, a measure, failed for the selector `label`; the first line of the error is kept.
     pub(super) fn add(&mut self, label: &str, wanted: &str, error: &anyhow::Error) {
         let text = terminal::error_text(error);
         self.0.push(Failure {
