@@ -35,6 +35,7 @@ AXES = {
 # More heads than models have, of queries and of keys: a row of one token with more is a row of as many tokens.
 MOST_LIKELY_HEADS, MOST_LIKELY_KV_HEADS = 128, 32
 
+# What was warned of, each of its calls by its tensor's name and shape.
 _said = set()
 _depth = 0
 
@@ -79,7 +80,7 @@ def hint_for(tensors):
 
 
 def warn(tensors):
-    """Warns once of whole rows that have fewer tokens than heads where nothing else says which axis is which, and of
+    """Warns, once a shape, of whole rows that have fewer tokens than heads where nothing else says which axis is which, and of
     ranks and caches in which the axes of tokens and of KV heads look exchanged. tensors: by name, None for absent ones.
     """
     if _depth:  # inside a layer, whose own axes are known
@@ -116,18 +117,20 @@ def _warn_of_rows(given):
 
 def _say(name, x, heads_named, heads, tokens_named, tokens):
     likely = MOST_LIKELY_HEADS if name == "q" else MOST_LIKELY_KV_HEADS
-    if name not in _said and (1 < tokens < heads or (tokens == 1 and heads > likely)):
+    if 1 < tokens < heads or (tokens == 1 and heads > likely):
         _warn_once(name, x, heads_named, heads, tokens_named, tokens)
 
 
 def warn_of_steps(q):
-    """Warns once of several new tokens of one head a row, as of one new token of several heads."""
-    if q.dim() == 4 and q.shape[1] > 1 and q.shape[2] == 1 and not _depth and "q of a step" not in _said:
+    """Warns, once a shape, of several new tokens of one head a row, as of one new token of several heads."""
+    if q.dim() == 4 and q.shape[1] > 1 and q.shape[2] == 1 and not _depth:
         _warn_once("q of a step", q, "heads", 1, "tokens", q.shape[1])
 
 
 def _warn_once(name, x, heads_named, heads, tokens_named, tokens):
-    _said.add(name)
+    if (name, tuple(x.shape)) in _said:
+        return
+    _said.add((name, tuple(x.shape)))
     what = (
         f"{name} is {list(x.shape)}, {axes_of('', name.split()[0])}: {heads} {heads_named} and {tokens} {tokens_named}"
     )

@@ -468,14 +468,25 @@ class MSA(_BlocksAttention):
         importance = d.msa_importance(query, keys, positions[..., None], self.select_block_size, end)
         return self.blocks_of(importance, cache.length, 0, self.num_local_blocks)
 
-    def indexer_loss(self, x: Tensor, *, warmup: bool = False) -> Tensor:
+    def indexer_loss(self, x: Tensor, *, documents: Documents | None = None, warmup: bool = False) -> Tensor:
         """`KL(mean_h P^h || I)` over the tokens that a query reads, the mean over queries and KV heads.
 
-        P^h are the attention's probabilities of a KV head's query heads, I the indexer's (arXiv:2606.13392). x is what
-        the layer was given, rows of one document; the gradient goes to the indexer alone. warmup: over all tokens, as
-        before a choice begins. In plain PyTorch, tiles of 256 queries one after another: their scores are made again in
-        the backward pass, so that memory grows with the row's length and not with its square.
+        P^h are the attention's probabilities of a KV head's query heads, I the indexer's (arXiv:2606.13392). x and
+        documents are what the layer was given; a document of one token, such as padding, adds nothing, and counts in
+        the mean. The gradient goes to the indexer alone. warmup: over all tokens, as before a choice begins. In plain
+        PyTorch, tiles of 256 queries one after another: their scores are made again in the backward pass, so that
+        memory grows with the row's length and not with its square. Documents are read one after another.
         """
+        begins, _ = functional._bounds(documents, x)
+        if begins is not None:
+            total = x.new_zeros((), dtype=torch.float32)
+            for row, starts in enumerate(begins.expand(x.shape[0], -1).tolist()):
+                firsts = [at for at in range(len(starts)) if at == 0 or starts[at] != starts[at - 1]]
+                for first, end in zip(firsts, [*firsts[1:], len(starts)]):
+                    if end - first > 1:
+                        part = self.indexer_loss(x[row : row + 1, first:end], warmup=warmup)
+                        total = total + part * (end - first)
+            return total / (x.shape[0] * x.shape[1])
         positions = _positions(x, None, None)
         index_q, index_k = (y.transpose(1, 2) for y in self.index(x, positions))
         with torch.no_grad():
@@ -744,11 +755,53 @@ KINDS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+def _theta_of(config: dict[str, Any], model_type: str) -> dict[str, float]:
+    """The `rope_theta` of a config, wherever it stands: transformers 5 keeps it in `rope_parameters` alone. Angles that
+    are scaled are refused, unless the config lists them, as an export of the class SieveForCausalLM does.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    form = rope.get("rope_type", rope.get("type", "default"))
+    if form != "default" and config.get("rope_frequencies") is None:
+        raise SieveError(
+            f"of_config: a {model_type} with angles of the form {form!r} is not read\n"
+            "  hint: make the layer by its class; its rope_frequencies are model.model.rotary_emb.inv_freq.tolist(), and "
+            "its rope_amplitude is model.model.rotary_emb.attention_scaling"
+        )
+    theta = config.get("rope_theta", rope.get("rope_theta"))
+    return {} if theta is None else {"rope_theta": theta}
+
+
+def _of_qwen3(config: dict[str, Any], index: int) -> dict[str, Any]:
+    """A layer's keys of a Qwen3, by which models of dense attention and windows are exported: kind, and window."""
+    if config.get("attention_bias"):
+        what = "of_config: a qwen3 with attention_bias has a bias behind o_proj, which no layer has here"
+        raise SieveError(what + "\n  hint: keep transformers' own layer")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    types = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * (index + 1)
+    if types[index] == "full_attention":
+        return {"attention_kind": "mha"}
+    if types[index] != "sliding_attention" or not window:
+        raise SieveError(f"of_config: layer {index} is of type {types[index]!r} with sliding_window = {window}")
+    return {"attention_kind": "swa", "window_size": window}
+
+
 def of_config(config: Mapping[str, Any] | Any, index: int = 0) -> nn.Module:
     """The attention of layer `index` of an export: config is its `config.json`, as a mapping or an object of
-    transformers. `load_state_dict` takes the weights below `model.layers.INDEX.self_attn.`.
+    transformers, of the class SieveForCausalLM, or of Qwen3, as which dense attention and windows are exported. Other
+    classes are refused. `load_state_dict` takes the weights below `model.layers.INDEX.self_attn.`.
     """
-    given = dict(config) if isinstance(config, Mapping) else dict(vars(config))
+    given = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    model_type, layers = given.get("model_type", "sieve"), given.get("num_hidden_layers")
+    if model_type not in ("sieve", "qwen3"):
+        raise SieveError(
+            f"of_config: config is of a {model_type}; it reads exports of the class SieveForCausalLM, and of Qwen3\n"
+            "  hint: make the layer by its class, with the sizes and keys that config.json has"
+        )
+    if layers is not None and not 0 <= index < layers:
+        raise SieveError(f"of_config: there is no layer {index}\n  hint: the model has layers 0 to {layers - 1}")
+    given |= _theta_of(given, model_type)
+    if model_type == "qwen3":
+        given |= _of_qwen3(given, index)
     at = lambda name: (given.get(name) or [None])[index % len(given.get(name) or [None])]  # noqa: E731
     given |= at("layer_attention") or {}
     kind = "mha" if at("dense_layers") else given.get("attention_kind", "mha")

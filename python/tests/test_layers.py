@@ -2,6 +2,7 @@
 compares with Sieve's own model: the same weights' names, outputs, gradients and steps behind a cache."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -252,6 +253,67 @@ def test_autocast_gives_kernels_and_caches_their_type(kind, monkeypatch):
             for part in hidden().split([38, 2], 1):
                 assert ours(part, cache=cache).shape == part.shape
     assert {x.dtype for name, x in cache.tensors.items() if name in ("k", "v", "latent", "index_k")} == {torch.bfloat16}
+
+
+def of_qwen3(**keys):
+    """A layer of Qwen3 in eager attention, with random weights, and ours of the same config, as a mapping."""
+    config = transformers.Qwen3Config(**SIZES, **keys)
+    config._attn_implementation = "eager"
+    torch.manual_seed(6)
+    model = transformers.Qwen3ForCausalLM(config)
+    randomise(model)
+    return model, config
+
+
+@pytest.mark.parametrize("saved_again", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_qwen3_is_read_with_its_window_and_angles(window, saved_again, tmp_path):
+    """As a mapping, as an object, and as a config.json that transformers wrote, which has rope_theta elsewhere."""
+    types = ["sliding_attention" if window else "full_attention"] * SIZES["num_hidden_layers"]
+    given = {"sliding_window": window, "use_sliding_window": window is not None, "layer_types": types}
+    model, config = of_qwen3(rope_theta=100000.0, **given)
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    for read in [config, stored] if saved_again else [config.to_dict()]:
+        layer = layers.of_config(read)
+        assert isinstance(layer, layers.WindowAttention if window else layers.DenseAttention)
+        layer.load_state_dict(model.model.layers[0].self_attn.state_dict())
+        x, position = hidden(batch=1), torch.arange(40)[None]
+        angles = model.model.rotary_emb(x, position)
+        reach = position[0] - position[0][:, None]
+        hides = (reach > 0) | (reach <= -(window or 40))
+        mask = torch.zeros(40, 40).masked_fill(hides, -torch.inf)[None, None]
+        expected = model.model.layers[0].self_attn(x, position_embeddings=angles, attention_mask=mask)[0]
+        assert (layer(x) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ({"model_type": "doge"}, "config is of a doge"),
+    ({"model_type": "llama"}, "make the layer by its class"),
+    ({"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "angles of the form 'yarn'"),
+    ({"model_type": "qwen3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "angles of the form 'linear'"),
+    ({"model_type": "qwen3", "attention_bias": True}, "a bias behind o_proj"),
+    ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "of type 'chunked_attention'"),
+    ({"model_type": "qwen3", "num_hidden_layers": 6, "index": 6}, "the model has layers 0 to 5"),
+    ({"num_hidden_layers": 6, "index": -1}, "there is no layer -1"),
+])  # fmt: skip
+def test_a_config_that_is_not_read_is_refused(config, words):
+    with pytest.raises(sieve.SieveError) as error:
+        layers.of_config({**SIZES, **config}, config.get("index", 0))
+    assert words in str(error.value)
+
+
+def test_an_indexers_loss_of_a_packed_row_is_that_of_its_documents():
+    _, ours, _ = both("msa")
+    x = hidden(tokens=70, batch=1)
+    parts = [x[:, :40], x[:, 40:69]]
+    for warmup in (False, True):
+        expected = sum(ours.indexer_loss(part, warmup=warmup) * part.shape[1] for part in parts) / 70
+        got = ours.indexer_loss(x, documents=torch.tensor([0, 40, 69, 70]), warmup=warmup)
+        torch.testing.assert_close(got, expected)
+        assert abs(got - ours.indexer_loss(x, warmup=warmup)) > 1e-3
+    got.backward()
+    assert ours.index_q_proj.weight.grad.abs().sum() > 0
 
 
 def test_what_a_layer_does_not_do_is_refused():

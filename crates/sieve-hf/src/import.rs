@@ -221,15 +221,18 @@ fn read_model(
     // Doge always has residual scales; they are dropped below if all of them are one.
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
-    let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
+    let (_, source_shape, _) = recipe_and_shape(from, &config, may_scale, &[])?;
     config.check_derived(from, &source_shape)?;
     let wanted = tensors_of(&source_shape, config.architecture);
     let mut found = find_tensors(&config, weights, &wanted, source_shape, kept)?;
     let has_scales = config.residual_scale || (is_doge && !found.drop_unit_scales()?);
-    let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
+    let (recipe, shape, unused) = recipe_and_shape(from, &config, has_scales, settings)?;
+    if !unused.is_empty() {
+        log::warn!("not used with attention.kind = {:?}: {}", recipe.attention.kind().name(), unused.join(", "));
+    }
     // The folder's own sizes again, now that it is known whether it has residual scales.
     let no_settings = [];
-    (_, found.shape) = recipe_and_shape(from, &config, has_scales, &no_settings)?;
+    (_, found.shape, _) = recipe_and_shape(from, &config, has_scales, &no_settings)?;
     Ok((recipe, shape, found))
 }
 
@@ -262,7 +265,8 @@ pub fn imported_model(
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let (config, _) = read_config(from)?;
     let settings = settings(from, &from.join("tokenizer.json"), attention, overrides)?;
-    recipe_and_shape(from, &config, config.residual_scale, &settings)
+    let (recipe, shape, _) = recipe_and_shape(from, &config, config.residual_scale, &settings)?;
+    Ok((recipe, shape))
 }
 
 /// Overrides for the model's recipe: the folder's tokenizer, then the user's changes.
@@ -281,13 +285,14 @@ fn settings(
     Ok(settings.chain(overrides.iter().cloned()).collect())
 }
 
-/// The recipe of the imported model, with `settings` as overrides, and the model's sizes.
+/// The recipe of the imported model, with `settings` as overrides; the model's sizes; and the keys of `settings` that
+/// its kind of attention does not have.
 fn recipe_and_shape(
     from: &Path,
     config: &HfConfig,
     residual_scale: bool,
     settings: &[String],
-) -> Result<(Recipe, ModelShape), CheckpointError> {
+) -> Result<(Recipe, ModelShape, Vec<String>), CheckpointError> {
     let asked = asked_kind(settings);
     let text = config.recipe_toml(residual_scale, asked);
     let is_latent = |kind: &AttentionKind| kind.facts().projections == Projections::Latent;
@@ -299,11 +304,13 @@ fn recipe_and_shape(
         ));
     }
     let path = from.join("config.json");
-    let recipe = Recipe::load(&text, "the imported model", settings).map_err(without_lines);
-    let recipe = recipe.map_err(CheckpointError::bad_recipe(&path))?;
+    let loaded = Recipe::load_with_left_out(&text, "the imported model", settings).map_err(without_lines);
+    let (recipe, mut left_out) = loaded.map_err(CheckpointError::bad_recipe(&path))?;
     let shape = recipe.model_shape(config.vocab_size);
     let shape = shape.map_err(CheckpointError::bad_recipe(&path))?;
-    Ok((recipe, shape))
+    // What the folder's own kind had is no mistake of the user's.
+    left_out.retain(|key| settings.iter().any(|setting| setting.split('=').next() == Some(key)));
+    Ok((recipe, shape, left_out))
 }
 
 /// The kind that the last override of `attention.kind` names, if there is one.

@@ -133,7 +133,9 @@ impl Card<'_> {
     fn commands(&self) -> String {
         let trust = if self.architecture == Architecture::Sieve { ", trust_remote_code=True" } else { "" };
         let eager = if self.architecture == Architecture::Doge { ", attn_implementation=\"eager\"" } else { "" };
-        let tokenizer = if self.replaces_tokenizer { "PreTrainedTokenizerFast" } else { "AutoTokenizer" };
+        // AutoTokenizer reads config.json, which names a class of the folder's own, and would ask on the terminal.
+        let (tokenizer, its_trust) =
+            if self.replaces_tokenizer { ("PreTrainedTokenizerFast", "") } else { ("AutoTokenizer", trust) };
         let (inputs, prompt) = if self.checkpoint.answers_chats(self.recipe) {
             (
                 "chat = [{\"role\": \"user\", \"content\": \"Who are you?\"}]\n\
@@ -151,7 +153,7 @@ impl Card<'_> {
         format!(
             "```python\nfrom transformers import AutoModelForCausalLM, {tokenizer}\n\n\
              folder = \".\"  # this folder, or its name on the hub\n\
-             tokenizer = {tokenizer}.from_pretrained(folder)\n\
+             tokenizer = {tokenizer}.from_pretrained(folder{its_trust})\n\
              model = AutoModelForCausalLM.from_pretrained(folder{trust}{eager})\n\
              {inputs}\n\
              print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))\n```\n\n{sieve}"
