@@ -107,7 +107,7 @@ impl Grammars {
         let mut matcher = Matcher::new(parser(factory, structure).map(Ok).map_err(refused)?);
         // A structure that allows no first token is refused here, and not where its text begins.
         matcher.compute_mask().map_err(|error| refused(error.to_string()))?;
-        Ok(Grammar { matcher, failure: None, _counted: Arc::new(self.count.clone()) })
+        Ok(Grammar { matcher, failure: None, _counted: Arc::new(Counted { _one_more: self.count.clone() }) })
     }
 
     /// The trie of the tokens' bytes. End tokens are no text in it, and special ones are left out.
@@ -268,7 +268,13 @@ pub struct Grammar {
     /// Why the text cannot go on.
     failure: Option<String>,
     /// Clones are one grammar, with one count.
-    _counted: Arc<Arc<()>>,
+    _counted: Arc<Counted>,
+}
+
+/// One of the grammars that are counted; clones of a grammar share it.
+struct Counted {
+    /// Held beside [`Grammars::count`], which knows its holders.
+    _one_more: Arc<()>,
 }
 
 impl Grammar {

@@ -15,7 +15,7 @@ fn read(text: &str) -> Result<(ModelShape, Vec<String>), CheckpointError> {
     let path = Path::new("folder/config.json");
     let config = HfConfig::parse(path, text)?;
     let has_scales = config.architecture == Architecture::Doge;
-    let (_, shape) = recipe_and_shape(Path::new("folder"), &config, has_scales, &[])?;
+    let (_, shape, _) = recipe_and_shape(Path::new("folder"), &config, has_scales, &[])?;
     Ok((shape, config.notes))
 }
 

@@ -30,7 +30,7 @@ impl RecallByPhase {
     /// one phase.
     pub(super) fn of(answered: &[Answered], config: &MqarConfig, period: usize) -> Option<Self> {
         // Pairs after which the phases of the keys repeat.
-        let repeat = if period % 2 == 0 { period / 2 } else { period };
+        let repeat = if period.is_multiple_of(2) { period / 2 } else { period };
         let num_pairs = config.num_pairs / repeat * repeat;
         if num_pairs == 0 {
             return None;

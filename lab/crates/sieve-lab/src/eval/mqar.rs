@@ -133,7 +133,7 @@ fn check_period(period: usize, kinds: &[MqarConfig]) -> Result<()> {
         bail!("--phases 2: keys are at even positions, so all have one phase\n  hint: use --phases 4 or more");
     }
     // Keys are at every other position: the phases of an odd period repeat after two of it.
-    let repeat = if period % 2 == 0 { period } else { 2 * period };
+    let repeat = if period.is_multiple_of(2) { period } else { 2 * period };
     let most = kinds.iter().map(|kind| 2 * kind.num_pairs).max().unwrap_or(0);
     if most < repeat {
         bail!(
