@@ -128,6 +128,7 @@ def warn_of_steps(q):
 
 
 def _warn_once(name, x, heads_named, heads, tokens_named, tokens):
+    """Warns of the tensor `name`, x, whose axes of heads and tokens have these names and sizes, unless it did."""
     if (name, tuple(x.shape)) in _said:
         return
     _said.add((name, tuple(x.shape)))

@@ -1,5 +1,5 @@
-//! What an op is called with: the sizes of a call, which keys its queries see, how blocks are chosen, and the options of
-//! its kernels. Every crate that computes takes these; no recipe is read here.
+//! What an op is called with: the sizes of a call, which keys its queries see, how blocks are chosen, and the options
+//! of its kernels. Every crate that computes takes these; no recipe is read here.
 
 mod adamw_step;
 mod attention_shape;

@@ -1,5 +1,5 @@
-//! Faults that tests inject into a run. A run without tests meets them at one place of a step, [`Trainer::falsify`], and
-//! at the beginning of a replay, of a validation, and of a checkpoint's two parts.
+//! Faults that tests inject into a run: at one place of a step, [`Trainer::falsify`], and at the beginning of a replay,
+//! of a validation, and of a checkpoint's two parts. Any other run passes these places unchanged.
 use super::Trainer;
 use super::steps::StepAhead;
 use crate::TrainError;
