@@ -266,3 +266,16 @@ fn chats_have_structures_too() {
     assert_eq!(answers(json!({"response_format": {"type": "json_object"}})).0, 400);
     served.stop();
 }
+
+#[test]
+fn log_probabilities_beyond_the_memory_of_answers_are_refused_before_the_work() {
+    let (_tiny, served) = served();
+    let many = json!({"prompt": vec!["An answer: "; 8], "n": 128, "logprobs": 20});
+    let refused = asked(&served, &many);
+    assert_eq!((refused.0, &refused.json()["error"]["param"]), (400, &json!("logprobs")), "{}", refused.1);
+    // 8 prompts, 128 texts of each, 400 tokens, 21 numbers a token.
+    assert!(refused.1.contains("8601600 log-probabilities, and the limit is 2097152"), "{}", refused.1);
+    let echoed = json!({"prompt": vec!["ab".repeat(250); 1000], "max_tokens": 0, "echo": true, "logprobs": 20});
+    assert_eq!(asked(&served, &echoed).0, 400);
+    assert_eq!(asked(&served, &json!({"max_tokens": 4, "logprobs": 20})).0, 200);
+}

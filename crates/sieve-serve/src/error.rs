@@ -85,6 +85,12 @@ impl ApiError {
         Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
     }
 
+    /// 400: an answer would hold more log-probabilities than all answers together may.
+    pub(crate) fn too_many_scores(count: usize, most: u32) -> Self {
+        let what = format!("the answer would hold {count} log-probabilities, and the limit is {most}");
+        Self::invalid("logprobs", format!("{what}; send fewer prompts at once, or ask for fewer logprobs or tokens"))
+    }
+
     pub(crate) fn unknown_model(asked: &str, name: &str) -> Self {
         let message = format!("the model \"{}\" does not exist; this server has {name:?}", shown(asked));
         let invalid = Self::invalid("model", message);

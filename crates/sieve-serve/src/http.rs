@@ -223,6 +223,9 @@ async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result
         tokio::task::spawn_blocking(move || Asked::read(form, &body, &asking)).await
     };
     let asked = Arc::new(asked.map_err(|_| ApiError::server("the request could not be read"))??);
+    // A request whose answer has no room for its log-probabilities yet waits until others are written.
+    let num_scores = asked.num_scores() as u32;
+    let room = server.scores.clone().acquire_many_owned(num_scores).await.map_err(|_| ApiError::stopping())?;
     let mut pieces = server.queue.send(asked.num_texts(), |index, pieces| {
         let prompt = asked.prompt(index);
         Text {
@@ -238,7 +241,7 @@ async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result
             pieces,
         }
     })?;
-    let mut reply = Reply::new(server, asked.clone(), serving);
+    let mut reply = Reply::new(server, asked.clone(), serving, room);
     if asked.streams {
         return Ok(typed("text/event-stream", stream(reply, pieces)));
     }

@@ -9,6 +9,7 @@ use sieve_infer::TokenScore;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::SystemTime;
+use tokio::sync::OwnedSemaphorePermit;
 
 /// Numbers of the answers so far, for their ids.
 static ANSWERS: AtomicU64 = AtomicU64::new(0);
@@ -25,6 +26,8 @@ pub(crate) struct Reply {
     num_kept: usize,
     /// What is logged of the request, if anything is.
     serving: Option<Arc<Serving>>,
+    /// The room of its log-probabilities, given back when the answer is dropped.
+    _room: OwnedSemaphorePermit,
 }
 
 /// One text of the answer.
@@ -69,7 +72,12 @@ pub(crate) fn seconds_since_1970() -> u64 {
 
 impl Reply {
     /// The answer to a request before its first text: an id, and an empty choice for each text.
-    pub(crate) fn new(server: Arc<Server>, asked: Arc<Asked>, serving: Option<Arc<Serving>>) -> Self {
+    pub(crate) fn new(
+        server: Arc<Server>,
+        asked: Arc<Asked>,
+        serving: Option<Arc<Serving>>,
+        room: OwnedSemaphorePermit,
+    ) -> Self {
         let created = seconds_since_1970();
         let prefix = match asked.form {
             Form::Completion => "cmpl",
@@ -90,7 +98,7 @@ impl Reply {
         if let Some(serving) = &serving {
             serving.has_prompts(asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum());
         }
-        Self { server, id, created, choices, num_kept: 0, asked, serving }
+        Self { server, id, created, choices, num_kept: 0, asked, serving, _room: room }
     }
 
     /// Adds what happened to a text.

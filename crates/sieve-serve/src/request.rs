@@ -16,6 +16,8 @@ const MOST_PROMPTS: usize = 2048;
 const MOST_SAMPLES: u64 = 128;
 /// Likeliest tokens that are given beside each token, at most.
 const MOST_TOP: u64 = 20;
+/// Log-probabilities that answers hold together until they are written, at most; each takes some 250 bytes.
+pub(crate) const MOST_SCORES: u32 = 1 << 21;
 /// Stop texts, at most.
 const MOST_STOPS: usize = 16;
 /// Bytes of a stop text, at most: each token is compared with all of them.
@@ -137,6 +139,10 @@ impl Asked {
         if asked.num_texts() > most {
             return Err(ApiError::invalid(param, format!("the request asks for more than {most} completions")));
         }
+        let num_scores = asked.num_scores();
+        if num_scores > MOST_SCORES as usize {
+            return Err(ApiError::too_many_scores(num_scores, MOST_SCORES));
+        }
         asked.grammar = structure.map(|structure| structure.compile(&server.grammars)).transpose()?;
         Ok(asked)
     }
@@ -144,6 +150,17 @@ impl Asked {
     /// Number of texts: samples of all prompts.
     pub(crate) fn num_texts(&self) -> usize {
         self.prompts.len() * self.num_samples
+    }
+
+    /// Log-probabilities that the answer holds at once, at most: of each token, and of the likeliest ones beside it. A
+    /// stream holds those of a prompt, and sends the others one by one.
+    pub(crate) fn num_scores(&self) -> usize {
+        let of_prompt = |prompt: &Prompt| {
+            let echoed = if self.echo { prompt.tokens.len() } else { 0 };
+            echoed + if self.streams { 1 } else { prompt.max_tokens }
+        };
+        let num_tokens = self.prompts.iter().map(of_prompt).sum::<usize>() * self.num_samples;
+        self.num_top.map_or(0, |num_top| num_tokens.saturating_mul(num_top + 1))
     }
 
     /// The prompt of a text. Samples of one prompt are side by side.

@@ -5,6 +5,7 @@ use crate::listen;
 use crate::metrics::Metrics;
 use crate::queue::Queue;
 use crate::reply::seconds_since_1970;
+use crate::request::MOST_SCORES;
 use crate::server::{Engine, Server, Settings, Stop};
 use crate::worker::Worker;
 use sieve_infer::Grammars;
@@ -48,6 +49,7 @@ pub fn serve<B: DeviceBackend>(
         metrics: metrics.clone(),
         longest_token,
         long_requests,
+        scores: Arc::new(Semaphore::new(MOST_SCORES as usize)),
     });
     listener.set_nonblocking(true)?;
     let runtime = runtime()?;

@@ -106,6 +106,8 @@ pub(crate) struct Server {
     pub(crate) longest_token: Option<usize>,
     /// Turns of requests that take long to read.
     pub(crate) long_requests: Semaphore,
+    /// Room for the log-probabilities that answers hold, one permit each.
+    pub(crate) scores: Arc<Semaphore>,
 }
 
 impl Server {
