@@ -4,8 +4,8 @@
 //            delta makes it, do_i . v_j - D_i cancels and that rounding dominates ddelta, dq and dk (measured: up to 17
 //            times the error of plain bf16 attention). Worth its time where there is a bias
 // Layout     q, k, v, doc_start, delta as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V]
-//            contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]: lse of each pair is read, D_i replaces
-//            the second number
+//            contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]: lse * log2(e) of each pair is read, D_i
+//            replaces the second number
 // Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta, base)
 // Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HEADS_PER_TILE (1); tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV,
 //            NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS

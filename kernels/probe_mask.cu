@@ -1,5 +1,5 @@
-// probe_mask: the mask of dense probe rows: every gamma-th position is a probe (Delta Attention,
-// arXiv:2505.11254).
+// probe_mask: the mask of dense probe rows: the call's first row and every position that is a multiple of gamma are
+// probes (Delta Attention, arXiv:2505.11254).
 // Math       tile t: the probes 128 t .. 128 t + 127 and all tiles of 128 keys that begin no later than the last of
 //            them; probe p is row max(p * gamma - offset, 0)
 // Layout     mask i32: row_ptr [tiles + 1], tile_idx, query_order [probes] from the words row_ptr_at, tile_idx_at and
@@ -11,6 +11,7 @@
 // Edges      a last tile with fewer probes
 #include "common/types.cuh"
 
+// context: keys before the first query; offset: context % gamma.
 struct ProbeMaskParams {
   u64 num_probes, context, gamma, offset;
   u64 row_ptr_at, tile_idx_at, query_order_at;

@@ -41,7 +41,8 @@ DEVICE void prepare_rows(const bf16* o, const short* o_low, const bf16* d_out, c
   }
   sum = lanes_sum<ROW_LANES>(sum);
   if (!inside || lane != 0) return;
-  // A NaN stays: P of every key that the row sees is NaN then, and 0 of the others only where the sum is a number.
+  // A NaN of lse stays, so that P of every key that the row sees is NaN. The sum is 0 then, because dS = P (dP - D) of
+  // the other keys is 0 only where D is a number.
   const bool sees_nothing = row_lse == -INFINITY_F32, is_nan = row_lse != row_lse;
   row_stats[head_row * padded_len + query] =
       make_float2(sees_nothing ? INFINITY_F32 : row_lse * LOG2_E, sees_nothing || is_nan ? 0.0f : sum);

@@ -6,7 +6,8 @@
 //            HAS_BIAS; GATHER: 1 keys and values are copied by cp.async, 0 by TMA (queries by TMA, with SPARSE by
 //            cp.async); TAKE_TURNS: consumers issue their GEMMs alternately, a consumer after the other has issued its
 //            GEMMs (1) or after the other's first GEMM is done (2); CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: the
-//            keys come from a selector's mask, with GATHER key by key, without GATHER in boxes of KEY_BOX keys;
+//            keys come from a selector's mask, with GATHER key by key, without GATHER in boxes of KEY_BOX (64,
+//            or 128 without PAIRS) keys; PAIRS: each consumer has a query tile of its own;
 //            ROW_SUMS: output gradients are loaded beside the queries; HALF_STAGES: a tile's first stage may have 64
 //            keys
 // A producer thread waits until a stage's slot is empty (its empty barrier), copies, and arrives at the slot's full
@@ -275,8 +276,10 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #if SPARSE && !GATHER
 constexpr int BOXES = BLOCK_KV / KEY_BOX;  // boxes of a stage
 constexpr int LAST_AT = 16;                // with PAIRS: offset in a key slot of the flag of the tile's last stage
-// The first key of each half of the stage whose key slot is at shared address `keys`, for this thread's consumer. For a
-// half of which its rows see no key this is a position after all keys.
+// Where the two halves (64 keys) of a stage begin, for this thread's consumer; `keys`: shared address of the stage's key
+// slot, the first key of each of its boxes. One box of 128 keys: the halves are neighbours. Boxes of 64: one a half, and
+// with PAIRS, where each consumer has a query tile of its own, two for each consumer. A half of which its rows see no key
+// begins behind all keys.
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
   if (BOXES == 1) {

@@ -13,8 +13,9 @@ constexpr int SELECT_THREADS = 1024;
 constexpr int SELECT_BINS = 2048;
 constexpr int SELECT_PASSES = 5;
 
-// Shared memory of a selection. `radix_begin` sets it up; afterwards exactly k keys of the stream are at least
-// `threshold[x]` (0 where selector x is off).
+// Shared memory of one or two selections among the keys of one stream: `radix_begin` sets it up. After `radix_select`
+// exactly k of the 64-bit keys that selection x sees are at least `threshold[x]`; one with k = 0 takes none, and its
+// threshold stays 0.
 template <int NUM_SELECTORS>
 struct RadixSelect {
   alignas(16) u32 histogram[NUM_SELECTORS][SELECT_BINS];

@@ -129,7 +129,8 @@ def of_run(rows, kind, seed, steps):
 
 
 def run_part(job, runs, arguments):
-    """Trains a run of the hard form up to a step; the line of its answers."""
+    """Trains a run of the hard form up to a step and evaluates that checkpoint; returns its row: the names of HARD_KEY,
+    and the share of right answers."""
     kind, seed, steps, step = job
     recipe, *of_kind = HARD[kind]
     folder = arguments.out / named("hard", kind, steps, seed)

@@ -21,6 +21,8 @@ QUERY_BYTES, ROW_BYTES = 32 << 20, 512
 class BlockMask:
     """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes.
 
+    words: int32, an unused word; for every head and query block the place of its first key block, and one more for the
+    end; the key blocks, list after list; one more unused word.
     places: int64 `[tokens]`, where the blocks have each token of a row of documents; None where that is its own place.
     """
 

@@ -203,7 +203,8 @@ class Racer:
         self.guarded("host", self.host_shape(), self.host_times)
 
     def host_times(self, made):
-        """Microseconds of the host, the median of 1,000 calls, the GPU kept busy so that nothing waits for it."""
+        """Microseconds of the host, the median of HOST_CALLS calls (on a CPU of one burst), the GPU kept busy so that
+        nothing waits for it."""
         row, bursts = {}, HOST_CALLS // HOST_BURST if self.device == "cuda" else 1
         for name, run in (("forward", self.without_gradients(*made)), ("both", lambda: self.passes(*made))):
             for _ in range(20 if self.device == "cuda" else 1):

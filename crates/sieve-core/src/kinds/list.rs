@@ -175,6 +175,19 @@ impl AttentionKind {
         Self::ALL.into_iter().filter(|kind| kind.facts().projections == Projections::Grouped)
     }
 
+    /// The kinds whose softmax can have a learned logit of each query head.
+    pub(crate) fn takers_of_sinks() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|kind| kind.facts().takes_sinks)
+    }
+
+    /// Why no weights pass between layers of this kind and of `other`, in either direction; `None` where they do.
+    pub(crate) fn parted_from(self, other: Self) -> Option<&'static str> {
+        let is_parted = self.facts().projections != other.facts().projections;
+        is_parted.then_some(
+            "latent attention makes keys and values from a latent, whose weights no grouped-query attention has",
+        )
+    }
+
     /// The kinds whose queries choose blocks in a step of its own.
     pub(crate) fn choosers_of_blocks() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|kind| kind.facts().chooses == Chooses::Blocks)

@@ -41,13 +41,9 @@ impl Conversion {
     pub fn of(from: &ModelShape, to: &ModelShape) -> Result<Self, ConversionGap> {
         // No model mixes latent attention with other kinds, and its tensors have sizes of their own.
         let [there, here] = [from, to].map(|shape| shape.attention);
-        if there.kind().facts().projections != here.kind().facts().projections {
-            return Err(ConversionGap::Kinds(format!(
-                "attention.kind is {} there, {} here; latent attention makes keys and values from a latent, whose \
-                 weights no grouped-query attention has",
-                there.kind().name(),
-                here.kind().name()
-            )));
+        if let Some(why) = there.kind().parted_from(here.kind()) {
+            let kinds = format!("attention.kind is {} there, {} here", there.kind().name(), here.kind().name());
+            return Err(ConversionGap::Kinds(format!("{kinds}; {why}")));
         }
         if let Some(problem) = other_size(from, to) {
             return Err(ConversionGap::Size(problem));

@@ -307,7 +307,8 @@ pub(crate) enum ConvertedSums {
     Joined,
 }
 
-/// The kernel that converts f32 sums of dk or dv to bf16 rows.
+/// The kernel that converts f32 sums of dk or dv, `row_dim` columns a key (the head's width, or that of its values), to
+/// bf16 rows.
 fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
     let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
     let kernel = match sums {

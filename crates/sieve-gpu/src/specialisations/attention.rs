@@ -34,8 +34,9 @@ pub enum NeededKeys {
 }
 
 impl AttentionNeeds {
-    /// All specialisations that a model with this attention launches in training and decoding on a device of `arch`.
-    /// For Hopper these are the kernels of both families. Empty for unsupported architectures.
+    /// The specialisations of this attention in training and, unless it is latent, in decoding, on a device of `arch`
+    /// (`sm_90`). For Hopper these are the kernels of both families. Empty for unsupported architectures. What latent
+    /// attention packs and decodes by, and ranks with slopes, are needs of their own ([`NeededKernels`]).
     pub fn kernels(&self, arch: &str) -> NeededKernels {
         let mut parts = vec![Part::Choose, Part::Training(self.order)];
         // Latent attention, whose values are narrower, decodes over latents.

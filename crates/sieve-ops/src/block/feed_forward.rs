@@ -39,8 +39,8 @@ pub struct FeedForward<B: Backend> {
 ///
 /// # Shapes
 /// - x: `[.., d_model]`
-/// - returns: shape of x. With [`PassFor::Gradients`] in bf16 it has x's values: the GEMM with `down` is left out, a
-///   third of the layer's forward pass.
+/// - returns: shape of x. Where `layer.pass` is [`PassFor::Gradients`], so that nobody reads the output, it is x itself
+///   except in fp8: the GEMM with `down`, a third of the layer's forward pass, is left out.
 pub fn feed_forward<B: SieveBackend, const D: usize>(
     x: Tensor<B, D>,
     layer: FeedForward<B>,

@@ -107,8 +107,8 @@ pub(super) fn check_stage_layers(
         }
     }
     let own = attention.of_stage(stage);
-    if own.kind().facts().projections != attention.kind().facts().projections {
-        let what = "changes between latent attention (mla) and a kind of grouped queries, which share no weights";
+    if let Some(why) = own.kind().parted_from(attention.kind()) {
+        let what = format!("changes {} to {}: {why}", attention.kind().name(), own.kind().name());
         return rules.require(false, &key("kind"), what, "leave it out");
     }
     let Some(model) = model else { return };
@@ -145,8 +145,7 @@ pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
 pub(super) fn check_sinks(model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
     let without = attention.kinds().find(|attention| !attention.kind().facts().takes_sinks);
     if let Some(without) = without.filter(|_| model.attention_sinks) {
-        let with = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().takes_sinks);
-        let with = with.map(AttentionKind::name).collect::<Vec<_>>().join(" and ");
+        let with = AttentionKind::takers_of_sinks().map(AttentionKind::name).collect::<Vec<_>>().join(" and ");
         let kind = without.kind().name();
         rules.require(
             false,
