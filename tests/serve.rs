@@ -28,7 +28,7 @@ pub(crate) const JSON: &str = "Content-Type: application/json\r\n";
 pub(crate) struct Answer(pub(crate) u16, pub(crate) String, pub(crate) String);
 
 impl Answer {
-    fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.1).unwrap_or_else(|e| panic!("{e}: {}", self.1))
     }
 }
