@@ -2,8 +2,8 @@
 // and results to rounding; runs between attention_backward_prepare and the backward.
 // Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the
 //            pairs j <= i < expire_j
-// Layout     as dma_attention_row_sums: tile_window i32 [batch, num_kv_heads, tiles, 2], the range of the key list that a
-//            tile of queries reads; row_stats f32 pairs [batch, num_heads, padded_len, 2]: lse * log2(e) is read, D_i
+// Layout     as dma_attention_row_sums: tile_window i32 [batch, num_kv_heads, tiles, 2], the range of the key list that
+//            a tile of queries reads; row_stats f32 pairs [batch, num_heads, padded_len, 2]: lse * log2(e) is read, D_i
 //            replaces the second number
 // Buffers    q_map, do_map by value, q, k, v, do, row_stats, delta, base,
 //            list, tile_window
