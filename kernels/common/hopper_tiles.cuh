@@ -278,8 +278,8 @@ constexpr int BOXES = BLOCK_KV / KEY_BOX;  // boxes of a stage
 constexpr int LAST_AT = 16;                // with PAIRS: offset in a key slot of the flag of the tile's last stage
 // Where the two halves (64 keys) of a stage begin, for this thread's consumer; `keys`: shared address of the stage's
 // key slot, the first key of each of its boxes. One box of 128 keys: the halves are neighbours. Boxes of 64: one a
-// half, and with PAIRS, where each consumer has a query tile of its own, two for each consumer. A half of which its rows
-// see no key begins behind all keys.
+// half, and with PAIRS, where each consumer has a query tile of its own, two for each consumer. A half of which its
+// rows see no key begins behind all keys.
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
   if (BOXES == 1) {
