@@ -33,18 +33,28 @@ Documents = tuple[Tensor, Tensor] | Tensor
 
 
 @checked
-def documents(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """First token and end of each token's document in one packed row.
+def documents(cu_seqlens: Tensor | Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+    """First token and end of each token's document in packed rows.
 
-    cu_seqlens: whole numbers `[documents + 1]`, from 0 to `tokens`, as FlashAttention's. Returns `(start, end)`, int32
-    `[1, tokens]`; make it once and pass it to every layer: cu_seqlens itself in its place costs this each time. Other
-    values are an error on a CPU; on a GPU, which is not waited for, they are changed to such a list, so that no kernel
-    leaves its buffers.
+    cu_seqlens: whole numbers `[documents + 1]`, from 0 to `tokens`, as FlashAttention's; of several rows a list of
+    these, one a row. Returns `(start, end)`, int32 `[rows, tokens]`; make it once and pass it to every layer: in its
+    place cu_seqlens itself, of one row, costs this each time. Other values are an error on a CPU; on a GPU, which is
+    not waited for, they are changed to such a list, so that no kernel leaves its buffers.
 
     >>> start, end = sieve.documents(torch.tensor([0, 3, 5]), 5)
     >>> start.tolist(), end.tolist()
     ([[0, 0, 0, 3, 3]], [[3, 3, 3, 5, 5]])
+    >>> sieve.documents([torch.tensor([0, 3, 5]), torch.tensor([0, 5])], 5)[0].shape
+    torch.Size([2, 5])
     """
+    if isinstance(cu_seqlens, Tensor):
+        return _documents_of_row(cu_seqlens, tokens)
+    starts, ends = zip(*(_documents_of_row(row, tokens) for row in cu_seqlens))
+    return torch.cat(starts), torch.cat(ends)
+
+
+def _documents_of_row(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """`documents` of one row, int32 `[1, tokens]`."""
     if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
         dtype = str(cu_seqlens.dtype)[6:]
         raise SieveError(f"documents: cu_seqlens is {dtype}; it must be int32 or int64, the offsets of tokens")
