@@ -700,12 +700,16 @@ def mla_decode(
 
 
 def supports(
-    function: str | Callable[..., Any], *args: Any, device: str | torch.device | None = None, **kwargs: Any
-) -> tuple[bool, str]:
+    function: str | Callable[..., Any], *args: Any, device: str | torch.device | None = None, arch: str | None = None,
+    **kwargs: Any,
+) -> tuple[bool, str]:  # fmt: skip
     """Whether `function(*args, **kwargs)` has kernels: `(True, "")` or `(False, why not)`. Runs nothing.
 
-    function: one of the package's, or its name. device="cuda" asks as if the tensors were on a GPU: the one of this
-    machine, or an H100 where there is none. f32 tensors are asked as they are: the kernels take bf16.
+    function: one of the package's, its name, or a layer. Shapes and types count, values do not: tensors on the device
+    "meta" are answered, too, and need no memory. device="cuda" asks as if the tensors, and a layer's weights, were on a
+    GPU: the one of this machine, or an H100 where there is none. arch="sm_80" asks of an A100 in its place, "sm_86",
+    "sm_89", "sm_90a", "sm_100a" and "sm_120a" of an RTX 3090, L40S, H100, B200 and RTX 5090. f32 tensors are asked as
+    they are: the kernels take bf16.
 
     >>> import torch, sieve_attention as sieve
     >>> q = torch.randn(1, 256, 4, 60, dtype=torch.bfloat16)
@@ -717,11 +721,14 @@ def supports(
         raise SieveError(f'supports: there is no function "{function}"; there are {", ".join(sorted(named))}')
     call: Any = named[function] if isinstance(function, str) else function
     first = args[0] if args else next(iter(kwargs.values()), None)
+    if device is None and isinstance(call, torch.nn.Module) and definition_of("attention", first):
+        raise SieveError('supports: a layer is not asked by definitions\n  hint: device="cuda" asks the kernels')
+    device = "cuda" if arch is not None and device is None else device
     if device is None and hasattr(call, "is_checked") and definition_of(call.__name__, first):
         try:
             call.arguments_of_definition(args, kwargs)
         except SieveError as error:
             return False, str(error)
         return True, ""
-    refused_why = refusal(call, args, kwargs, device)
+    refused_why = refusal(call, args, kwargs, device, arch)
     return not refused_why, refused_why

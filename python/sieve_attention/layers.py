@@ -87,7 +87,8 @@ class Cache:
 def _cast(x: Tensor) -> Tensor:
     """x as kernels and caches take it: under autocast in its type, in which norms and rotations do not end."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if is_cast else x
 
 
 class RMSNorm(nn.Module):

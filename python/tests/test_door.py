@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, ROOT
 from parity import assert_close, random
 
 import sieve_attention as sieve
@@ -273,6 +273,27 @@ def test_pairs_that_are_no_documents_are_refused(case, on_cpu):
         with pytest.raises(sieve.SieveError, match="(attention|msa): documents: token .* of row 0 is in the document"):
             call(wrong)
     assert not sieve.supports("attention", *qkv(), documents=wrong)[0]
+
+
+def test_supports_asks_of_other_gpus(no_gpu):
+    """A GPU of less shared memory has no gradient of wide heads; the sizes are those of sieve-gpu."""
+    q = torch.empty(1, 512, 4, 256, dtype=BF16, device="meta", requires_grad=True)
+    assert sieve.supports("attention", q, q, q, arch="sm_90a") == (True, "")
+    assert "limit of 101376" in sieve.supports("attention", q, q, q, device="cuda", arch="sm_86")[1]
+    assert sieve.supports("attention", q, q, q, device="cuda") == (True, "")
+    with pytest.raises(sieve.SieveError, match="arch is 'sm_90'; it must be one of sm_80, "):
+        sieve.supports("attention", q, q, q, arch="sm_90")
+    text = (ROOT / "crates/sieve-gpu/src/runtime/hardware.rs").read_text()
+    arms = re.findall(r'"(sm_\w+)" => (?:\(\((\d+), (\d+)\), (\d+), (\d+)\)|return Some\(Self::(\w+)\))', text)
+    named = re.findall(
+        r"const (\w+): Self =\s*Self \{\s*compute_capability: \((\d+), (\d+)\),\s*num_multiprocessors: (\d+),"
+        r"\s*max_shared_bytes: (\d+) << 10", text,
+    )  # fmt: skip
+    named = {name: numbers for name, *numbers in named}
+    assert {
+        arch: _library._gpu([int(major), int(minor)], int(count), int(kib))
+        for arch, *given, name in arms for major, minor, count, kib in [named[name] if name else given]
+    } == _library.ARCHITECTURES  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 9}, {"sinks": True}, {"bias": True}, {"documents": True}], ids=str)

@@ -377,6 +377,20 @@ def test_a_layer_says_what_it_is(kind):
     assert again.extra_repr() == said and type(again) is type(ours)
 
 
+def test_a_layer_is_asked_of():
+    x = random(1, 96, 256, device="cpu", seed=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        for layer in (layers.DynamicMaskAttention(256, 4, 2), layers.MSA(256, 4, 2), layers.DenseAttention(256, 4)):
+            for more in ({}, {"documents": torch.tensor([0, 50, 96])}):
+                is_supported, why = sieve.supports(layer.to(dtype), x.to(dtype), device="cuda", **more)
+                assert is_supported == (dtype == torch.bfloat16) and is_supported == ("expected bf16" not in why)
+                assert all(w.device.type == "cpu" for w in layer.parameters())
+    wrong = layers.MoBA(256, 4, 2, select_block_size=100).bfloat16()
+    assert "moba: block 100 is not supported" in sieve.supports(wrong, x.bfloat16(), device="cuda")[1]
+    with pytest.raises(sieve.SieveError, match='a layer is not asked by definitions\n  hint: device="cuda"'):
+        sieve.supports(wrong, x.bfloat16())
+
+
 def test_what_a_layer_does_not_do_is_refused():
     _, ours, _ = both("mha")
     with pytest.raises(sieve.SieveError, match="a row of several documents has no cache"):

@@ -23,6 +23,8 @@ def right(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     with sieve.on_cpu(strict=False):
         o = o + sums + sieve.block_sparse(q, k, v, mask) + sieve.infllm_v2(q, k, v) + sieve.msa(q, k, v, q, k)
     is_supported, why = sieve.supports("attention", q, k, v, device="cuda")
+    made = layers.MSA(256, 4, 2, select_block_size=64)
+    is_supported, why = sieve.supports(made, q, device="cuda", arch="sm_80")
     integration.register("sieve" if is_supported else why)
     return o + sieve.decode(q, None, None, k, v, torch.tensor([3]))
 
