@@ -12,9 +12,9 @@ import torch
 
 from . import _axes
 from ._dma import NAMES
-from ._foreign import answer
+from ._foreign import refuse
 from ._library import SieveError
-from ._on_cpu import as_on_a_gpu, definition_of
+from ._on_cpu import BF16, as_on_a_gpu, asks_a_gpu, definition_of
 
 
 def is_tensor(x):
@@ -47,6 +47,13 @@ def _are_documents(x):
 
 # As many heads as a recipe may have.
 MOST_HEADS = 1 << 14
+# Types of arguments of the kernels, besides those that are bf16 alone; others are cast, or made by the package.
+TYPES = {
+    **dict.fromkeys(BF16, ("bf16", "bfloat16")),
+    **dict.fromkeys(["bias", "rank", "z", "z_cache", "key_scale", "gate_bias", "sinks"], ("f32", "float")),
+    "decode.sinks": ("bf16", "bfloat16"),
+    **dict.fromkeys(["length", "positions", "counts", "chosen", "documents", "indices"], ("int32", "int")),
+}
 # What an argument must be, and a test of it, by its name or by function and name.
 WANTED = {
     **dict.fromkeys(["window", "keep", "block", "num_selected", "mla_decode.rank"], _whole(1)),
@@ -75,6 +82,10 @@ WANTED = {
     "documents": (
         "a pair of tensors: use documents(cu_seqlens, tokens), or cu_seqlens itself, int32 or int64",
         _are_documents,
+    ),
+    "documents.cu_seqlens": (
+        "a tensor of 1 axis, or a list of such, one a row",
+        lambda x: all(map(_tensor(1)[1], x if type(x) in (list, tuple) and x else [x])),
     ),
     "selection": ("what select(rank, keep=...) returns", lambda x: hasattr(x, "expire")),
     "block_sparse.mask": ("what block_mask(mask, 64 or 128) returns", lambda x: hasattr(x, "words")),
@@ -133,7 +144,9 @@ def _mismatch(arguments):
         if x.device != leader.device:
             return f"{argument} is on {x.device}, and {first} on {leader.device}"
         if argument in CAST and x.dtype not in DEFINED:
-            return f"{argument} is {str(x.dtype)[6:]}; the definitions take {', '.join(str(y)[6:] for y in DEFINED)}"
+            # A GPU's limits leave out f16.
+            taken = DEFINED[:-1] if asks_a_gpu() else DEFINED
+            return f"{argument} is {str(x.dtype)[6:]}; the definitions take {', '.join(str(y)[6:] for y in taken)}"
         if argument in CAST and leader.dtype in DEFINED and x.dtype != leader.dtype:
             wanted = str(leader.dtype)[6:]
             return f"{argument} is {str(x.dtype)[6:]}, expected {wanted}\n  hint: cast it before the call"
@@ -173,9 +186,20 @@ def _with_axes(name, given, problem):
     if shape := re.search(r"\b([a-z_]+) has shape \[[^\]]*\], expected \[[^\]]*\]", problem):
         axes = _axes.axes_of(name, shape[1])
         problem = problem.replace(shape[0], f"{shape[0]}{axes and ', '}{axes}")
-    if shape or problem.startswith("number of "):
+    if shape and shape[1] == "documents":
+        problem += "\n  hint: documents([cu_seqlens of a row, ..], tokens) makes the pair of all rows"
+    elif shape or problem.startswith("number of "):
         problem += _axes.hint_for(given)
     return problem
+
+
+def _with_type(name, problem):
+    """A sentence about a type that no kernel takes of any argument, with the type that this argument must have."""
+    wrong = re.match(r"([a-z_]+) is (\w+); the kernels take bf16, f32 and i32$", problem)
+    wanted = wrong and (TYPES.get(f"{name}.{wrong[1]}") or TYPES.get(wrong[1]))
+    if not wanted:
+        return problem
+    return f"{wrong[1]} is {wrong[2]}, expected {wanted[0]}\n  hint: cast it before the call, by .{wanted[1]}()"
 
 
 def _checked_for_definition(name, defaults, given):
@@ -204,17 +228,17 @@ def checked(function: F) -> F:
     defaults = {x.name: x.default for x in signature.parameters.values()}
     leader = next(iter(defaults))
 
-    def refuse_foreign(kwargs):
-        for argument, x in kwargs.items():
-            if argument not in defaults:
-                raise TypeError(
-                    f"{name}() got an unexpected keyword argument {argument!r}{answer(argument, x, defaults)}"
-                )
+    def bound(args, kwargs):
+        """Arguments by name; Python's error of missing ones and of too many gets the function's name."""
+        try:
+            return signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}") from None
 
     def arguments_of_definition(args, kwargs):
         """By name. A definition takes what torch takes, so its arguments are looked at first."""
-        refuse_foreign(kwargs)
-        given = signature.bind(*args, **kwargs).arguments
+        refuse(name, kwargs, defaults)
+        given = bound(args, kwargs)
         _checked_for_definition(name, defaults, given)
         if not torch.compiler.is_compiling():
             given = as_on_a_gpu(call, name, given)
@@ -240,7 +264,7 @@ def checked(function: F) -> F:
         try:
             return run(*args, **kwargs)
         except Exception as error:
-            refuse_foreign(kwargs)
+            refuse(name, kwargs, defaults)
             problem = None
             if not (isinstance(error, SieveError) and str(error).startswith(f"{name}: ")):
                 # Where an argument is missing, or one too many, Python says so.
@@ -250,6 +274,7 @@ def checked(function: F) -> F:
                 problem = re.sub(r"^[a-z_]+: ", "", str(error))
                 for theirs, ours in RENAMED.items():
                     problem = problem if theirs in defaults else re.sub(rf"\b{theirs}\b", ours, problem)
+                problem = _with_type(name, problem)
                 with contextlib.suppress(TypeError):
                     problem = _with_axes(name, signature.bind(*args, **kwargs).arguments, problem)
             if problem is None:

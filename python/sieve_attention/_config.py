@@ -1,9 +1,12 @@
-"""The `config.json` of an export, or transformers' object of it, as the keys that a layer of `layers` takes."""
+"""The keys of a layer of `layers`: from the `config.json` of an export or transformers' object of it, and as the layer
+says them of itself."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from ._library import SieveError
+from ._on_cpu import takes_all
 
 
 def theta_of(config: dict[str, Any], model_type: str) -> dict[str, float]:
@@ -53,3 +56,36 @@ def keys_of(config: Mapping[str, Any] | Any, index: int) -> dict[str, Any]:
     if model_type == "qwen3":
         given |= of_qwen3(given, index)
     return given
+
+
+def check_width(layer: object, width: int) -> None:
+    """Refuses heads of a width that no kernel which chooses blocks has, unless definitions take all widths."""
+    if width in (64, 128) or takes_all():
+        return
+    what = f"{type(layer).__name__}: heads of {width} have no kernel that chooses blocks (supported: 64 and 128)"
+    raise SieveError(
+        f"{what}\n  hint: head_dim=64, which o_proj brings back to hidden_size; on_cpu(strict=False) takes any width"
+    )
+
+
+def described(layer: Any) -> str:
+    """Sizes and own keys of a layer, as its constructor takes them; rotations and norms are left out."""
+    form, blocks = getattr(layer, "form", None), getattr(layer, "blocks", None)
+    of: dict[str, Any] = {
+        "hidden_size": layer.o_proj.out_features,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": getattr(layer, "num_kv_heads", None),
+        "head_dim": layer.head_dim,
+        "attention_sinks": getattr(layer, "sinks", None) is not None or None,
+        "kv_lora_rank": getattr(layer, "rank", None),
+        "qk_rope_head_dim": getattr(layer, "rope", None),
+    }
+    if form is not None:
+        of |= {"local_window_size": form.local, "bias": "linear" if form.linear else "exp"}
+        periods = [float(f"{1.0 / slope:.6g}") for slope in form.slopes]
+        of |= {"periods": periods} if periods else {"recency": "none"}
+    if blocks is not None:
+        of |= {"compress_block_size": blocks.compressed, "compress_stride": blocks.stride}
+    names = dict.fromkeys([*of, *inspect.signature(type(layer)).parameters])
+    found = {name: of.get(name, getattr(layer, name, None)) for name in names}
+    return ", ".join(f"{name}={x!r}" for name, x in found.items() if x is not None)

@@ -1,4 +1,13 @@
-"""Keywords of flash-attn, fla, FlexAttention and PyTorch's SDPA, with the way here."""
+"""Keywords that nothing here takes: those of flash-attn, fla, FlexAttention and PyTorch, with the way here, and
+misspelt ones, with the nearest that is taken."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
 
 DOCUMENTS = "pass documents=cu_seqlens, or documents(cu_seqlens, tokens) made once for all layers"
 LEFT_OUT = "leave it out"
@@ -27,7 +36,8 @@ ANSWERS = {
         ["dropout", "dropout_p"],
         lambda x: LEFT_OUT if not x else "no kernel drops probabilities; nn.functional.dropout(o, p) drops outputs",
     ),
-    "alibi_slopes": "bias=slopes[:, None] * arange(tokens), f32 [batch, KV heads, tokens], gives the same softmax",
+    "alibi_slopes": "bias=(slopes[:, None] * torch.arange(tokens)).expand(batch, -1, -1) gives the same softmax; "
+    "slopes are f32, one a KV head",
     **dict.fromkeys(["softcap", "logits_soft_cap"], lambda x: LEFT_OUT if not x else "soft caps have no kernel"),
     **dict.fromkeys(
         ["return_attn_probs", "return_softmax_lse", "return_softmax"], "return_lse=True of attention gives log-sum-exps"
@@ -46,8 +56,48 @@ ANSWERS = {
     "block_counts": "counts= of selected_attention, or num_selected of NsaBlocks(...)",
     **dict.fromkeys(["topk", "top_k", "select_num"], "it is num_selected here"),
     "chunk_size": "it is block here",
-    "keep_window_size": "it is keep here",
-    "local_window_size": "it is local here",
+    **dict.fromkeys(["keep_window_size", "keep_window"], "it is keep here"),
+    **dict.fromkeys(["local_window_size", "num_local_blocks"], "it is local here"),
+    "select_block_size": "it is block here",
+    "num_selected_blocks": "it is num_selected here",
+}  # fmt: skip
+CHOOSERS = "layers that choose blocks"
+OF_THE_CALL = "documents=cu_seqlens belongs to the layer's call"
+# The same of the constructors of layers: keywords of fla's layers, flash-attn's MHA, torch.nn.MultiheadAttention, and
+# of the functions here.
+OF_LAYERS = {
+    **{name: ANSWERS[name] for name in ("causal", "is_causal", "dropout", "dropout_p", "softcap", "logits_soft_cap")},
+    **dict.fromkeys(["dim", "d_model", "embed_dim"], "it is hidden_size here"),
+    **dict.fromkeys(["num_heads", "n_heads", "n_head", "nhead"], "it is num_attention_heads here"),
+    **dict.fromkeys(["num_kv_heads", "num_heads_kv", "n_kv_heads"], "it is num_key_value_heads here"),
+    **dict.fromkeys(["bias", "qkv_proj_bias", "use_bias"], "it is qkv_bias here"),
+    **dict.fromkeys(["rope_base", "rotary_emb_base", "base"], "it is rope_theta here"),
+    "norm_eps": "it is rms_norm_eps here",
+    **dict.fromkeys(["window", "window_size", "sliding_window"], "it is window_size of WindowAttention"),
+    **dict.fromkeys(["keep", "keep_window"], "it is keep_window_size of DynamicMaskAttention"),
+    **dict.fromkeys(["local", "local_window"], "it is local_window_size of DynamicMaskAttention"),
+    **dict.fromkeys(["block", "block_size", "chunk_size"], f"it is select_block_size of {CHOOSERS}"),
+    **dict.fromkeys(["num_selected", "block_counts", "topk", "top_k"], f"it is num_selected_blocks of {CHOOSERS}"),
+    "attention_sinks": "sinks are of DenseAttention and WindowAttention",
+    **dict.fromkeys(["layer_idx", "layer_index"], f"{LEFT_OUT}: each layer has a Cache of its own"),
+    "max_position_embeddings": f"{LEFT_OUT}: positions have no table",
+    "batch_first": f"{LEFT_OUT}: hidden states are [batch, tokens, hidden_size]",
+    **dict.fromkeys(["device", "dtype"], "layer.to(device, dtype), or make it in `with torch.device(...):`"),
+    **dict.fromkeys(["documents", "cu_seqlens"], OF_THE_CALL),
+}  # fmt: skip
+CACHE = "cache=Cache(capacity), one for each layer, is filled by the calls"
+# The same of a layer's call.
+OF_CALLS = {
+    **{name: ANSWERS[name] for name in ("causal", "is_causal", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
+                                        "max_seqlen", "max_seqlen_q", "max_seqlen_k")},
+    **dict.fromkeys(
+        ["attention_mask", "attn_mask", "key_padding_mask", "mask"],
+        "padding behind a row needs none; of padding before it each token is a document of its own, by documents=",
+    ),
+    **dict.fromkeys(["past_key_values", "past_key_value", "layer_past", "inference_params", "use_cache"], CACHE),
+    **dict.fromkeys(["position_ids", "seqlen_offset"], f"{LEFT_OUT}: positions begin at 0 in each document"),
+    **dict.fromkeys(["output_attentions", "need_weights"], f"{LEFT_OUT}: no kernel keeps probabilities"),
+    "hidden_states": "it is x here",
 }  # fmt: skip
 
 
@@ -64,20 +114,64 @@ def _window(x):
     return "leave it out, or pass window=, the number of keys that a query sees, its own included"
 
 
-def answer(keyword, value, taken):
-    """The hint for a keyword that a function does not take; empty where none is known.
+def answer(keyword, value, taken, answers=ANSWERS):
+    """What to do instead of a keyword that is not taken; empty where nothing is known.
 
-    taken: names of the function's own arguments. A hint that is one of these alone is not given to other functions.
+    taken: names of the function's own arguments. An answer that is one of these alone is not given to other functions.
     """
     # Some packages put their name before a keyword.
-    reply = ANSWERS.get(keyword) or ANSWERS.get(keyword.partition("_")[2])
-    if reply is None:
-        return ""
-    said = reply(value) if callable(reply) else reply
-    if said.startswith("it is "):
+    reply = answers.get(keyword) or answers.get(keyword.partition("_")[2])
+    if reply is not None:
+        said = reply(value) if callable(reply) else reply
         name = said.removeprefix("it is ").split()[0].rstrip(",;:")
-        if name not in taken and ";" not in said:
-            return ""
-    if said is DOCUMENTS and "documents" not in taken:
-        return "\n  hint: it has no packed rows: call it for each document"
-    return f"\n  hint: {said}"
+        if said is DOCUMENTS and "documents" not in taken:
+            return "it has no packed rows: call it for each document"
+        if not said.startswith("it is ") or " of " in said or name in taken or ";" in said:
+            return said
+    near = difflib.get_close_matches(keyword, taken, n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def refuse(called, given, taken, answers=ANSWERS):
+    """A TypeError that names each keyword of `given` that is not in `taken`, and what to do instead.
+
+    called: what was called, in Python's words for it.
+    """
+    others = [keyword for keyword in given if keyword not in taken]
+    if not others:
+        return
+    *first, last = map(repr, others)
+    what = f"keyword arguments {', '.join(first)} and {last}" if first else f"an unexpected keyword argument {last}"
+    hints = {keyword: answer(keyword, given[keyword], taken, answers) for keyword in others}
+    said = [f"\n  hint: {f'{keyword}: ' if first else ''}{hint}" for keyword, hint in hints.items() if hint]
+    raise TypeError(f"{called}() got {'unexpected ' if first else ''}{what}{''.join(said)}")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def taken_by(layer):
+    """Names of the arguments of a layer's constructor, with those that it hands on to the dense layer's; sinks are of
+    constructors that name them.
+    """
+    names, own = set(), None
+    for constructor in (vars(x)["__init__"] for x in layer.__mro__ if "__init__" in vars(x)):
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        names |= {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+        own = own or set(names)
+        if all(x.kind != x.VAR_KEYWORD for x in parameters):
+            break
+    return names - ({"attention_sinks"} - own)
+
+
+def refusing(forward: F) -> F:
+    """A layer's `forward`, whose TypeError of keywords that it does not take names the layer and the way here."""
+    taken = set(inspect.signature(forward).parameters) - {"self"}
+
+    @functools.wraps(forward)
+    def run(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            refuse(f"{type(self).__name__}.forward", kwargs, taken, OF_CALLS)
+        return forward(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]

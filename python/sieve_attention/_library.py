@@ -1,5 +1,7 @@
 """Plans of the kernel library: made once for a shape, loaded once on a GPU, run on torch's current stream."""
 
+import contextlib
+import contextvars
 import ctypes
 import json
 import math
@@ -96,8 +98,36 @@ def cache_folder():
     return Path(root) / "sieve"
 
 
+def _gpu(capability, multiprocessors, shared_kib):
+    return {"capability": capability, "multiprocessors": multiprocessors, "shared_bytes": shared_kib << 10}
+
+
+# What plans must know of the usual GPU of an architecture: A100, RTX 3090, L40S, H100, B200 and RTX 5090.
+ARCHITECTURES = {
+    "sm_80": _gpu([8, 0], 108, 163), "sm_86": _gpu([8, 6], 82, 99), "sm_89": _gpu([8, 9], 142, 99),
+    "sm_90a": _gpu([9, 0], 132, 227), "sm_100a": _gpu([10, 0], 148, 227), "sm_120a": _gpu([12, 0], 170, 99),
+}  # fmt: skip
+# The GPU that a question is about, in place of this machine's.
+_asked = contextvars.ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def asked_of(arch):
+    """Within it plans are those of the architecture's usual GPU, or of this machine's where arch is None."""
+    if arch is not None and arch not in ARCHITECTURES:
+        names = ", ".join(ARCHITECTURES)
+        raise SieveError(f"supports: arch is {arch!r}; it must be one of {names}")
+    before = _asked.set(ARCHITECTURES.get(arch))
+    try:
+        yield
+    finally:
+        _asked.reset(before)
+
+
 def gpu_of(device):
-    """What plans must know of a GPU; without one, an H100, or the emulator's."""
+    """What plans must know of a GPU: the one that is asked for, the emulator's, this machine's, or else an H100."""
+    if asked := _asked.get():
+        return asked
     if Op.emulator is not None:
         return EMULATED
     if device.type == "cuda" and torch.cuda.is_available():
@@ -107,7 +137,7 @@ def gpu_of(device):
             "multiprocessors": properties.multi_processor_count,
             "shared_bytes": properties.shared_memory_per_block_optin,
         }
-    return {"capability": [9, 0], "multiprocessors": 132, "shared_bytes": 227 << 10}
+    return ARCHITECTURES["sm_90a"]
 
 
 def _contiguous(shape):

@@ -63,6 +63,11 @@ def asks_a_gpu():
     return _is_on and _is_strict and not _library.missing
 
 
+def takes_all() -> bool:
+    """Whether definitions take what no kernel does."""
+    return _is_on and not asks_a_gpu()
+
+
 # What kernels take as bf16 alone, and a definition in more bits.
 BF16 = {"q", "k", "v", "compressed_k", "compressed_v", "gates", "index_q", "index_k", "k_cache", "v_cache", "latents"}
 _answers = {}
@@ -83,7 +88,30 @@ def as_on_a_gpu(function, name, given):
         _answers[key] = _plans.refusal(function, (), asked, "cuda")
     if _answers[key]:
         raise SieveError(_answers[key])
+    if isinstance(given.get("documents"), (tuple, list)):
+        _check_documents(name, *given["documents"])
     return {argument: _once(x) for argument, x in given.items()}
+
+
+def _check_documents(name, start, end):
+    """Refuses pairs, `[batch, tokens]`, that are no documents one behind another up to the row's end. Kernels read
+    both, and of values that do not agree a part alone; on a GPU nothing waits to look at them.
+    """
+    index = torch.arange(start.shape[1], device=start.device)
+    begins = start == index
+    before = torch.nn.functional.pad(start[:, :-1], (1, 0), value=-1)
+    # The first token of the next document; behind the last one the row's end.
+    following = torch.nn.functional.pad(torch.where(begins, index, len(index))[:, 1:], (0, 1), value=len(index))
+    following = following.flip(1).cummin(1).values.flip(1)
+    wrong = ~(begins | (start == before)) | (end != following)
+    if wrong.any():
+        row, at = (int(x) for x in wrong.nonzero()[0])
+        what = f"token {at} of row {row} is in the document from {int(start[row, at])} to {int(end[row, at])}"
+        raise SieveError(
+            f"{name}: documents: {what}; they must lie one behind another, from 0 to the {len(index)} tokens, with one "
+            "pair for all tokens of each\n"
+            "  hint: documents(cu_seqlens, tokens) makes them; an end is behind its last token"
+        )
 
 
 def _type_of(name, argument, x):

@@ -5,14 +5,15 @@ from functools import partial
 
 import torch
 
-from ._library import SieveError
+from ._library import SieveError, asked_of
 from ._tiles import BlockMask
 
 
-def refusal(function, args, kwargs, device=None):
+def refusal(function, args, kwargs, device=None, arch=None):
     """Why no kernel does `function(*args, **kwargs)` and its gradients; empty where kernels do. Runs nothing.
 
-    device: where the tensors count as being, their own place without one.
+    function: of the package, or a layer, whose weights count as tensors of the call. device: where the tensors count as
+    being, their own place without one. arch: the GPU's, this machine's without it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,8 +21,11 @@ def refusal(function, args, kwargs, device=None):
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         # torch differentiates nothing on a GPU that is not there; plans of tensors without a place are a GPU's.
         device = "meta"
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, asked_of(arch):
         fake = partial(_fake, mode, device, leaves)
+        if isinstance(function, torch.nn.Module):
+            weights = {name: fake(x) for name, x in (*function.named_parameters(), *function.named_buffers())}
+            function = partial(_call_with, function, weights)
         try:
             o = function(*map(fake, args), **{name: fake(x) for name, x in kwargs.items()})
             first = o[0] if isinstance(o, tuple) else o
@@ -31,6 +35,10 @@ def refusal(function, args, kwargs, device=None):
         except SieveError as error:
             return str(error)
     return ""
+
+
+def _call_with(layer, weights, *args, **kwargs):
+    return torch.func.functional_call(layer, weights, args, kwargs)
 
 
 def _of_tensors(replace, x):

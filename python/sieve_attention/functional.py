@@ -33,18 +33,28 @@ Documents = tuple[Tensor, Tensor] | Tensor
 
 
 @checked
-def documents(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """First token and end of each token's document in one packed row.
+def documents(cu_seqlens: Tensor | Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+    """First token and end of each token's document in packed rows.
 
-    cu_seqlens: whole numbers `[documents + 1]`, from 0 to `tokens`, as FlashAttention's. Returns `(start, end)`, int32
-    `[1, tokens]`; make it once and pass it to every layer: cu_seqlens itself in its place costs this each time. Other
-    values are an error on a CPU; on a GPU, which is not waited for, they are changed to such a list, so that no kernel
-    leaves its buffers.
+    cu_seqlens: whole numbers `[documents + 1]`, from 0 to `tokens`, as FlashAttention's; of several rows a list of
+    these, one a row. Returns `(start, end)`, int32 `[rows, tokens]`; make it once and pass it to every layer: in its
+    place cu_seqlens itself, of one row, costs this each time. Other values are an error on a CPU; on a GPU, which is
+    not waited for, they are changed to such a list, so that no kernel leaves its buffers.
 
     >>> start, end = sieve.documents(torch.tensor([0, 3, 5]), 5)
     >>> start.tolist(), end.tolist()
     ([[0, 0, 0, 3, 3]], [[3, 3, 3, 5, 5]])
+    >>> sieve.documents([torch.tensor([0, 3, 5]), torch.tensor([0, 5])], 5)[0].shape
+    torch.Size([2, 5])
     """
+    if isinstance(cu_seqlens, Tensor):
+        return _documents_of_row(cu_seqlens, tokens)
+    starts, ends = zip(*(_documents_of_row(row, tokens) for row in cu_seqlens))
+    return torch.cat(starts), torch.cat(ends)
+
+
+def _documents_of_row(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """`documents` of one row, int32 `[1, tokens]`."""
     if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
         dtype = str(cu_seqlens.dtype)[6:]
         raise SieveError(f"documents: cu_seqlens is {dtype}; it must be int32 or int64, the offsets of tokens")
@@ -690,12 +700,16 @@ def mla_decode(
 
 
 def supports(
-    function: str | Callable[..., Any], *args: Any, device: str | torch.device | None = None, **kwargs: Any
-) -> tuple[bool, str]:
+    function: str | Callable[..., Any], *args: Any, device: str | torch.device | None = None, arch: str | None = None,
+    **kwargs: Any,
+) -> tuple[bool, str]:  # fmt: skip
     """Whether `function(*args, **kwargs)` has kernels: `(True, "")` or `(False, why not)`. Runs nothing.
 
-    function: one of the package's, or its name. device="cuda" asks as if the tensors were on a GPU: the one of this
-    machine, or an H100 where there is none. f32 tensors are asked as they are: the kernels take bf16.
+    function: one of the package's, its name, or a layer. Shapes and types count, values do not: tensors on the device
+    "meta" are answered, too, and need no memory. device="cuda" asks as if the tensors, and a layer's weights, were on a
+    GPU: the one of this machine, or an H100 where there is none. arch="sm_80" asks of an A100 in its place, "sm_86",
+    "sm_89", "sm_90a", "sm_100a" and "sm_120a" of an RTX 3090, L40S, H100, B200 and RTX 5090. f32 tensors are asked as
+    they are: the kernels take bf16.
 
     >>> import torch, sieve_attention as sieve
     >>> q = torch.randn(1, 256, 4, 60, dtype=torch.bfloat16)
@@ -707,11 +721,14 @@ def supports(
         raise SieveError(f'supports: there is no function "{function}"; there are {", ".join(sorted(named))}')
     call: Any = named[function] if isinstance(function, str) else function
     first = args[0] if args else next(iter(kwargs.values()), None)
+    if device is None and isinstance(call, torch.nn.Module) and definition_of("attention", first):
+        raise SieveError('supports: a layer is not asked by definitions\n  hint: device="cuda" asks the kernels')
+    device = "cuda" if arch is not None and device is None else device
     if device is None and hasattr(call, "is_checked") and definition_of(call.__name__, first):
         try:
             call.arguments_of_definition(args, kwargs)
         except SieveError as error:
             return False, str(error)
         return True, ""
-    refused_why = refusal(call, args, kwargs, device)
+    refused_why = refusal(call, args, kwargs, device, arch)
     return not refused_why, refused_why

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _axes, _config, _dma, functional
+from . import _axes, _config, _dma, _foreign, functional
 from . import definitions as d
 from ._library import SieveError
 from .functional import Documents, NsaBlocks
 
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Self, TypedDict, Unpack
 
     class Shared(TypedDict, total=False):
         """What every layer with queries, keys and values takes."""
@@ -87,7 +87,8 @@ class Cache:
 def _cast(x: Tensor) -> Tensor:
     """x as kernels and caches take it: under autocast in its type, in which norms and rotations do not end."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if is_cast else x
 
 
 class RMSNorm(nn.Module):
@@ -154,11 +155,19 @@ def _listed(chosen: Tensor, count: int) -> Tensor:
 
 
 class _Layer(nn.Module):
-    """How the weights of every layer begin."""
+    """How the weights of every layer begin, and what it says of itself."""
+
+    def __new__(cls, *_: Any, **given: Any) -> "Self":
+        if cls.__module__ == __name__:
+            _foreign.refuse(f"{cls.__name__}.__init__", given, _foreign.taken_by(cls), _foreign.OF_LAYERS)
+        return super().__new__(cls)
 
     def __init__(self, initializer_range: float) -> None:
         super().__init__()
         self.initializer_range = initializer_range
+
+    def extra_repr(self) -> str:
+        return _config.described(self)
 
     def reset_parameters(self) -> None:
         """Gives all weights the values of a new layer: for one that was made on the device "meta" and has got memory
@@ -196,6 +205,8 @@ class DenseAttention(_Layer):
         """Makes projections, norms of heads, sinks and rotation, and gives the weights their first values."""
         super().__init__(initializer_range)
         kv_heads, width = num_key_value_heads or num_attention_heads, head_dim or hidden_size // num_attention_heads
+        if num_attention_heads % kv_heads:
+            raise SieveError(f"{type(self).__name__}: {kv_heads} KV heads do not divide {num_attention_heads} heads")
         self.num_heads, self.num_kv_heads, self.head_dim, self.scale = num_attention_heads, kv_heads, width, width**-0.5
         self.rotary = Rotary(rope_theta, rope_frequencies, rope_amplitude, rotates)
         self.q_proj = nn.Linear(hidden_size, num_attention_heads * width, bias=qkv_bias)
@@ -210,6 +221,7 @@ class DenseAttention(_Layer):
         return x.unflatten(-1, (-1, self.head_dim))
 
     @_axes.known
+    @_foreign.refusing
     def forward(self, x: Tensor, *, documents: Documents | None = None, cache: Cache | None = None) -> Tensor:
         """x: `[batch, tokens, hidden_size]`; documents: as the functions take them, or cu_seqlens."""
         if _is_step(x, documents, cache) and x.shape[1] > 1:
@@ -338,6 +350,10 @@ class _BlocksAttention(DenseAttention):
 
     select_block_size: int
     num_selected_blocks: int
+
+    def __init__(self, *sizes: int, **shared: "Unpack[Shared]") -> None:
+        super().__init__(*sizes, **shared)
+        _config.check_width(self, self.head_dim)
 
     def blocks_of(self, importance: Tensor, length: int, first: int, local: int) -> Tensor:
         """The blocks that the query at position `length` reads, by their importance, as `decode` takes them."""
@@ -684,6 +700,7 @@ class LatentAttention(_Layer):
         return x.unflatten(-1, (self.num_heads, -1))
 
     @_axes.known
+    @_foreign.refusing
     def forward(self, x: Tensor, *, documents: Documents | None = None, cache: Cache | None = None) -> Tensor:
         """x: `[batch, tokens, hidden_size]`; documents: as the functions take them, or cu_seqlens."""
         is_step, width = _is_step(x, documents, cache), self.head_dim

@@ -2,6 +2,7 @@
 and what those packages have is here: log-sum-exps, several tokens a step, cu_seqlens."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, ROOT
 from parity import assert_close, random
 
 import sieve_attention as sieve
@@ -165,7 +166,7 @@ KEYWORDS = {
     "the row's length is known": {"max_seqlen_q": 128},
     "leave it out": {"dropout_p": 0.0},
     "no kernel drops probabilities": {"dropout_p": 0.1},
-    "bias=slopes[:, None]": {"alibi_slopes": torch.ones(4)},
+    "bias=(slopes[:, None]": {"alibi_slopes": torch.ones(4)},
     "soft caps have no kernel": {"softcap": 30.0},
     "return_lse=True": {"return_attn_probs": True},
     "select and block_mask say what a query sees": {"mask_mod": lambda *_: True},
@@ -189,10 +190,110 @@ def test_keywords_of_other_functions(on_cpu):
         sieve.msa(*qkv(), *INDEX, other_chunk_size=64)
     with pytest.raises(TypeError, match="'cache_seqlens'\n  hint: length= of decode"):
         sieve.decode(*step()[:5], cache_seqlens=step()[5])
-    with pytest.raises(TypeError, match="argument 'windw'$"):
+    with pytest.raises(TypeError, match=r"argument 'windw'\n  hint: did you mean window\?$"):
         sieve.attention(*qkv(), windw=3)
+    with pytest.raises(TypeError, match="argument 'zzz'$"):
+        sieve.attention(*qkv(), zzz=3)
+    with pytest.raises(TypeError, match="'num_selected_blocks'\n  hint: it is num_selected here"):
+        sieve.msa(*qkv(), *INDEX, num_selected_blocks=2)
     with pytest.raises(TypeError, match="it has no packed rows"):
         sieve.block_sparse(*qkv(), None, cu_seqlens=torch.tensor([0, 128]))
+
+
+@pytest.mark.parametrize("way", [False, True])
+def test_all_keywords_are_named_at_once(way, no_gpu):
+    with sieve.on_cpu(way), pytest.raises(TypeError) as error:
+        sieve.attention(*qkv(), causal=True, window_size=(64, 0), documnts=None)
+    assert str(error.value).split("\n  hint: ") == [
+        "attention() got unexpected keyword arguments 'causal', 'window_size' and 'documnts'",
+        "causal: attention is always causal: leave it out",
+        "window_size: pass window=65: the query's own key is counted here",
+        "documnts: did you mean documents?",
+    ]
+
+
+def test_what_is_missing_or_too_much_is_said_of_the_function(on_cpu):
+    with pytest.raises(TypeError, match=r"dma_attention\(\): missing a required argument: 'keep'"):
+        sieve.dma_attention(*qkv(), made(2, 128), made(2))
+    with pytest.raises(TypeError, match=r"attention\(\): too many positional arguments"):
+        sieve.attention(*qkv(), torch.tensor([0, 128]), 128)
+
+
+def test_the_hint_for_slopes_is_a_call_that_is_taken(on_cpu):
+    q, k, v = qkv(batch=2, dtype=F32)
+    with pytest.raises(TypeError) as error:
+        sieve.attention(q, k, v, alibi_slopes=torch.ones(2))
+    (expression,) = re.findall(r"bias=(.*) gives", str(error.value))
+    slopes, position = torch.tensor([0.5, 0.125]), torch.arange(128)
+    bias = eval(expression, {"torch": torch, "slopes": slopes, "tokens": 128, "batch": 2})
+    logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8
+    logits = logits - slopes.repeat_interleave(2)[:, None, None] * (position[:, None] - position)
+    p = logits.masked_fill(position > position[:, None], -torch.inf).softmax(-1)
+    expected = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(2, 2))
+    assert (sieve.attention(q, k, v, bias=bias) - expected).abs().max() < 1e-4
+
+
+def test_whole_numbers_are_refused_without_naming_what_is_refused_too(on_cpu):
+    with pytest.raises(sieve.SieveError, match="the definitions take float64, float32, bfloat16$"):
+        sieve.attention(*(x.int() for x in qkv()))
+
+
+def test_documents_of_several_rows(on_cpu):
+    rows = [torch.tensor([0, 37, 128]), torch.tensor([0, 128], dtype=torch.int32), torch.tensor([0, 1, 2, 128])]
+    start, end = sieve.documents(rows, 128)
+    assert start.shape == end.shape == (3, 128) and start.dtype == end.dtype == torch.int32
+    q, k, v = qkv(batch=3)
+    packed = sieve.attention(q, k, v, documents=(start, end))
+    for row, offsets in enumerate(rows):
+        alone = sieve.attention(*(x[row : row + 1] for x in (q, k, v)), documents=offsets)
+        assert torch.equal(packed[row : row + 1], alone)
+    with pytest.raises(sieve.SieveError, match="must ascend from 0 to the 128 tokens"):
+        sieve.documents([rows[0], torch.tensor([0, 9])], 128)
+
+
+WRONG_PAIRS = {
+    "ends behind the row": lambda start, end: (start, end + 100),
+    "the last token as an end": lambda start, end: (start, end - 1),
+    "the row's end of all": lambda start, end: (start, torch.full_like(end, 128)),
+    "a start behind its token": lambda start, end: (start + 1, end),
+    "starts that differ in a document": lambda start, end: (torch.where(torch.arange(128) == 60, 50, start).int(), end),
+    "a start before the row": lambda start, end: (start - 1, end),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PAIRS)
+def test_pairs_that_are_no_documents_are_refused(case, on_cpu):
+    pair = sieve.documents(torch.tensor([0, 37, 38, 128]), 128)
+    wrong = WRONG_PAIRS[case](*pair)
+    of_blocks = {"block": 32, "num_selected": 2}
+    for call in (
+        lambda x: sieve.attention(*qkv(), documents=x), lambda x: sieve.msa(*qkv(), *INDEX, **of_blocks, documents=x)
+    ):  # fmt: skip
+        call(pair)
+        with pytest.raises(sieve.SieveError, match="(attention|msa): documents: token .* of row 0 is in the document"):
+            call(wrong)
+    assert not sieve.supports("attention", *qkv(), documents=wrong)[0]
+
+
+def test_supports_asks_of_other_gpus(no_gpu):
+    """A GPU of less shared memory has no gradient of wide heads; the sizes are those of sieve-gpu."""
+    q = torch.empty(1, 512, 4, 256, dtype=BF16, device="meta", requires_grad=True)
+    assert sieve.supports("attention", q, q, q, arch="sm_90a") == (True, "")
+    assert "limit of 101376" in sieve.supports("attention", q, q, q, device="cuda", arch="sm_86")[1]
+    assert sieve.supports("attention", q, q, q, device="cuda") == (True, "")
+    with pytest.raises(sieve.SieveError, match="arch is 'sm_90'; it must be one of sm_80, "):
+        sieve.supports("attention", q, q, q, arch="sm_90")
+    text = (ROOT / "crates/sieve-gpu/src/runtime/hardware.rs").read_text()
+    arms = re.findall(r'"(sm_\w+)" => (?:\(\((\d+), (\d+)\), (\d+), (\d+)\)|return Some\(Self::(\w+)\))', text)
+    named = re.findall(
+        r"const (\w+): Self =\s*Self \{\s*compute_capability: \((\d+), (\d+)\),\s*num_multiprocessors: (\d+),"
+        r"\s*max_shared_bytes: (\d+) << 10", text,
+    )  # fmt: skip
+    named = {name: numbers for name, *numbers in named}
+    assert {
+        arch: _library._gpu([int(major), int(minor)], int(count), int(kib))
+        for arch, *given, name in arms for major, minor, count, kib in [named[name] if name else given]
+    } == _library.ARCHITECTURES  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 9}, {"sinks": True}, {"bias": True}, {"documents": True}], ids=str)

@@ -316,6 +316,81 @@ def test_an_indexers_loss_of_a_packed_row_is_that_of_its_documents():
     assert ours.index_q_proj.weight.grad.abs().sum() > 0
 
 
+WRONG_KEYWORDS = {
+    "MSA.__init__() got an unexpected keyword argument 'keep'\n  hint: it is keep_window_size of DynamicMaskAttention":
+        lambda: layers.MSA(256, 4, 2, keep=3),
+    "MoBA.__init__() got unexpected keyword arguments 'num_heads', 'select_block_sise' and 'dropout'\n"
+    "  hint: num_heads: it is num_attention_heads here\n  hint: select_block_sise: did you mean select_block_size?\n"
+    "  hint: dropout: no kernel drops": lambda: layers.MoBA(256, num_heads=4, select_block_sise=3, dropout=0.1),
+    "LatentAttention.__init__() got an unexpected keyword argument 'qkv_bias'": lambda: layers.LatentAttention(
+        256, 4, 64, kv_lora_rank=32, qk_rope_head_dim=32, qkv_bias=True
+    ),
+    "DenseAttention.__init__() got an unexpected keyword argument 'window_size'\n  hint: it is window_size of Window":
+        lambda: layers.DenseAttention(256, 4, window_size=3),
+    "DynamicMaskAttention.__init__() got an unexpected keyword argument 'attention_sinks'\n  hint: sinks are of Dense":
+        lambda: layers.DynamicMaskAttention(256, 4, attention_sinks=True),
+    "MSA.forward() got an unexpected keyword argument 'cu_seqlens'\n  hint: pass documents=cu_seqlens": lambda: (
+        layers.MSA(256, 4, 2)(hidden(), cu_seqlens=torch.tensor([0, 40]))
+    ),
+    "LatentAttention.forward() got an unexpected keyword argument 'document'\n  hint: did you mean documents?":
+        lambda: layers.LatentAttention(256, 4, 64, kv_lora_rank=32, qk_rope_head_dim=32)(hidden(), document=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", WRONG_KEYWORDS)
+def test_keywords_that_a_layer_does_not_take_are_answered_in_its_name(sentence):
+    with pytest.raises(TypeError) as error:
+        WRONG_KEYWORDS[sentence]()
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_class_of_ones_own_takes_its_own_keywords():
+    class Mine(layers.MoBA):
+        def __init__(self, config, **keys):
+            super().__init__(*config)
+            self.mine = keys["mine"]
+
+    assert Mine((256, 4), mine=3).mine == 3
+
+
+def test_heads_that_no_kernel_has_are_refused_when_a_layer_is_made():
+    for layer in (layers.MSA, layers.MoBA, layers.InfLLMv2Attention, layers.NativeSparseAttention):
+        with pytest.raises(sieve.SieveError, match=f"{layer.__name__}: heads of 32 have no kernel"):
+            layer(128, 4, 2)
+        assert layer(128, 4, 2, head_dim=64)(random(1, 40, 128, device="cpu", seed=1).float()).shape == (1, 40, 128)
+        with sieve.on_cpu(strict=False):
+            assert layer(128, 4, 2).head_dim == 32
+    with pytest.raises(sieve.SieveError, match="DenseAttention: 3 KV heads do not divide 4 heads"):
+        layers.DenseAttention(256, 4, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_says_what_it_is(kind):
+    """By the sizes and keys of a constructor's call that makes it again."""
+    _, ours, _ = both(kind)
+    said = ours.extra_repr()
+    assert said.startswith("hidden_size=64, num_attention_heads=4, ") and said in str(ours)
+    given = eval(f"dict({said})")
+    own = {name: value for name, value in KINDS[kind].items() if name not in layers.OF_HEADS + ("no_rope_layers",)}
+    assert own.items() <= {"compress_hidden_size": own.get("compress_hidden_size"), **given}.items()
+    again = type(ours)(**given)
+    assert again.extra_repr() == said and type(again) is type(ours)
+
+
+def test_a_layer_is_asked_of():
+    x = random(1, 96, 256, device="cpu", seed=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        for layer in (layers.DynamicMaskAttention(256, 4, 2), layers.MSA(256, 4, 2), layers.DenseAttention(256, 4)):
+            for more in ({}, {"documents": torch.tensor([0, 50, 96])}):
+                is_supported, why = sieve.supports(layer.to(dtype), x.to(dtype), device="cuda", **more)
+                assert is_supported == (dtype == torch.bfloat16) and is_supported == ("expected bf16" not in why)
+                assert all(w.device.type == "cpu" for w in layer.parameters())
+    wrong = layers.MoBA(256, 4, 2, select_block_size=100).bfloat16()
+    assert "moba: block 100 is not supported" in sieve.supports(wrong, x.bfloat16(), device="cuda")[1]
+    with pytest.raises(sieve.SieveError, match='a layer is not asked by definitions\n  hint: device="cuda"'):
+        sieve.supports(wrong, x.bfloat16())
+
+
 def test_what_a_layer_does_not_do_is_refused():
     _, ours, _ = both("mha")
     with pytest.raises(sieve.SieveError, match="a row of several documents has no cache"):

@@ -51,7 +51,9 @@ CHOSEN = {"chosen": torch.zeros(1, 2, 1, dtype=torch.int32, device=DEVICE), "blo
 BOUNDS = torch.tensor([0, 10, 32])
 DMA = torch.zeros(2, 128, device=DEVICE), torch.zeros(2, device=DEVICE)
 WRONG = {
-    "float16; the kernels take bf16": lambda: sieve.attention(*tensors(torch.float16)),
+    "q is float16, expected bf16\n  hint: cast it before the call, by .bfloat16()": lambda: sieve.attention(
+        *tensors(torch.float16)
+    ),
     "q is f32, expected bf16": lambda: sieve.attention(*tensors(torch.float32)),
     "k has shape [1, 40, 2, 64], expected [1, 32, 2, 64]": lambda: sieve.attention(*tensors(kv_tokens=40)),
     "head_dim 72 is not supported (supported: multiples of 16": lambda: sieve.attention(*tensors(width=72)),
@@ -146,6 +148,17 @@ WRONG = {
     "decode: chosen is a tensor [1, 2, 1, 1]; it must be a tensor of 3 axes": lambda: (
         decode(given=(False, False), **{**CHOSEN, "chosen": CHOSEN["chosen"][..., None]})
     ),
+    "decode: length is int64, expected int32\n  hint: cast it before the call, by .int()": lambda: decode(
+        length=torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    ),
+    "bias is float16, expected f32\n": lambda: sieve.attention(*tensors(), bias=rank(1, 2, 32).half()),
+    "documents is int64, expected int32\n": lambda: sieve.attention(
+        *tensors(), documents=tuple(x.long() for x in sieve.documents(BOUNDS.to(DEVICE), 32))
+    ),
+    "expected [2, 32]\n  hint: documents([cu_seqlens of a row, ..], tokens) makes the pair of all rows": lambda: (
+        sieve.attention(*(x.expand(2, -1, -1, -1) for x in tensors()), documents=BOUNDS.to(DEVICE))
+    ),
+    "documents: cu_seqlens is []; it must be a tensor of 1 axis, or a list": lambda: sieve.documents([], 32),
     "decode: of k and v one is None": lambda: decode(given=(False, True)),
     "decode: length is 3; it must be a tensor of 1 axis": lambda: decode(length=3),
     "decode: has no gradient": lambda: sieve.decode(*[x.requires_grad_() for x in tensors()], *[None] * 3),
