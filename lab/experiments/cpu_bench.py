@@ -372,8 +372,7 @@ def growth_svg(rows):
 
 
 def main():
-    """Measures what --only names, prints each row and writes them to --out.
-    "decode" runs alone, whatever else is named."""
+    """Measures what --only names, prints each row and writes them to --out. "decode" is named alone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sieve", required=True)
     parser.add_argument("--work", type=pathlib.Path, required=True)
@@ -387,6 +386,8 @@ def main():
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     only, kinds, rows = args.only.split(","), args.kinds.split(","), []
+    if "decode" in only and len(only) > 1:
+        parser.error("--only decode is measured alone: name it without others")
     if "decode" in only:
         rows = decode(args)
         if args.out:

@@ -254,7 +254,7 @@ NEEDLES = {"InfLLM-V2": "InfLLM-V2", "DMA 128, slope, r 32, 1 of 4 dense": "DMA,
 @table("needle_depth")
 def needle_depth():
     lengths = [4096, 8192, 16384]
-    lines = [[name, *(str(sum(*(row["found"] for row in runs("needle_depth", attention=kind, length=length))))
+    lines = [[name, *(str(sum(sum(row["found"]) for row in runs("needle_depth", attention=kind, length=length)))
                       for length in lengths)] for kind, name in NEEDLES.items()]
     return ["attention", "4096 tokens", "8192", "16,384"], lines
 

@@ -242,7 +242,9 @@ def work(args, path, rows):
 
     prepare(args, "mha_80m.toml", data_keys(args))
     train(lambda rows: wanted(rows, args, dead), guarded, args, path, rows)
-    ended, all_runs = sum(job.phase == "run" for job in rows), len(args.layouts) * len(args.seeds)
+    # Of the runs that are asked for: an earlier call may have had others.
+    asked = [job for job in rows if job.phase == "run" and job.layout in args.layouts and job.seed in args.seeds]
+    ended, all_runs = len(asked), len(args.layouts) * len(args.seeds)
     print(f"{len(rows)} lines, {ended} of {all_runs} runs; {len(dead)} died")
     for layout in args.layouts:
         rate, tried = best_rate(rows, layout), sorted(args.rates)

@@ -84,7 +84,7 @@ def main():
                            draw):
             out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             count, total = count + 1, total + len(text)
-    print(f"{count} documents, {total} letters, the longest drawn {max(sizes)} bytes")
+    print(f"{count} documents, {total} letters; asked for at most {max(sizes)} and a document")
 
 
 if __name__ == "__main__":
