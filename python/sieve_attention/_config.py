@@ -43,6 +43,9 @@ def keys_of(config: Mapping[str, Any] | Any, index: int) -> dict[str, Any]:
     """The keys of layer `index` as an export of the class SieveForCausalLM has them, for a Qwen3 too; another class, a
     layer that is not there, and scaled angles that are not listed are refused.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        what = f"of_config: config is a {type(config).__name__}; it is what config.json holds, or transformers' object"
+        raise SieveError(what + "\n  hint: json.load(open(...)), or model.config")
     given = dict(config) if isinstance(config, Mapping) else config.to_dict()
     model_type, layers = given.get("model_type", "sieve"), given.get("num_hidden_layers")
     if model_type not in ("sieve", "qwen3"):
@@ -52,6 +55,10 @@ def keys_of(config: Mapping[str, Any] | Any, index: int) -> dict[str, Any]:
         )
     if layers is not None and not 0 <= index < layers:
         raise SieveError(f"of_config: there is no layer {index}\n  hint: the model has layers 0 to {layers - 1}")
+    if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in given]:
+        raise SieveError(f"of_config: config has no {' and no '.join(missing)}\n  hint: pass all that config.json holds")
+    heads = given["num_attention_heads"]
+    given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
     given |= theta_of(given, model_type)
     if model_type == "qwen3":
         given |= of_qwen3(given, index)

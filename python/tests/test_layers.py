@@ -296,11 +296,21 @@ def test_a_qwen3_is_read_with_its_window_and_angles(window, saved_again, tmp_pat
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "of type 'chunked_attention'"),
     ({"model_type": "qwen3", "num_hidden_layers": 6, "index": 6}, "the model has layers 0 to 5"),
     ({"num_hidden_layers": 6, "index": -1}, "there is no layer -1"),
+    ("config.json", "config is a str"),
+    ([("model_type", "qwen3")], "config is a list"),
 ])  # fmt: skip
 def test_a_config_that_is_not_read_is_refused(config, words):
+    is_mapping = isinstance(config, dict)
     with pytest.raises(sieve.SieveError) as error:
-        layers.of_config({**SIZES, **config}, config.get("index", 0))
+        layers.of_config({**SIZES, **config} if is_mapping else config, config.get("index", 0) if is_mapping else 0)
     assert words in str(error.value)
+
+
+def test_a_config_without_sizes_is_refused_and_one_of_a_heads_width_has_its_default():
+    with pytest.raises(sieve.SieveError, match="no hidden_size and no num_attention_heads"):
+        layers.of_config({"model_type": "qwen3"})
+    layer = layers.of_config({"model_type": "qwen3", "hidden_size": 128, "num_attention_heads": 2})
+    assert (layer.head_dim, layer.num_kv_heads) == (64, 2)
 
 
 def test_an_indexers_loss_of_a_packed_row_is_that_of_its_documents():
