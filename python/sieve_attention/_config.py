@@ -8,6 +8,8 @@ from typing import Any
 from ._library import SieveError
 from ._on_cpu import takes_all
 
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
 
 def theta_of(config: dict[str, Any], model_type: str) -> dict[str, float]:
     """The `rope_theta` of a config, wherever it stands: transformers 5 keeps it in `rope_parameters` alone. Angles that
@@ -55,10 +57,9 @@ def keys_of(config: Mapping[str, Any] | Any, index: int) -> dict[str, Any]:
         )
     if layers is not None and not 0 <= index < layers:
         raise SieveError(f"of_config: there is no layer {index}\n  hint: the model has layers 0 to {layers - 1}")
-    if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in given]:
-        raise SieveError(f"of_config: config has no {' and no '.join(missing)}\n  hint: pass all that config.json holds")
-    heads = given["num_attention_heads"]
-    given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
+    # Defaults of classes differ, and every config.json that is read here has all of them.
+    if missing := [key for key in SIZES if key not in given]:
+        raise SieveError(f"of_config: config has no {', no '.join(missing)}\n  hint: pass all that config.json holds")
     given |= theta_of(given, model_type)
     if model_type == "qwen3":
         given |= of_qwen3(given, index)

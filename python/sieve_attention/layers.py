@@ -748,7 +748,6 @@ class LatentAttention(_Layer):
         return torch.einsum("bthr,hdr->bthd", o, down)
 
 
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SHARED = ("rope_theta", "rope_frequencies", "rope_amplitude", "rms_norm_eps")
 OF_HEADS = (*SHARED, "qk_norm", "qkv_bias")
 # The layer of each kind that an export names, and the keys of config.json that it takes.
@@ -792,5 +791,5 @@ def of_config(config: Mapping[str, Any] | Any, index: int = 0) -> nn.Module:
         settings["rotates"] = bool((given.get("no_rope_layers") or [1] * (index + 1))[index])
     if kind == "dma" and given.get("periods") is None:
         settings["recency"] = "none"
-    sizes = [given[key] for key in SIZES if kind != "mla" or key != "num_key_value_heads"]
+    sizes = [given[key] for key in _config.SIZES if kind != "mla" or key != "num_key_value_heads"]
     return layer(*sizes, **settings)

@@ -306,11 +306,10 @@ def test_a_config_that_is_not_read_is_refused(config, words):
     assert words in str(error.value)
 
 
-def test_a_config_without_sizes_is_refused_and_one_of_a_heads_width_has_its_default():
-    with pytest.raises(sieve.SieveError, match="no hidden_size and no num_attention_heads"):
-        layers.of_config({"model_type": "qwen3"})
-    layer = layers.of_config({"model_type": "qwen3", "hidden_size": 128, "num_attention_heads": 2})
-    assert (layer.head_dim, layer.num_kv_heads) == (64, 2)
+def test_a_config_without_a_size_is_refused():
+    """Qwen3's own default of head_dim is 128, whatever hidden_size is."""
+    with pytest.raises(sieve.SieveError, match="config has no num_key_value_heads, no head_dim"):
+        layers.of_config({"model_type": "qwen3", "hidden_size": 128, "num_attention_heads": 2})
 
 
 def test_an_indexers_loss_of_a_packed_row_is_that_of_its_documents():
