@@ -8,12 +8,11 @@ a second of all clients together, for free text, any JSON object, and a schema o
 free stream alone, and beside seven answers with the schema.
 """
 
-import argparse
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from serve_waits import Server, pauses
+from serve_waits import parser_of, pauses, run
 
 PERSON = {
     "type": "object",
@@ -70,19 +69,11 @@ def measure(server, words):
 
 
 def main():
-    """Starts a server, which gets all flags that are not named here, and measures it."""
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("sieve")
-    words.add_argument("checkpoint")
+    """Measures a server."""
+    words = parser_of(__doc__)
     words.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     words.add_argument("--tokens", type=int, default=128)
-    args, flags = words.parse_known_args()
-    server = Server(args.sieve, args.checkpoint, flags)
-    try:
-        measure(server, args)
-    finally:
-        server.process.terminate()
-        server.process.wait()
+    run(words, measure)
 
 
 if __name__ == "__main__":

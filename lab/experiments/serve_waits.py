@@ -64,13 +64,16 @@ def pauses(times):
     return {"median": round(statistics.median(between), 3), "longest": round(max(between), 3)}
 
 
-def main():
-    """Starts a server with the flags that are not its own, measures it and stops it."""
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description):
+    """The words of a script that measures a server: the program, the checkpoint, and what the script adds."""
+    words = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("sieve")
     words.add_argument("checkpoint")
-    words.add_argument("--prompt-tokens", type=int, default=1500)
-    words.add_argument("--stream-tokens", type=int, default=300)
+    return words
+
+
+def run(words, measure):
+    """Starts a server with the flags that `words` does not know, calls `measure(server, args)` and stops the server."""
     args, flags = words.parse_known_args()
     server = Server(args.sieve, args.checkpoint, flags)
     try:
@@ -78,6 +81,14 @@ def main():
     finally:
         server.process.terminate()
         server.process.wait()
+
+
+def main():
+    """Measures a server."""
+    words = parser_of(__doc__)
+    words.add_argument("--prompt-tokens", type=int, default=1500)
+    words.add_argument("--stream-tokens", type=int, default=300)
+    run(words, measure)
 
 
 def measure(server, args):
