@@ -13,6 +13,10 @@ pub(crate) const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 /// lists of 2, 3, 4 and 5 kinds: every kind then meets every factor.
 const MAGNITUDES: [f32; 7] = [1.0, 8.0, 1.0, 0.01, 1.0, 64.0, 1.0];
 
+/// Numbers of the largest operand in a short check of the kernels around attention. The host draws every number and
+/// computes the reference, so that larger ones took most of such a check.
+const MOST_NUMBERS_OF_A_SHORT_CHECK: usize = 4 << 20;
+
 /// A group of kernels to check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckPart {
@@ -88,6 +92,16 @@ impl Extent {
     /// The sizes to check: all, or on the emulator the first two.
     pub(crate) fn sizes<T>(&self, all: &'static [T]) -> &'static [T] {
         &all[..self.pick(2, all.len())]
+    }
+
+    /// The shapes to check, as [`sizes`](Self::sizes). A short check leaves out those of too many numbers.
+    pub(crate) fn shapes<const D: usize>(&self, all: &'static [[usize; D]]) -> impl Iterator<Item = [usize; D]> {
+        self.sizes(all).iter().copied().filter(|shape| self.takes(shape.iter().product()))
+    }
+
+    /// Whether an operand of so many numbers is checked: in a short check not the large ones.
+    pub(crate) fn takes(&self, numbers: usize) -> bool {
+        self.has_long_rows() || numbers <= MOST_NUMBERS_OF_A_SHORT_CHECK
     }
 
     /// Factor on the queries and keys of call number `at` of an op.

@@ -175,8 +175,18 @@ pub(crate) fn check<B: TrainBackend>(
 ) -> Result<()> {
     let (is_bf16, policy) = (dtype == DType::BF16, extent.policy);
     let on = On::<B> { device, dtype, policy };
-    for (kind, sizes) in of_part(part) {
-        let setup = Setup::draw(&kind, sizes, extent.seed)?;
+    let models: Vec<(Kind, HeadSizes)> = of_part(part).collect();
+    let setups = models.iter().map(|(kind, sizes)| Setup::draw(kind, *sizes, extent.seed));
+    let setups = setups.collect::<Result<Vec<Setup>>>()?;
+    // Threads of their own compute what the results are compared with, while the device computes these.
+    let beside = |setup: &Setup| {
+        std::thread::spawn({
+            let setup = setup.clone();
+            move || setup.references()
+        })
+    };
+    let references: Vec<_> = setups.iter().map(beside).collect();
+    for (((kind, sizes), setup), references) in models.into_iter().zip(setups).zip(references) {
         let watch = PathWatch::start();
         let (usual, model) = setup.run(&setup.model::<B>(DType::F32, device), &on);
         let forms = FORMS.map(|(form, set)| (form, setup.gradients(&model, &on, set).0));
@@ -191,7 +201,7 @@ pub(crate) fn check<B: TrainBackend>(
         // Not watched: a CUDA graph takes no weights of another thread, so kernels are launched one by one there.
         let decoder = model.valid();
         let moved = MOVED_AT.map(|at| (at, setup.through_the_cache(&decoder, on.dtype, device, at)));
-        let [exact, plain] = setup.references();
+        let [exact, plain] = references.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         let (name, path) = (model_name(&kind, sizes), if is_bf16 { "kernel" } else { "cpu" });
         let mut add = |case: &str, outcome: Outcome| {
             let case = format!("{case}, seed {}", extent.seed);
@@ -614,7 +624,7 @@ mod tests {
         let (kind, _) = &of_part(CheckPart::Attention).find(|(kind, _)| kind[0] == "swa").expect("windows");
         let draw = || Setup::draw(kind, USUAL, 3).expect("a recipe");
         let setup = draw();
-        let [exact, plain] = setup.references();
+        let [exact, plain] = references.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         let failed = |found: &[Found]| -> Vec<String> {
             let all = found.iter().zip(&plain).zip(&exact);
             let failed = all.filter(|((own, plain), exact)| judge(kind, true, [&own.2, &plain.2], exact).is_err());

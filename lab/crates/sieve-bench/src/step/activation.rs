@@ -15,7 +15,7 @@ use sieve_ops::reference;
 
 /// Checks the SwiGLU wrappers at sizes `[rows, d_ff]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    for &[rows, d_ff] in extent.sizes(&[[1, 8], [3, 40], [2, 99], [777, 1032], [1024, 6144]]) {
+    for [rows, d_ff] in extent.shapes(&[[1, 8], [3, 40], [2, 99], [777, 1032], [1024, 6144]]) {
         let outcome = swiglu_launches(LaunchCheck::new(device, extent.seed), rows, d_ff);
         report.add("swiglu", "kernel", &format!("{rows} x {d_ff}"), outcome);
     }

@@ -11,7 +11,7 @@ use sieve_testing::Random;
 
 /// Checks both kernels at sizes `[tokens, vocab, width]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let tables: &[[usize; 3]] = &[
+    let tables: &'static [[usize; 3]] = &[
         [61, 7, 64],
         [33, 257, 72],
         [1, 5, 8],
@@ -20,7 +20,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         [777, 100_000, 64],
         [31, 3000, 4096],
     ];
-    for &[tokens, vocab, width] in extent.sizes(tables) {
+    for [tokens, vocab, width] in extent.shapes(tables) {
         let weight = drawn(extent.seed, [vocab, width]);
         for ids in [Ids::Any, Ids::Same, Ids::Outside] {
             let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");

@@ -17,7 +17,7 @@ const PRODUCT: &str = "fp8 GEMM, cuBLASLt";
 
 /// Checks the quantisation kernel at sizes `[rows, width]`.
 pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    for &[rows, width] in extent.sizes(&[[48, 144], [272, 16], [528, 1040], [2064, 4112]]) {
+    for [rows, width] in extent.shapes(&[[48, 144], [272, 16], [528, 1040], [2064, 4112]]) {
         for format in FORMATS {
             let case = format!("{rows} x {width} {format:?}");
             let outcome = rounding(LaunchCheck::new(device, extent.seed), [rows, width], format);

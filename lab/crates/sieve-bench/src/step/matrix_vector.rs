@@ -22,7 +22,7 @@ const TOLERANCE: Tolerance = Tolerance::new(0.0, 1e-6, 1.0 / 128.0);
 
 /// Checks the GEMV kernel at sizes `[rows of x, n, k]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    for &[rows, n, k] in extent.sizes(&[
+    for [rows, n, k] in extent.shapes(&[
         [1, 40, 64],
         [3, 9, 2056],
         [4, 1, 8],

@@ -15,9 +15,9 @@ const EPSILON: f64 = 1e-6;
 
 /// Checks the kernels at sizes `[tokens, query heads, KV heads, head_dim]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let heads: &[[usize; 4]] =
+    let heads: &'static [[usize; 4]] =
         &[[5, 3, 1, 64], [1, 1, 1, 16], [77, 5, 3, 96], [1001, 12, 4, 64], [4099, 16, 8, 128], [33, 7, 2, 128]];
-    for &[tokens, heads, kv_heads, head_dim] in extent.sizes(heads) {
+    for [tokens, heads, kv_heads, head_dim] in extent.shapes(heads) {
         let case = format!("{tokens} tokens, {heads}/{kv_heads} heads of {head_dim}");
         let calls = LaunchCheck::new(device, extent.seed);
         let outcome = qk_norm_rope_launches(calls, tokens, [heads, kv_heads], head_dim);

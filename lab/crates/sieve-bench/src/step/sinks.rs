@@ -11,7 +11,7 @@ use sieve_ops::{AttentionOutput, reference};
 
 /// Checks the kernels at sizes `[batch, seq_len, heads, width]`, with rows that see no key.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    for &shape in extent.sizes(&[[1, 1, 1, 64], [2, 33, 3, 64], [2, 17, 2, 20], [1, 65, 5, 7], [2, 4097, 16, 128]]) {
+    for shape in extent.shapes(&[[1, 1, 1, 64], [2, 33, 3, 64], [2, 17, 2, 20], [1, 65, 5, 7], [2, 4097, 16, 128]]) {
         for dtype in [DType::BF16, DType::F32] {
             let outcome = sinks_launches(LaunchCheck::new(device, extent.seed), shape, dtype);
             report.add("attention_sinks", "kernel", &format!("{shape:?}, sinks {}", dtype.name()), outcome);
