@@ -329,7 +329,7 @@ fn fields_that_change_nothing_are_taken_and_others_are_refused_by_name() {
         ("frequency_penalty", json!(0), json!(-3)),
         ("typical_p", json!(1.0), json!(0.9)),
         ("min_tokens", json!(0), json!(3)),
-        ("ignore_eos", json!(false), json!(true)),
+        ("ignore_eos", json!(false), json!(3)),
         ("skip_special_tokens", json!(true), json!(false)),
         ("spaces_between_special_tokens", json!(false), json!("x")),
         ("include_stop_str_in_output", json!(false), json!(true)),

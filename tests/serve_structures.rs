@@ -246,6 +246,24 @@ fn structures_that_cannot_be_used_are_refused_with_a_sentence() {
 }
 
 #[test]
+fn a_text_goes_on_behind_end_tokens_where_they_are_ignored() {
+    let (_tiny, served) = served();
+    // Of 97 tokens one is the end: among 400 drawn evenly it is certain to come.
+    let usual = json!({"temperature": 1.9, "seed": 3});
+    let ended = choices(&served, &usual);
+    assert_eq!(ended[0]["finish_reason"], "stop");
+    let mut all = usual.clone();
+    all["ignore_eos"] = true.into();
+    let went_on = choices(&served, &all);
+    assert_eq!(went_on[0]["finish_reason"], "length");
+    assert!(text(&went_on[0]).starts_with(text(&ended[0])), "the texts are equal up to the end token");
+    all["response_format"] = json!({"type": "json_object"});
+    let answer = asked(&served, &all);
+    assert_eq!(answer.0, 400, "{}", answer.1);
+    assert!(answer.1.contains("leave ignore_eos out"), "{}", answer.1);
+}
+
+#[test]
 fn chats_have_structures_too() {
     let tiny = TinyRun::new("kind = \"mha\"");
     words_model::write(&tiny);

@@ -236,6 +236,7 @@ async fn answer(form: Form, server: Arc<Server>, mut request: Request) -> Result
             rules: asked.rules,
             grammar: asked.grammar.clone(),
             stop: asked.stop.clone(),
+            ignores_ends: asked.ignores_ends,
             num_top: asked.num_top,
             scores_prompt: asked.echo && asked.num_top.is_some(),
             pieces,

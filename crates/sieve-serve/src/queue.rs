@@ -20,6 +20,8 @@ pub(crate) struct Text {
     /// What the text must be, until it begins.
     pub(crate) grammar: Option<Grammar>,
     pub(crate) stop: StopTexts,
+    /// Whether the text goes on behind an end token.
+    pub(crate) ignores_ends: bool,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
     pub(crate) num_top: Option<usize>,
     /// Whether the prompt's tokens are scored too.
@@ -157,6 +159,7 @@ mod tests {
             rules: LogitRules::NONE,
             grammar: None,
             stop: StopTexts::default(),
+            ignores_ends: false,
             num_top: None,
             scores_prompt: false,
             pieces,

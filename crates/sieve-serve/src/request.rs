@@ -59,6 +59,8 @@ pub(crate) struct Asked {
     /// What each text must be, if the request names a structure.
     pub(crate) grammar: Option<Grammar>,
     pub(crate) stop: StopTexts,
+    /// Whether texts go on behind an end token, up to their number of tokens (vLLM's `ignore_eos`).
+    pub(crate) ignores_ends: bool,
     /// Whether the answer begins with the prompt.
     pub(crate) echo: bool,
     /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
@@ -125,6 +127,7 @@ impl Asked {
             rules: logit_rules(&mut fields, server.settings.rules)?,
             grammar: None,
             stop: StopTexts::new(&stop_texts(fields.take("stop"))?, &server.tokenizer),
+            ignores_ends: fields.bool("ignore_eos")?,
             echo,
             num_top,
             has_ids,
@@ -142,6 +145,10 @@ impl Asked {
         let num_scores = asked.num_scores();
         if num_scores > MOST_SCORES as usize {
             return Err(ApiError::too_many_scores(num_scores, MOST_SCORES));
+        }
+        if asked.ignores_ends && structure.is_some() {
+            let message = "a text with a structure ends where the structure is complete; leave ignore_eos out";
+            return Err(ApiError::invalid("ignore_eos", message));
         }
         asked.grammar = structure.map(|structure| structure.compile(&server.grammars)).transpose()?;
         Ok(asked)
@@ -361,7 +368,7 @@ fn is_no_tool(value: &Value) -> bool {
 type ChangesNothing = fn(&Value) -> bool;
 
 /// Fields of OpenAI, vLLM, SGLang and llama.cpp that this server lacks.
-const LACKING: [(&str, ChangesNothing); 32] = [
+const LACKING: [(&str, ChangesNothing); 31] = [
     ("logit_bias", is_empty),
     ("tools", is_empty),
     ("functions", is_empty),
@@ -376,7 +383,6 @@ const LACKING: [(&str, ChangesNothing); 32] = [
     ("tfs_z", is_one),
     ("length_penalty", is_one),
     ("min_tokens", is_zero),
-    ("ignore_eos", is_false),
     ("stop_token_ids", is_empty),
     ("bad_words", is_empty),
     ("include_stop_str_in_output", is_false),

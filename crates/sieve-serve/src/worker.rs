@@ -467,7 +467,7 @@ impl<'t> Writing<'t> {
         }
         (self.last, self.num_tokens) = (token, self.num_tokens + 1);
         let mut shown = String::new();
-        if engine.ends.contains(&token) {
+        if engine.ends.contains(&token) && !self.text.ignores_ends {
             (self.has_ended, self.has_stopped) = (true, true);
         } else if let Some(stream) = &mut self.stream {
             (shown, self.has_stopped) = stream.push(token)?;
