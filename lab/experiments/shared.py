@@ -116,8 +116,9 @@ FACTS = [
     (r"ends (0\.\d+) above dense attention", lambda: table4_distance()[1:]),
     (r"DMA is then ([\d.]+) nats ahead of dense attention and the window ([\d.]+)\.", after_nine_minutes),
     (r"the hybrid takes ([\d.]+) times as many tokens", lambda: (
-        f"{of_board('DMA, 1 of 4 dense, repeated', 'tokens') / of_board('dense + slope, 1 of 4 without', 'tokens'):.2f}",)),
-    (r"instead of ([\d.]+) \(same series", lambda: (f"{of_board('DMA, 1 of 4 dense, repeated', 'bits_per_byte'):.3f}",)),
+        f"{of_board('DMA, 1 of 4 dense', 'tokens') / of_board('dense + slope, 1 of 4 without', 'tokens'):.2f}",)),
+    (r"the same minutes give (0\.\d+) to (0\.\d+) instead of (0\.\d+) to (0\.\d+)", lambda: tuple(
+        bits for entry in ("dense + slope, 1 of 4 without", "DMA, 1 of 4 dense") for bits in ends_of_board(entry, 8192))),
     (r"windows reach (0\.\d+) to (0\.\d+) bits per byte and DMA (0\.\d+) to (0\.\d+)\. Dense attention reaches (0\.\d+) to "
      r"(0\.\d+) with the slope and (0\.\d+) without it", lambda: (
          *(bits for entry in ("window + slope", "DMA", "dense + slope") for bits in ends_of_board(entry, 32768)),

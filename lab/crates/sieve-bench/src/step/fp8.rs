@@ -5,6 +5,7 @@ use crate::device::{Device, Gpu};
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::tolerance::Tolerance;
+use rayon::prelude::*;
 use sieve_kernels::DType;
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
 use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
@@ -122,17 +123,15 @@ fn operand(values: &[f32], format: Fp8Format) -> Operand {
     (values.into_iter().map(f64::from).collect(), scale.into())
 }
 
-/// `x wᵀ` of operands with rows of `k` numbers; `sum` computes the dot product of two rows.
+/// `x wᵀ` of operands with rows of `k` numbers, on all cores; `sum` computes the dot product of two rows.
 fn gemm_of_rows(
     (x, x_scale): &Operand,
     (w, w_scale): &Operand,
     k: usize,
-    sum: impl Fn(&[f64], &[f64]) -> f64,
+    sum: impl Fn(&[f64], &[f64]) -> f64 + Sync,
 ) -> Vec<f64> {
-    let rows = x.chunks(k);
-    let of_row = |x| w.chunks(k).map(move |w| (x, w));
-    let scaled = |(x, w): (&[f64], &[f64])| sum(x, w) * x_scale * w_scale;
-    rows.flat_map(of_row).map(scaled).collect()
+    let of_row = |x| w.chunks(k).map(|w| sum(x, w) * x_scale * w_scale).collect::<Vec<f64>>();
+    x.par_chunks(k).flat_map_iter(of_row).collect()
 }
 
 /// Compares an fp8 GEMM, in each form of its output, with the exact product and with Hopper's accumulation.
@@ -183,7 +182,7 @@ mod tests {
         let (k, mut random) = (80, Random(1));
         let mut drawn = |rows: usize, format| operand(&random.bf16_normals(rows * k), format);
         let (x, w) = (drawn(64, FORMATS[0]), drawn(48, FORMATS[1]));
-        let of = |sum: &dyn Fn(&[f64], &[f64]) -> f64| -> Vec<f32> {
+        let of = |sum: &(dyn Fn(&[f64], &[f64]) -> f64 + Sync)| -> Vec<f32> {
             gemm_of_rows(&x, &w, k, sum).iter().map(|&x| x as f32).collect()
         };
         let (exact, kept) = (of(&exact_sum), of(&kept_on_hopper));
