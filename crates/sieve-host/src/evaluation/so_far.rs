@@ -57,7 +57,7 @@ impl SoFar {
 pub fn with_bar<T>(len: u64, what: &str, work: impl FnOnce(&ProgressBar) -> T) -> T {
     let template = match len {
         0 => format!("{{human_pos}} {what}, {{elapsed}}"),
-        _ => format!("{{bar:30}} {{human_pos}}/{{human_len}} {what}, {{eta}} left"),
+        _ => format!("{{bar:30}} {{human_pos}}/{{human_len}} {what}  {{left}}"),
     };
     terminal::with_bar(len, &template, |bar| {
         so_far().bar = Some((bar.clone(), what.to_owned()));
