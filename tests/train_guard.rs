@@ -5,7 +5,7 @@ use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::Mesh;
 use sieve_core::{Keeping, Recipe};
-use sieve_data::{IGNORE_LABEL, OnChange};
+use sieve_data::{IGNORE_LABEL, OnChange, Surroundings};
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
@@ -93,10 +93,11 @@ pub(crate) fn disturbed_rank(
     let mut all = vec!["metrics.enable_tensorboard=false".to_owned()];
     all.extend(overrides.iter().map(|item| (*item).to_owned()));
     let recipe = Recipe::load(&text, "tiny.toml", &all).unwrap_or_else(|error| panic!("{error}"));
-    let data = DataSource::open(&recipe, &|_| None).expect("the corpus");
+    let around = Surroundings::unseen(&|_| None);
+    let data = DataSource::open(&recipe, &around).expect("the corpus");
     let place = (run.path("data"), OnChange::Refuse);
     let mut data = data.prepare(&recipe, &place.0, place.1, &mut |_| {}).expect("prepared");
-    data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {}).expect("prepared");
+    data.prepare_stages(&recipe, (&place.0, place.1), None, &around, &mut |_| {}).expect("prepared");
     let name = &recipe.checkpoint.folder;
     let start = if RunFolder::holds_run(&run.path(out)) { Start::Resume } else { Start::New };
     let mut folder = match &group {

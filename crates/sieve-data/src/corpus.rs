@@ -22,7 +22,8 @@ pub use documents::{CorpusReport, Documents};
 use files::PassedOver;
 use hub::Hub;
 pub use hub::{
-    HubConfig, HubLimits, HubModel, HubModelEvent, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,
+    DownloadProgress, HubConfig, HubLimits, HubModel, HubModelEvent, SeeDownload, Surroundings, hub_model,
+    hub_tokenizer, is_hub_model, is_hub_tokenizer,
 };
 pub use source::TableAsText;
 pub use table::{TableRow, read_table};

@@ -1,19 +1,37 @@
 //! Models of the Hugging Face hub, where a command takes the folder of a model, or a checkpoint to begin with.
 use crate::environment::variable;
-use crate::terminal::{self, FolderBar};
+use crate::terminal::{self, DownloadBar, FolderBar};
 use anyhow::{Context, Result};
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::World;
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{Refusal, ShownPath};
-use sieve_data::{HubConfig, HubModel, HubModelEvent, hub_model, is_hub_model};
+use sieve_data::{DownloadProgress, HubConfig, HubModel, HubModelEvent, Surroundings, hub_model, is_hub_model};
 use sieve_files::lock_or_wait;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Checkpoints of models of the hub that this process found, by the models' names.
 static CHECKPOINTS: Mutex<BTreeMap<PathBuf, PathBuf>> = Mutex::new(BTreeMap::new());
+
+/// What reading data sets and tokenizers of the hub needs of this process: its environment variables, and a bar for
+/// each file.
+pub fn surroundings() -> Surroundings<'static> {
+    if !prints() {
+        return Surroundings::unseen(&variable);
+    }
+    let bar = DownloadBar::default();
+    let see_download = Arc::new(move |progress: DownloadProgress<'_>| {
+        bar.see(progress.name, progress.num_fetched, progress.num_bytes);
+    });
+    Surroundings { variable: &variable, see_download }
+}
+
+/// Whether this process prints: of several ranks only rank 0 does.
+fn prints() -> bool {
+    World::from_env(&variable).ok().flatten().is_none_or(|world| world.rank == 0)
+}
 
 /// The folder of the model that a flag names: a path is itself, and `hf://OWNER/NAME` is fetched into the cache.
 pub fn folder(path: &Path) -> Result<PathBuf> {
@@ -22,8 +40,7 @@ pub fn folder(path: &Path) -> Result<PathBuf> {
 
 /// The model of the hub that `path` names, fetched unless the cache has it; `None` for a path of this disk.
 pub fn model(path: &Path) -> Result<Option<HubModel>> {
-    // Of several ranks only rank 0 prints.
-    let prints = World::from_env(&variable).ok().flatten().is_none_or(|world| world.rank == 0);
+    let prints = prints();
     if !is_hub_model(path) {
         return Ok(None);
     }
@@ -36,7 +53,9 @@ pub fn model(path: &Path) -> Result<Option<HubModel>> {
         sieve_hf::check_config(config).map_err(|error| Refusal::of_text(&error.to_string(), "name another model"))
     };
     let mut bar: Option<FolderBar> = None;
-    let model = hub_model(path, HubConfig::of_cache(&variable)?, &accepts, &mut |event| match event {
+    // The bar is that of all files together.
+    let config = HubConfig::of_cache(&Surroundings::unseen(&variable))?;
+    let model = hub_model(path, config, &accepts, &mut |event| match event {
         HubModelEvent::Waiting => remark("waiting for another process that fetches this model"),
         HubModelEvent::Fetching { num_files, num_bytes, dir } => {
             remark(&format!(
@@ -49,12 +68,7 @@ pub fn model(path: &Path) -> Result<Option<HubModel>> {
             bar = prints.then(|| FolderBar::new(dir, num_bytes));
         }
         HubModelEvent::Fetched { name, num_bytes } => {
-            let size = terminal::bytes(num_bytes);
-            let say = || remark(&format!("fetched {}, {size}", Path::new(name).shown()));
-            match &bar {
-                Some(bar) => bar.suspend(say),
-                None => say(),
-            }
+            remark(&format!("fetched {}, {}", Path::new(name).shown(), terminal::bytes(num_bytes)));
         }
     });
     drop(bar);
@@ -80,7 +94,7 @@ pub fn checkpoint(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     };
     let name = path.to_string_lossy().trim_start_matches("hf://").replace('/', "--");
-    let cache = HubConfig::of_cache(&variable)?.dir.join("sieve/checkpoints");
+    let cache = HubConfig::of_cache(&Surroundings::unseen(&variable))?.dir.join("sieve/checkpoints");
     let out = cache.join(format!("{name}-{}", model.commit));
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.shown()))?;
     let lock = out.join("lock");

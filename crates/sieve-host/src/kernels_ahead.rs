@@ -163,7 +163,7 @@ fn compile_all(arch: &str, kernels: &[SourceKernel], keys: &[u128], cubins: &Cub
             });
         }
         drop(send);
-        let bar = terminal::progress_bar(kernels.len() as u64, "{pos}/{len} kernels {wide_bar} {eta}");
+        let bar = terminal::progress_bar(kernels.len() as u64, "{pos}/{len} kernels {wide_bar} {left}");
         for outcome in receive {
             done.push(outcome);
             bar.set_position(done.len() as u64);

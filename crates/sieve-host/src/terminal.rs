@@ -5,7 +5,8 @@ mod colour;
 
 use crate::exit::{Exit, is_of_the_disk};
 use anyhow::{Context, Result};
-pub use bar::{FolderBar, is_interactive, progress_bar, style, styled_bar, with_bar, with_bytes_bar};
+use bar::above_bars;
+pub use bar::{DownloadBar, FolderBar, is_interactive, progress_bar, style, styled_bar, with_bar, with_bytes_bar};
 use colour::coloured;
 use sieve_core::{ReferenceTooLarge, ShownPath, shown_text};
 pub use sieve_core::{quoted, shell_word, thousands};
@@ -193,8 +194,7 @@ fn results(text: &str, colours: impl FnOnce(Cow<'_, str>) -> Cow<'_, str>) {
     }
     keep(text);
     let mut out = std::io::stdout().lock();
-    let printed = for_stream(out.is_terminal(), text, colours);
-    if let Err(error) = out.write_all(printed.as_bytes()).and_then(|()| out.flush()) {
+    if let Err(error) = write_to(&mut out, text, colours) {
         lose("standard output", &error);
     }
 }
@@ -202,8 +202,19 @@ fn results(text: &str, colours: impl FnOnce(Cow<'_, str>) -> Cow<'_, str>) {
 /// Prints to standard error. A failed write is ignored: there is no other place to report it.
 fn errors(text: &str) {
     keep(text);
-    let mut out = std::io::stderr();
-    let _ = out.write_all(for_stream(out.is_terminal(), text, coloured).as_bytes());
+    let _ = write_to(&mut std::io::stderr(), text, coloured);
+}
+
+/// Writes a text, on a terminal in `colours` and above the bars.
+fn write_to<W: Write + IsTerminal>(
+    out: &mut W,
+    text: &str,
+    colours: impl FnOnce(Cow<'_, str>) -> Cow<'_, str>,
+) -> std::io::Result<()> {
+    let is_terminal = out.is_terminal();
+    let text = for_stream(is_terminal, text, colours);
+    let mut write = || out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    if is_terminal { above_bars(write) } else { write() }
 }
 
 /// The text as a terminal may show it, in `colours`; or as it is for a file or a pipe.

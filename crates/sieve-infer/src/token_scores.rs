@@ -1,7 +1,7 @@
 //! Log-probabilities of single tokens, and of every token of several prompts in one pass.
 use crate::InferError;
 use crate::input::{check_row, ids};
-use crate::logits::{NextLogits, log_probability, on_host};
+use crate::logits::{NextLogits, on_host};
 use crate::pass::LOGIT_TOKENS;
 use burn::tensor::{Tensor, TensorData};
 use sieve_nn::{LayerContext, Qwen3};
@@ -22,18 +22,13 @@ pub struct TokenScore {
 }
 
 impl TokenScore {
-    /// The score of `token` by the logits before it, beside the `num_top` likeliest tokens.
-    pub fn new(token: u32, logits: &[f32], num_top: usize) -> Self {
-        Self::known(token, log_probability(logits, token), logits, num_top)
-    }
-
-    /// The score of a token whose log-probability is known, without others.
+    /// The score of a token by its log-probability, without others.
     pub fn alone(token: u32, log_probability: f64) -> Self {
         Self { token, log_probability, top: Vec::new() }
     }
 
-    /// As [`new`](Self::new), where the log-probability is known.
-    pub fn known(token: u32, log_probability: f64, logits: &[f32], num_top: usize) -> Self {
+    /// The score of a token by its log-probability, beside the `num_top` likeliest tokens of the logits before it.
+    pub fn beside(token: u32, log_probability: f64, logits: &[f32], num_top: usize) -> Self {
         let own = logits[token as usize];
         let relative = |(id, logit): (u32, f32)| (id, log_probability + f64::from(logit - own));
         Self { token, log_probability, top: largest(logits, num_top).into_iter().map(relative).collect() }
@@ -133,7 +128,7 @@ fn score_row<B: DeviceBackend>(
             if !losses[position].is_finite() {
                 return Err(InferError::NotFinite(position + 1));
             }
-            let score = TokenScore::known(tokens[position + 1], -losses[position], logits, num_top);
+            let score = TokenScore::beside(tokens[position + 1], -losses[position], logits, num_top);
             of_prompt.push(score);
         }
     }
@@ -143,6 +138,7 @@ fn score_row<B: DeviceBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::logits::log_probability;
     use crate::test_model::{NSA, tiny_model, words};
     use crate::{OpenTexts, logits};
     use sieve_core::{Attention, DmaShape};
@@ -160,7 +156,8 @@ mod tests {
                 let all: Vec<f32> = logits(&model, prompt, &device).expect("a prompt").into_vec().expect("f32");
                 let mut rows = all.chunks(31);
                 for (token, found) in prompt[1..].iter().zip(&scores.tokens) {
-                    let alone = TokenScore::new(*token, rows.next().expect("a row"), 3);
+                    let row = rows.next().expect("a row");
+                    let alone = TokenScore::beside(*token, log_probability(row, *token), row, 3);
                     assert_close("token", &[found.log_probability], &[alone.log_probability], 1e-5);
                     let ids = |score: &TokenScore| score.top.iter().map(|top| top.0).collect::<Vec<_>>();
                     assert_eq!(ids(found), ids(&alone));

@@ -459,7 +459,7 @@ impl<'t> Writing<'t> {
         let token = next.token.ok_or_else(|| self.sampler.failure(num_read))?;
         let scores = self.text.num_top.map(|num_top| match num_top {
             0 => TokenScore::alone(token, next.log_probability),
-            _ => TokenScore::known(token, next.log_probability, logits, num_top),
+            _ => TokenScore::beside(token, next.log_probability, logits, num_top),
         });
         metrics.new_tokens.fetch_add(1, Relaxed);
         if self.num_tokens > 0 {

@@ -12,8 +12,8 @@ pub use sources::corpus_configs;
 
 use sieve_core::recipe::{DataFormat, TokenizerSource};
 use sieve_data::{
-    BpeConfig, Corpus, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress, Tokenizer,
-    ValidationSource, check_owner, prepare,
+    BpeConfig, Corpus, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress, Surroundings,
+    Tokenizer, ValidationSource, check_owner, prepare,
 };
 use sieve_hf::Checkpoint;
 use std::collections::BTreeMap;
@@ -115,13 +115,13 @@ struct TextSource {
 }
 
 impl DataSource {
-    /// Lists the recipe's files on this machine and reads its tokenizer, if it names one. Writes nothing. `variable`
-    /// looks environment variables up.
+    /// Lists the recipe's files on this machine and reads its tokenizer, if it names one. Writes nothing but
+    /// a tokenizer of the hub into its cache.
     ///
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
-    pub fn open(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, TrainError> {
-        Self::with_tokenizer_of(None, recipe, variable)
+    pub fn open(recipe: &Recipe, around: &Surroundings<'_>) -> Result<Self, TrainError> {
+        Self::with_tokenizer_of(None, recipe, around)
     }
 
     /// As [`open`](Self::open), for a run that begins with `checkpoint`: reads the checkpoint's tokenizer instead of
@@ -132,12 +132,12 @@ impl DataSource {
     pub fn with_tokenizer_of(
         checkpoint: Option<&Checkpoint>,
         recipe: &Recipe,
-        variable: &dyn Fn(&str) -> Option<String>,
+        around: &Surroundings<'_>,
     ) -> Result<Self, TrainError> {
         let tokenizer = match (checkpoint, recipe.tokenizer.source()) {
             (Some(checkpoint), _) => Some(read_tokenizer(&checkpoint.tokenizer_path(), recipe)?),
             (None, TokenizerSource::Path(path)) => {
-                let path = tokenizer_file(path, variable)?;
+                let path = tokenizer_file(path, around)?;
                 let found = read_tokenizer(&path, recipe)?;
                 recipe.model_shape(rows_needed(recipe, &found.0))?;
                 Some(found)
@@ -151,9 +151,9 @@ impl DataSource {
         };
         let text = match recipe.data.format {
             DataFormat::Mqar => None,
-            _ => Some(TextSource::open(recipe, variable)?.with_chats(recipe, checkpoint, variable)?),
+            _ => Some(TextSource::open(recipe, around)?.with_chats(recipe, checkpoint, around)?),
         };
-        stages::check_stages(recipe, variable)?;
+        stages::check_stages(recipe, around)?;
         // The column may be of other text, for validation or a stage.
         let has_other_text =
             recipe.validation.paths.is_some() || recipe.stage.iter().any(|stage| stage.paths.is_some());
@@ -226,14 +226,14 @@ impl RowSource {
 
 impl TextSource {
     /// Lists the files of the recipe's text.
-    fn open(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, TrainError> {
-        let (whole, validation) = corpus_configs(recipe, variable)?;
+    fn open(recipe: &Recipe, around: &Surroundings<'_>) -> Result<Self, TrainError> {
+        let (whole, validation) = corpus_configs(recipe, around.variable)?;
         let train = sources::weighted_configs(recipe, &whole).into_iter().map(Corpus::open);
         Ok(Self {
             train: train.collect::<Result<_, _>>()?,
             whole: Corpus::open(whole)?,
             validation: validation.map(Corpus::open).transpose()?,
-            hub: HubConfig::from_variables(variable, PathBuf::new()),
+            hub: HubConfig::new(around, PathBuf::new()),
         })
     }
 
@@ -242,9 +242,9 @@ impl TextSource {
         mut self,
         recipe: &Recipe,
         checkpoint: Option<&Checkpoint>,
-        variable: &dyn Fn(&str) -> Option<String>,
+        around: &Surroundings<'_>,
     ) -> Result<Self, TrainError> {
-        if let Some(chats) = chat_format(recipe, checkpoint, variable)? {
+        if let Some(chats) = chat_format(recipe, checkpoint, around)? {
             let set = |corpus: Corpus| corpus.with_chats(Some(chats.clone()));
             self.train = self.train.into_iter().map(set).collect();
             self.whole = set(self.whole);
@@ -305,12 +305,12 @@ impl TrainingData {
 
     /// Whether the file of `tokenizer.path` no longer holds the tokenizer that the run reads. A tokenizer of the hub is
     /// not looked up.
-    pub fn tokenizer_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
+    pub fn tokenizer_has_changed(&self, recipe: &Recipe, around: &Surroundings<'_>) -> bool {
         let path = match recipe.tokenizer.source() {
             TokenizerSource::Path(path) if !sieve_data::is_hub_tokenizer(path) => path,
             _ => return false,
         };
-        let path = tokenizer_file(path, variable).ok();
+        let path = tokenizer_file(path, around).ok();
         path.and_then(|path| std::fs::read_to_string(path).ok()).as_ref() != Some(&self.tokenizer_json)
     }
 
@@ -329,7 +329,7 @@ impl TrainingData {
         recipe: &Recipe,
         dir: &Path,
         checkpoint: &Checkpoint,
-        variable: &dyn Fn(&str) -> Option<String>,
+        around: &Surroundings<'_>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Self, TrainError> {
         let state = &checkpoint.state;
@@ -342,7 +342,7 @@ impl TrainingData {
             let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
             return Ok(Self::new(tokenizer, RowSource::shards(recipe, prepared)));
         }
-        let source = DataSource::with_tokenizer_of(Some(checkpoint), recipe, variable)?;
+        let source = DataSource::with_tokenizer_of(Some(checkpoint), recipe, around)?;
         let mut data = match source.prepare(recipe, dir, OnChange::Refuse, observe) {
             Err(TrainError::CacheInUse { what, .. }) => {
                 return Err(TrainError::other_data(dir, &format!("it {what}")));
@@ -376,12 +376,12 @@ fn is_known(prepared: &mut Prepared, [fingerprint, tokens]: [&str; 2]) -> bool {
 ///
 /// # Errors
 /// A variable that is not set; a hub that cannot be reached.
-pub fn tokenizer_file(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result<PathBuf, TrainError> {
-    let path = sieve_core::paths::expand(path, variable)?;
+pub fn tokenizer_file(path: &str, around: &Surroundings<'_>) -> Result<PathBuf, TrainError> {
+    let path = sieve_core::paths::expand(path, around.variable)?;
     if !sieve_data::is_hub_tokenizer(&path) {
         return Ok(PathBuf::from(path));
     }
-    Ok(sieve_data::hub_tokenizer(&path, HubConfig::of_cache(variable)?)?)
+    Ok(sieve_data::hub_tokenizer(&path, HubConfig::of_cache(around)?)?)
 }
 
 /// The tokenizer of a file as the recipe uses it, and the file's text.

@@ -10,7 +10,7 @@ use crate::{
 pub use ranks::check_recipe;
 use sieve_comm::Mesh;
 use sieve_core::{Recipe, ShownPath, quoted};
-use sieve_data::OnChange;
+use sieve_data::{OnChange, Surroundings};
 use sieve_hf::Checkpoint;
 use sieve_ops::TrainBackend;
 use std::path::{Path, PathBuf};
@@ -292,16 +292,16 @@ impl Session {
     }
 
     /// Finds the recipe's text files, then creates and locks the run's folder. `None` for a run that is resumed, which
-    /// has its shards. `variable` looks environment variables up.
+    /// has its shards.
     ///
     /// # Errors
     /// A path that matches no file; an unreadable tokenizer; a folder that another process trains in.
-    pub fn find_text(&mut self, variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<DataSource>, TrainError> {
+    pub fn find_text(&mut self, around: &Surroundings<'_>) -> Result<Option<DataSource>, TrainError> {
         let source = match self.resumed() {
             Some(_) => None,
             None => {
                 let begins_with = self.origin.checkpoint.as_ref();
-                Some(DataSource::with_tokenizer_of(begins_with, &self.recipe, variable)?)
+                Some(DataSource::with_tokenizer_of(begins_with, &self.recipe, around)?)
             }
         };
         self.folder.claim(&self.start)?;
@@ -327,10 +327,10 @@ impl Session {
     pub fn prepare(
         &self,
         source: Option<DataSource>,
-        variable: &dyn Fn(&str) -> Option<String>,
+        around: &Surroundings<'_>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<TrainingData, TrainError> {
-        let dir = self.data_path(variable)?;
+        let dir = self.data_path(around.variable)?;
         let on_change = match &self.recipe.data.cache_dir {
             // Other runs may be reading the shards in a shared folder.
             Some(_) => OnChange::Refuse,
@@ -338,10 +338,10 @@ impl Session {
         };
         let mut data = match (source, &self.origin.checkpoint) {
             (Some(source), _) => source.prepare(&self.recipe, &dir, on_change, observe),
-            (None, Some(checkpoint)) => TrainingData::resume(&self.recipe, &dir, checkpoint, variable, observe),
+            (None, Some(checkpoint)) => TrainingData::resume(&self.recipe, &dir, checkpoint, around, observe),
             (None, None) => unreachable!("without a checkpoint the files were listed"),
         }?;
-        data.prepare_stages(&self.recipe, (&dir, on_change), self.resumed(), variable, observe)?;
+        data.prepare_stages(&self.recipe, (&dir, on_change), self.resumed(), around, observe)?;
         Ok(data)
     }
 

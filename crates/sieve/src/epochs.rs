@@ -3,8 +3,8 @@ use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{Corpus, Prepared, SplitMeta};
 use sieve_host::environment::variable;
-use sieve_host::terminal;
 use sieve_host::text_files::{Beginning, local_tokenizer};
+use sieve_host::{hub, terminal};
 use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 
@@ -92,7 +92,7 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let no_checkpoint = None;
-    let chats = chat_format(recipe, no_checkpoint, &variable).ok()?;
+    let chats = chat_format(recipe, no_checkpoint, &hub::surroundings()).ok()?;
     let corpus = Corpus::open(config).ok()?.with_chats(chats);
     // The files of a data set on the hub are not known before it is fetched.
     let num_bytes = Some(corpus.text_bytes()).filter(|_| !corpus.files().is_empty())?;

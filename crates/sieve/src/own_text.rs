@@ -4,8 +4,8 @@ use sieve_core::Recipe;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW, TokenizerSource, steps_for_answers};
 use sieve_data::{BpeConfig, Corpus, DataError, Tokenizer};
 use sieve_host::environment::variable;
-use sieve_host::terminal;
 use sieve_host::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer};
+use sieve_host::{hub, terminal};
 use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 
@@ -70,7 +70,7 @@ impl OwnText {
             return Ok((None, false));
         };
         let no_checkpoint = None;
-        let chats = chat_format(recipe, no_checkpoint, &variable)?;
+        let chats = chat_format(recipe, no_checkpoint, &hub::surroundings())?;
         let is_divided = validation.is_none();
         let mut own = None;
         for (config, is_own) in [(Some(train), true), (validation, false)] {

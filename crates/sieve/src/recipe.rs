@@ -257,7 +257,7 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
     match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
         (Some(rows), _) => Ok(rows),
         (None, TokenizerSource::Path(path)) => {
-            let tokenizer = sieve_train::tokenizer_file(path, &variable)
+            let tokenizer = sieve_train::tokenizer_file(path, &hub::surroundings())
                 .and_then(|path| Ok(Tokenizer::from_file(&path)?))
                 .context(
                     "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \

@@ -10,113 +10,22 @@
 //! must have the listed checksum.
 
 mod client;
+mod config;
 mod models;
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::DataError;
 use client::{Checksum, Client, Download, is_hex};
+pub use config::{DownloadProgress, HubConfig, HubLimits, SeeDownload, Surroundings};
 pub use models::{HubModel, HubModelEvent, hub_model, is_hub_model};
-use sieve_core::RecipeError;
-use sieve_core::paths::expand;
 use sieve_files::{temporary_name, write_atomically};
-
-/// How to reach the hub, and where fetched files are stored until they are read.
-#[derive(Clone, PartialEq, Eq)]
-pub struct HubConfig {
-    /// URL of the hub, usually [`ENDPOINT`](Self::ENDPOINT).
-    pub endpoint: String,
-    /// Access token for repositories that are not public. It is sent only to the endpoint's host, and only over https.
-    pub token: Option<String>,
-    /// File with root certificates in PEM form, which replace the built-in web roots.
-    pub certificates: Option<PathBuf>,
-    /// Whether nothing may be asked: only what is on this disk is read.
-    pub is_offline: bool,
-    /// How long to wait for the hub.
-    pub limits: HubLimits,
-    /// Folder for listings and fetched files; nothing else may use it. Created if missing.
-    pub dir: PathBuf,
-}
-
-/// How long to wait for the hub.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HubLimits {
-    /// Longest wait for a connection, and for the next byte of an answer.
-    pub silence: Duration,
-    /// A transfer fails after this time without a new byte, if the hub has answered before. A pause that the server
-    /// requests (`Retry-After`) is respected within this time.
-    pub outage: Duration,
-    /// As `outage`, for a hub that has never answered: its address may be wrong.
-    pub first_outage: Duration,
-}
-
-impl Default for HubLimits {
-    fn default() -> Self {
-        Self {
-            silence: Duration::from_secs(60),
-            outage: Duration::from_secs(900),
-            first_outage: Duration::from_secs(5),
-        }
-    }
-}
-
-impl HubConfig {
-    /// URL of the public Hugging Face hub.
-    pub const ENDPOINT: &'static str = "https://huggingface.co";
-
-    /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE`; each may be unset or empty.
-    pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>, dir: PathBuf) -> Self {
-        let set = |value: Option<String>| value.filter(|value| !value.is_empty());
-        Self {
-            endpoint: set(variable("HF_ENDPOINT")).unwrap_or_else(|| Self::ENDPOINT.to_owned()),
-            token: set(variable("HF_TOKEN")),
-            certificates: set(variable("SSL_CERT_FILE")).map(PathBuf::from),
-            is_offline: variable(OFFLINE).is_some_and(|value| is_yes(&value)),
-            limits: HubLimits::default(),
-            dir,
-        }
-    }
-
-    /// As [`from_variables`](Self::from_variables), with the folder of `huggingface_hub`'s own cache: `HF_HUB_CACHE`,
-    /// or `hub` in `HF_HOME`.
-    ///
-    /// # Errors
-    /// No home folder is known.
-    pub fn of_cache(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, RecipeError> {
-        let named = variable("HF_HUB_CACHE").filter(|dir| !dir.is_empty());
-        let dir = match named {
-            Some(dir) => dir,
-            None => expand("${HF_HOME:-~/.cache/huggingface}/hub", variable)?,
-        };
-        Ok(Self::from_variables(variable, PathBuf::from(dir)))
-    }
-}
-
-/// The variable that forbids to ask the hub.
-const OFFLINE: &str = "HF_HUB_OFFLINE";
-
-/// Whether the value of a variable means yes, as `huggingface_hub` reads it.
-fn is_yes(value: &str) -> bool {
-    ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
-}
-
-// `Debug` is not derived, so that no message can contain the token.
-impl fmt::Debug for HubConfig {
-    fn fmt(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
-        formatter
-            .debug_struct("HubConfig")
-            .field("endpoint", &self.endpoint)
-            .field("dir", &self.dir)
-            .finish_non_exhaustive()
-    }
-}
 
 /// Whether the path of a tokenizer names a model of the hub.
 pub fn is_hub_tokenizer(path: &str) -> bool {

@@ -28,23 +28,22 @@ pub fn watch() {
     }
     // Without a handler a signal ends the program as it always does.
     let _ = ctrlc::set_handler(|| {
-        let so_far = so_far();
-        if let Some((bar, _)) = &so_far.bar {
-            bar.finish_and_clear();
-        }
-        so_far.lines().iter().for_each(|line| terminal::fault(line));
+        so_far().end().iter().for_each(|line| terminal::fault(line));
         Exit::Interrupted.now();
     });
 }
 
 impl SoFar {
-    /// How far the work came, and a line for each figure: of the parts that are done, then of the one under way.
-    fn lines(&self) -> Vec<String> {
+    /// Removes the bar. Returns how far the work came, and a line for each figure: of the parts that are done, then of
+    /// the one under way.
+    fn end(&self) -> Vec<String> {
         let first = match &self.bar {
             None => "stopped before the first result".to_owned(),
             Some((bar, what)) => {
                 let [at, of] = [bar.position(), bar.length().unwrap_or(0)].map(terminal::thousands);
                 let of = if bar.length().unwrap_or(0) > 0 { format!(" of {of}") } else { String::new() };
+                // A bar that was removed counts as full.
+                bar.finish_and_clear();
                 format!("stopped after {at}{of} {what}; nothing was saved")
             }
         };
@@ -57,7 +56,7 @@ impl SoFar {
 pub fn with_bar<T>(len: u64, what: &str, work: impl FnOnce(&ProgressBar) -> T) -> T {
     let template = match len {
         0 => format!("{{human_pos}} {what}, {{elapsed}}"),
-        _ => format!("{{bar:30}} {{human_pos}}/{{human_len}} {what}, {{eta}} left"),
+        _ => format!("{{bar:30}} {{human_pos}}/{{human_len}} {what}  {{left}}"),
     };
     terminal::with_bar(len, &template, |bar| {
         so_far().bar = Some((bar.clone(), what.to_owned()));
@@ -84,7 +83,7 @@ mod tests {
     #[test]
     fn a_stop_names_how_far_it_came_and_what_is_known() {
         let mut so_far = SoFar { bar: None, done: Vec::new(), now: None };
-        assert_eq!(so_far.lines(), ["stopped before the first result"]);
+        assert_eq!(so_far.end(), ["stopped before the first result"]);
         let bar = ProgressBar::hidden();
         bar.set_length(4000);
         bar.set_position(1200);
@@ -93,8 +92,8 @@ mod tests {
         so_far.now = Some("loss 3.1".to_owned());
         let expected =
             ["stopped after 1,200 of 4,000 tokens; nothing was saved", "  so far: piqa acc 0.5", "  so far: loss 3.1"];
-        assert_eq!(so_far.lines(), expected);
+        assert_eq!(so_far.end(), expected);
         so_far.bar = Some((ProgressBar::hidden(), "tokens".to_owned()));
-        assert_eq!(so_far.lines()[0], "stopped after 0 tokens; nothing was saved");
+        assert_eq!(so_far.end()[0], "stopped after 0 tokens; nothing was saved");
     }
 }

@@ -1,39 +1,59 @@
-//! Progress bars on standard error. A bar that would say what it says already is not written again.
-use super::{Loudness, loudness};
+//! Progress bars on standard error, a line each. Lines that would say what they say already are not written again.
+use super::{Loudness, duration, is_muted, loudness};
 use console::Term;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
-use std::fmt::Write as _;
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle, TermLike};
+use sieve_core::shown_text;
+use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+/// The bars on the screen; unset before the first.
+static BARS: OnceLock<MultiProgress> = OnceLock::new();
+
+/// Hides all bars while `print` writes to the terminal.
+pub(super) fn above_bars<T>(print: impl FnOnce() -> T) -> T {
+    match BARS.get() {
+        Some(bars) => bars.suspend(print),
+        None => print(),
+    }
+}
 
 /// Whether standard error, where progress bars go, is a terminal.
 pub fn is_interactive() -> bool {
     io::stderr().is_terminal()
 }
 
-/// A progress bar on standard error; hidden if that is no terminal or with `--quiet`.
+/// A progress bar on standard error; hidden if that is no terminal, with `--quiet`, or where another rank prints.
 pub fn progress_bar(len: u64, template: &str) -> ProgressBar {
     styled_bar(len, style(template))
 }
 
-/// The look of a bar by a template of indicatif.
+/// The look of a bar by a template of indicatif, where `{left}` is the time left.
 pub fn style(template: &str) -> ProgressStyle {
-    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    style.progress_chars("=> ").with_key("left", |state: &ProgressState, out: &mut dyn fmt::Write| {
+        // Before some of the work is done its speed is not known.
+        if !state.eta().is_zero() {
+            let _ = write!(out, "{} left", duration(state.eta().as_secs_f64()));
+        }
+    })
 }
 
 /// As [`progress_bar`], with a look of its own.
 pub fn styled_bar(len: u64, style: ProgressStyle) -> ProgressBar {
-    if !is_interactive() || loudness() == Loudness::Quiet {
+    if !is_interactive() || loudness() == Loudness::Quiet || is_muted() {
         return ProgressBar::hidden();
     }
-    let screen = Screen { term: Term::stderr(), frame: Mutex::default() };
-    let target = ProgressDrawTarget::term_like_with_hz(Box::new(screen), 10);
-    let bar = ProgressBar::with_draw_target(Some(len), target);
-    bar.set_style(style);
+    let bars = BARS.get_or_init(|| {
+        let screen = Screen { term: Term::stderr(), frame: Mutex::default() };
+        MultiProgress::with_draw_target(ProgressDrawTarget::term_like_with_hz(Box::new(screen), 10))
+    });
+    let bar = ProgressBar::with_draw_target(Some(len), ProgressDrawTarget::hidden()).with_style(style);
+    let bar = bars.add(bar);
     bar.enable_steady_tick(Duration::from_millis(250));
     bar
 }
@@ -47,7 +67,7 @@ pub fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressBar) -> 
 }
 
 /// The look of a bar of bytes.
-const BYTES: &str = "{bar:30} {bytes}/{total_bytes}, {eta} left";
+const BYTES: &str = "{wide_bar} {bytes}/{total_bytes}  {left}";
 
 /// A bar of the bytes that come into a folder while this lives.
 pub struct FolderBar {
@@ -74,11 +94,6 @@ impl FolderBar {
         }
         Self { bar, ends, looks }
     }
-
-    /// Hides the bar while `print` prints.
-    pub fn suspend(&self, print: impl FnOnce()) {
-        self.bar.suspend(print);
-    }
 }
 
 impl Drop for FolderBar {
@@ -98,6 +113,49 @@ fn folder_bytes(folder: &Path) -> u64 {
     entries
         .filter_map(|entry| Some((entry.metadata().ok()?, entry.path())))
         .fold(0, |sum, (metadata, path)| sum + if metadata.is_dir() { folder_bytes(&path) } else { metadata.len() })
+}
+
+/// A bar of the bytes of the file that is being downloaded.
+#[derive(Default)]
+pub struct DownloadBar(Mutex<Option<(String, ProgressBar)>>);
+
+impl DownloadBar {
+    /// Moves the bar of the file `name` to `num_fetched` of `num_bytes`. A file that begins takes the place of another
+    /// one, and a file that is whole has no bar.
+    pub fn see(&self, name: &str, num_fetched: u64, num_bytes: u64) {
+        let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if num_fetched >= num_bytes {
+            // A bar that is dropped goes from the screen.
+            *shown = None;
+            return;
+        }
+        match shown.as_ref().filter(|(of, _)| of == name) {
+            Some((_, bar)) => bar.set_position(num_fetched),
+            None => {
+                *shown = None;
+                let bar = progress_bar(num_bytes, &format!("downloading {{msg}} {BYTES}"));
+                bar.set_message(shown_name(name));
+                bar.set_position(num_fetched);
+                // Bytes of an earlier, broken download say nothing about the speed of this one.
+                bar.reset_eta();
+                *shown = Some((name.to_owned(), bar));
+            }
+        }
+    }
+}
+
+/// Letters of a file's name that a bar shows.
+const MOST_LETTERS: usize = 32;
+
+/// The name of a file without its folder; of a long one the end, which tells files of a data set apart.
+fn shown_name(path: &str) -> String {
+    let name = shown_text(path.rsplit('/').next().unwrap_or_default()).into_owned();
+    let num_letters = name.chars().count();
+    if num_letters <= MOST_LETTERS {
+        name
+    } else {
+        std::iter::once('…').chain(name.chars().skip(num_letters + 1 - MOST_LETTERS)).collect()
+    }
 }
 
 /// Runs `work` with a bar of `num_bytes` bytes.
@@ -123,7 +181,7 @@ struct Frame {
 }
 
 impl Frame {
-    fn add_move(&mut self, code: std::fmt::Arguments<'_>) {
+    fn add_move(&mut self, code: fmt::Arguments<'_>) {
         let place = if self.text.is_empty() { &mut self.moves } else { &mut self.text };
         place.write_fmt(code).expect("a String takes all text");
     }
@@ -145,7 +203,7 @@ impl Screen {
         self.frame.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add_move(&self, code: std::fmt::Arguments<'_>) -> io::Result<()> {
+    fn add_move(&self, code: fmt::Arguments<'_>) -> io::Result<()> {
         self.frame().add_move(code);
         Ok(())
     }
@@ -221,6 +279,27 @@ mod tests {
             std::fs::write(folder.path().join(name), vec![0; len]).expect("writable");
         }
         assert_eq!((folder_bytes(folder.path()), folder_bytes(&folder.path().join("none"))), (17, 0));
+    }
+
+    #[test]
+    fn a_download_has_a_bar_until_it_is_whole() {
+        let bar = DownloadBar::default();
+        let shown = || bar.0.lock().expect("no panic").as_ref().map(|(name, bar)| (name.clone(), bar.position()));
+        bar.see("a", 30, 100);
+        bar.see("a", 40, 100);
+        assert_eq!(shown(), Some(("a".to_owned(), 40)));
+        bar.see("b", 0, 10);
+        assert_eq!(shown(), Some(("b".to_owned(), 0)));
+        bar.see("b", 10, 10);
+        assert_eq!(shown(), None);
+    }
+
+    #[test]
+    fn a_long_name_is_shown_by_its_end() {
+        assert_eq!(shown_name("data/train-00000-of-00042.parquet"), "train-00000-of-00042.parquet");
+        let long = shown_name("a/part-00007-4b1d9f27-6f2e-4c9e-a6f9-c000.snappy.parquet");
+        assert_eq!((long.as_str(), long.chars().count()), ("…e-4c9e-a6f9-c000.snappy.parquet", MOST_LETTERS));
+        assert_eq!(shown_name("x/\u{1b}[2J"), "\\x1b[2J");
     }
 
     #[test]

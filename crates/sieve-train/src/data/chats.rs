@@ -3,7 +3,7 @@ use super::tokenizer_file;
 use crate::TrainError;
 use sieve_core::recipe::TokenizerSource;
 use sieve_core::{Recipe, ShownPath};
-use sieve_data::{ChatError, ChatFormat, ChatText};
+use sieve_data::{ChatError, ChatFormat, ChatText, Surroundings};
 use sieve_hf::{ChatTemplate, Checkpoint};
 use std::path::Path;
 use std::sync::Arc;
@@ -51,9 +51,9 @@ impl ChatFormat for Template {
 pub fn chat_format(
     recipe: &Recipe,
     checkpoint: Option<&Checkpoint>,
-    variable: &dyn Fn(&str) -> Option<String>,
+    around: &Surroundings<'_>,
 ) -> Result<Option<Arc<dyn ChatFormat>>, TrainError> {
-    Ok(chat_template(recipe, checkpoint, variable)?.map(chat_format_of))
+    Ok(chat_template(recipe, checkpoint, around)?.map(chat_format_of))
 }
 
 /// What makes texts of chats by this template.
@@ -69,7 +69,7 @@ pub fn chat_format_of(template: ChatTemplate) -> Arc<dyn ChatFormat> {
 pub fn chat_template(
     recipe: &Recipe,
     checkpoint: Option<&Checkpoint>,
-    variable: &dyn Fn(&str) -> Option<String>,
+    around: &Surroundings<'_>,
 ) -> Result<Option<ChatTemplate>, TrainError> {
     if recipe.data.messages_column.is_none() {
         return Ok(None);
@@ -77,7 +77,7 @@ pub fn chat_template(
     let TokenizerSource::Path(path) = recipe.tokenizer.source() else {
         return Err(no_template(Path::new("the recipe's tokenizer")));
     };
-    let path = tokenizer_file(path, variable)?;
+    let path = tokenizer_file(path, around)?;
     let mut found = ChatTemplate::beside(&path)?;
     if let (None, Some(checkpoint)) = (&found, checkpoint) {
         found = ChatTemplate::of_checkpoint(checkpoint, recipe)?;

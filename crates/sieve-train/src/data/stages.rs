@@ -4,7 +4,7 @@ use crate::TrainError;
 use crate::origin::saved_recipe;
 use sieve_core::Recipe;
 use sieve_core::recipe::Stage;
-use sieve_data::{OnChange, Prepared, SplitMeta};
+use sieve_data::{OnChange, Prepared, SplitMeta, Surroundings};
 use sieve_hf::Checkpoint;
 use std::path::Path;
 
@@ -18,9 +18,9 @@ fn with_paths(recipe: &Recipe) -> impl Iterator<Item = Stage> {
 }
 
 /// Lists the text of every stage, so that a path without files is refused before anything is written.
-pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<(), TrainError> {
+pub(super) fn check_stages(recipe: &Recipe, around: &Surroundings<'_>) -> Result<(), TrainError> {
     for stage in with_paths(recipe) {
-        TextSource::open(&recipe.at_stage(&stage), variable)?;
+        TextSource::open(&recipe.at_stage(&stage), around)?;
     }
     Ok(())
 }
@@ -38,7 +38,7 @@ impl TrainingData {
         recipe: &Recipe,
         (dir, on_change): (&Path, OnChange),
         resumed: Option<&Checkpoint>,
-        variable: &dyn Fn(&str) -> Option<String>,
+        around: &Surroundings<'_>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<(), TrainError> {
         let before = match resumed {
@@ -62,7 +62,7 @@ impl TrainingData {
             });
             let mut prepared = match found {
                 Some(prepared) => prepared,
-                None => self.prepare_stage(&alone, (&dir, on_change), variable, observe)?,
+                None => self.prepare_stage(&alone, (&dir, on_change), around, observe)?,
             };
             if saved.is_some_and(|saved| !super::is_known(&mut prepared, saved)) {
                 return Err(TrainError::other_data(&dir, "the text files have changed since"));
@@ -78,11 +78,11 @@ impl TrainingData {
         &self,
         alone: &Recipe,
         (dir, on_change): (&Path, OnChange),
-        variable: &dyn Fn(&str) -> Option<String>,
+        around: &Surroundings<'_>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
         let no_checkpoint = None;
-        let mut text = TextSource::open(alone, variable)?.with_chats(alone, no_checkpoint, variable)?;
+        let mut text = TextSource::open(alone, around)?.with_chats(alone, no_checkpoint, around)?;
         text.connect(dir)?;
         // A stage's text lies in a folder of the same name there.
         let name = dir.file_name().unwrap_or_default();
@@ -92,9 +92,9 @@ impl TrainingData {
 
     /// Whether a file of the recipe was changed, removed or added since the shards were made. Data sets of the hub are
     /// not checked.
-    pub fn text_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
+    pub fn text_has_changed(&self, recipe: &Recipe, around: &Surroundings<'_>) -> bool {
         let is_made_of = |prepared: &Prepared, recipe: &Recipe| {
-            let text = TextSource::open(recipe, variable)?;
+            let text = TextSource::open(recipe, around)?;
             Ok::<_, TrainError>(prepared.meta.is_made_of(&text.train, text.validation.as_ref()))
         };
         let own = self.prepared().map(|prepared| (prepared, recipe.clone()));

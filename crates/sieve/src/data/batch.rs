@@ -48,12 +48,12 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         );
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
-    let source = DataSource::open(&recipe, &sieve_host::environment::variable)?;
+    let around = sieve_host::hub::surroundings();
+    let source = DataSource::open(&recipe, &around)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
-    let variable = &sieve_host::environment::variable;
     let resumed = None;
-    data.prepare_stages(&recipe, place, resumed, variable, &mut |_event| {})?;
+    data.prepare_stages(&recipe, place, resumed, &around, &mut |_event| {})?;
     let batch = sieve_train::step_batch(&recipe, &data, args.step)?;
     let (rows, seq_len) = (batch.batch, batch.seq_len);
     let named = |name: &str, values: Vec<i32>| NamedTensor {

@@ -7,7 +7,7 @@ use sieve_core::recipe::DataFormat;
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, PreparedMeta, Progress, SplitMeta};
 use sieve_host::out_file::on_this_machine;
-use sieve_host::{terminal, text_files};
+use sieve_host::{hub, terminal, text_files};
 use sieve_train::{DataEvent, DataSource, initial_checkpoint};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -38,7 +38,8 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let on_change = if args.replace { OnChange::ReplaceDamaged } else { OnChange::Refuse };
     // A run that begins with a checkpoint reads the checkpoint's tokenizer.
     let begins_with = initial_checkpoint(&recipe)?;
-    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &sieve_host::environment::variable)?;
+    let around = hub::surroundings();
+    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &around)?;
     let source = source.looking_in(args.recipe.known_data(dir.parent().unwrap_or(&dir)));
     for corpus in source.corpora() {
         text_files::warn_of_json(corpus);
@@ -51,7 +52,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let place = (dir.as_path(), on_change);
     let observe = &mut |event| watch.see(event);
     let resumed = None;
-    data.prepare_stages(&recipe, place, resumed, &sieve_host::environment::variable, observe)?;
+    data.prepare_stages(&recipe, place, resumed, &around, observe)?;
     drop(watch);
     // With --replace, shards that are damaged have been prepared again.
     for found in data.shards().filter(|shards| shards.reused && on_change == OnChange::Refuse) {
@@ -151,7 +152,7 @@ impl<'a> Watch<'a> {
                 let bar = self.bar.get_or_insert_with(|| {
                     terminal::progress_bar(
                         bytes_total,
-                        "tokenising {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left",
+                        "tokenising {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}  {left}",
                     )
                 });
                 // bytes_total is an estimate: the text in a compressed file may be longer.

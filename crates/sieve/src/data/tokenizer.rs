@@ -6,7 +6,7 @@ use sieve_core::ShownPath;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_host::out_file::OutFile;
 use sieve_host::text_files::{Beginning, FormatArg};
-use sieve_host::{terminal, text_files};
+use sieve_host::{hub, terminal, text_files};
 use sieve_train::corpus_configs;
 use std::path::Path;
 
@@ -83,7 +83,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     args.out.check_new()?;
     let mut corpus = Corpus::open(config)?;
     // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
-    corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
+    corpus.connect(&HubConfig::new(&hub::surroundings(), args.out.with_extension("hub")))?;
     corpus.check_text_column(&args.text_column)?;
     text_files::warn_of_json(&corpus);
     terminal::line(&format!(

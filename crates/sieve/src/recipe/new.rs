@@ -11,10 +11,9 @@ use sieve_core::recipe::{
 };
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, is_hub_tokenizer};
-use sieve_host::environment::variable;
 use sieve_host::out_file::OutFile;
-use sieve_host::terminal;
 use sieve_host::text_files::remark_on_missing;
+use sieve_host::{hub, terminal};
 use sieve_train::DataSource;
 
 /// Sizes for which the program holds recipes of all kinds.
@@ -151,7 +150,7 @@ impl OwnText {
             return Ok(());
         }
         let dir = tempfile::tempdir().context("making a folder for the text's tokens")?;
-        let source = DataSource::open(recipe, &variable)?;
+        let source = DataSource::open(recipe, &hub::surroundings())?;
         source.prepare(recipe, dir.path(), OnChange::Refuse, &mut |_event| {})?;
         for text in epochs::of_run(recipe, dir.path()).into_iter().flatten() {
             if let Some([what, hint]) = text.too_short() {

@@ -28,7 +28,7 @@ use sieve_host::gpus;
 use sieve_host::interrupt::Interrupt;
 use sieve_host::on_event::{OnEvent, StallWatch};
 use sieve_host::ranks::long_patience;
-use sieve_host::{out_of_memory, room, terminal, text_files};
+use sieve_host::{hub, out_of_memory, room, terminal, text_files};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
     DataEvent, DataSource, Group, Hardware, Opened, RunRequest, Session, TrainError, TrainEvent, TrainSummary, Trainer,
@@ -325,13 +325,13 @@ fn run_steps<B: TrainBackend>(
         if matches!(event, TrainEvent::Computed(_)) {
             return;
         }
-        bar.suspend(|| show(log, &event));
+        show(log, &event);
         exporter.see(&event);
         stalls.iter().for_each(StallWatch::restart);
         if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
             && let Some(table) = profile.after(report)
         {
-            bar.suspend(|| log.line(&table));
+            log.line(&table);
         }
     });
     drop(stalls);
@@ -359,7 +359,8 @@ fn profile<B: TrainBackend>(
 /// Prepares the shards and the tokenizer, with a progress bar or lines, or takes them from one of the folders `known`.
 /// Locks the output folder once the recipe's text files are found.
 fn prepare(session: &mut Session, known: Vec<PathBuf>, log: &Log) -> Result<TrainingData> {
-    let source = session.find_text(&variable)?.map(|source| source.looking_in(known));
+    let around = hub::surroundings();
+    let source = session.find_text(&around)?.map(|source| source.looking_in(known));
     for corpus in source.iter().flat_map(DataSource::corpora) {
         if let Some(words) = text_files::table_as_text(corpus) {
             log.always(&format!("warning: {words}"));
@@ -371,7 +372,7 @@ fn prepare(session: &mut Session, known: Vec<PathBuf>, log: &Log) -> Result<Trai
     let say = |line: &str| log.line(line);
     let has_lines = false;
     let mut watch = Watch::new(["tokenizer: ", "data: "], has_lines, &say);
-    let data = session.prepare(source, &variable, &mut |event: DataEvent| watch.see(event))?;
+    let data = session.prepare(source, &around, &mut |event: DataEvent| watch.see(event))?;
     drop(watch);
     let seconds = (data.tokenizer_time + data.prepare_time).as_secs_f64();
     let Some(prepared) = data.prepared() else {
@@ -389,10 +390,10 @@ fn prepare(session: &mut Session, known: Vec<PathBuf>, log: &Log) -> Result<Trai
         session.data_path(&variable)?.shown(),
     ));
     let (recipe, resumed) = (session.recipe(), session.resumed());
-    let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
+    let has_changed = resumed.is_some() && data.text_has_changed(recipe, &around);
     let lines = account::lines("data: ", &data, has_changed);
     lines.iter().for_each(|line| log.line(line));
-    if resumed.is_some() && data.tokenizer_has_changed(recipe, &variable) {
+    if resumed.is_some() && data.tokenizer_has_changed(recipe, &around) {
         log.line(
             "data: the file of tokenizer.path has changed or is gone; the run continues with the checkpoint's \
              tokenizer",

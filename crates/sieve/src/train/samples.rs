@@ -5,7 +5,7 @@ use burn::module::AutodiffModule;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::Tokenizer;
 use sieve_hf::{ChatMessage, ChatTemplate, end_ids};
-use sieve_host::environment::variable;
+use sieve_host::hub;
 use sieve_infer::{GenerateConfig, Generator, InferError, Sampling};
 use sieve_ops::TrainBackend;
 use sieve_train::{Session, Trainer, chat_template};
@@ -25,10 +25,12 @@ pub(super) struct Prompts {
 }
 
 impl Prompts {
+    /// What prompts of a session's samples need.
     pub(super) fn of(session: &Session) -> Self {
         let checkpoint = session.origin().checkpoint.as_ref();
+        let template = chat_template(session.recipe(), checkpoint, &hub::surroundings());
         Self {
-            template: chat_template(session.recipe(), checkpoint, &variable).map_err(|error| error.to_string()),
+            template: template.map_err(|error| error.to_string()),
             of_model: checkpoint.map_or(session.path(), |found| &found.path).to_owned(),
         }
     }

@@ -60,11 +60,6 @@ impl StepBar {
         self.bar.set_position((steps * PLACES) as u64);
     }
 
-    /// Hides the bar while `print` prints.
-    pub(super) fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
-        self.bar.suspend(print)
-    }
-
     /// Removes the bar.
     pub(super) fn clear(&self) {
         self.bar.finish_and_clear();

@@ -93,7 +93,7 @@ fn write(
 ) -> Result<()> {
     let cannot = || format!("cannot write {}", args.out.shown());
     let mut file = BufWriter::new(File::create(path).with_context(cannot)?);
-    let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
+    let template = "{bar:30} {human_pos}/{human_len} samples  {left}";
     terminal::with_bar(args.samples, template, |bar| {
         for number in 0..args.samples {
             let task = tasks[(number % tasks.len() as u64) as usize];

@@ -14,7 +14,7 @@ use ureq::http::{Response, Uri, header};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
-use super::{HubConfig, HubLimits, OFFLINE};
+use super::config::{DownloadProgress, HubConfig, HubLimits, OFFLINE, SeeDownload};
 use crate::error::DataError;
 
 /// A download fails if its mean rate is below this, in bytes per second.
@@ -127,6 +127,7 @@ pub(super) struct Client {
     token: Option<String>,
     is_offline: bool,
     limits: HubLimits,
+    see_download: SeeDownload,
     /// Whether the endpoint has ever answered, even with an error.
     has_answered: AtomicBool,
 }
@@ -160,6 +161,7 @@ impl Client {
             endpoint,
             is_offline: config.is_offline,
             limits: config.limits,
+            see_download: config.see_download.clone(),
             has_answered: AtomicBool::new(false),
         })
     }
@@ -246,6 +248,9 @@ impl Client {
         // A longer body is cut off here; the checksum then decides.
         let mut body = body.into_reader().take(total - num_fetched);
         let mut buffer = vec![0; 1 << 18];
+        let see =
+            |num_fetched| (self.see_download)(DownloadProgress { name: file.name, num_fetched, num_bytes: total });
+        see(num_fetched);
         let ended = loop {
             match body.read(&mut buffer) {
                 Ok(0) => break None,
@@ -253,6 +258,7 @@ impl Client {
                     *has_progressed = true;
                     out.write(&buffer[..len])?;
                     num_fetched += len as u64;
+                    see(num_fetched);
                 }
                 Err(error) => break Some(error.to_string()),
             }
@@ -415,14 +421,16 @@ fn certificates(path: &Path) -> Result<Vec<ureq::tls::Certificate<'static>>, Dat
 
 #[cfg(test)]
 mod tests {
+    use super::super::Surroundings;
     use super::*;
 
     #[test]
     fn the_access_token_is_kept_for_an_https_endpoint_alone() {
         let token = |endpoint: &str| {
+            let variable = |name: &str| (name == "HF_ENDPOINT").then(|| endpoint.to_owned());
             let config = HubConfig {
                 token: Some("secret".to_owned()),
-                ..HubConfig::from_variables(&|name| (name == "HF_ENDPOINT").then(|| endpoint.to_owned()), "x".into())
+                ..HubConfig::new(&Surroundings::unseen(&variable), "x".into())
             };
             Client::new(&config).unwrap().token.is_some()
         };

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use parquet::basic::Compression;
 
@@ -74,6 +75,7 @@ impl Server {
                 outage: Duration::from_secs(4),
                 first_outage: Duration::from_secs(1),
             },
+            see_download: Arc::new(|_| {}),
             dir: dir.join("hub"),
         }
     }
@@ -271,6 +273,59 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     // The second reading uses the fetched file.
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert_eq!(server.requests("two/train"), requests);
+}
+
+/// Settings of a server, and what is seen of downloads with them: name, fetched bytes and size.
+fn seen_config(server: &Server, dir: &Path) -> (HubConfig, Arc<Mutex<Vec<(String, u64, u64)>>>) {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let kept = Arc::clone(&seen);
+    let see_download: SeeDownload = Arc::new(move |progress: DownloadProgress<'_>| {
+        let DownloadProgress { name, num_fetched, num_bytes } = progress;
+        kept.lock().unwrap().push((name.to_owned(), num_fetched, num_bytes));
+    });
+    (HubConfig { see_download, ..server.config(dir) }, seen)
+}
+
+#[test]
+fn the_bytes_of_a_download_are_seen_in_order_and_a_resumed_one_begins_where_it_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    // A megabyte takes several reads.
+    let line = b"{\"text\": \"a line of text that is long enough to count\"}\n";
+    let text = line.repeat((1 << 20) / line.len());
+    let size = text.len() as u64;
+    let server = Server::new(&[("one/a.jsonl", text), ("one/b.jsonl", line.to_vec())]);
+    let half = size / 2;
+    server.set(|state| state.break_off = Some((half as usize, 1)));
+    let (config, seen) = seen_config(&server, dir.path());
+    let mut corpus = Corpus::open(CorpusConfig::jsonl(vec!["hf://datasets/me/texts/one".into()], "text")).unwrap();
+    corpus.connect(&config).unwrap();
+    assert!(seen.lock().unwrap().is_empty(), "a listing is no download");
+    texts(&corpus).unwrap();
+    let calls = std::mem::take(&mut *seen.lock().unwrap());
+    let of = |name: &str| calls.iter().filter(|call| call.0 == name).cloned().collect::<Vec<_>>();
+    let (first, second) = (of("one/a.jsonl"), of("one/b.jsonl"));
+    assert_eq!([&first[..], &second[..]].concat(), calls, "one file after the other");
+    assert!(first.iter().all(|call| call.2 == size));
+    let fetched = first.iter().map(|call| call.1).collect::<Vec<_>>();
+    assert!(fetched.is_sorted(), "{fetched:?}");
+    // The connection ended at the half: the second request begins there, and says so before its first byte.
+    let at_half = fetched.iter().filter(|&&bytes| bytes == half).count();
+    assert_eq!((fetched[0], at_half, fetched[fetched.len() - 1]), (0, 2, size), "{fetched:?}");
+    assert!(fetched.len() >= 6, "{fetched:?}");
+    assert_eq!(server.requests("a.jsonl"), [0, half as usize]);
+    let len = line.len() as u64;
+    assert_eq!(second.iter().map(|call| (call.1, call.2)).collect::<Vec<_>>(), [(0, len), (len, len)]);
+    // What is on this disk is not downloaded again.
+    texts(&corpus).unwrap();
+    assert!(seen.lock().unwrap().is_empty());
+    // A later process finds the part that an earlier one left.
+    let path = local_path(&corpus);
+    let left = fs::read(&path).unwrap()[..1000].to_vec();
+    fs::remove_file(&path).unwrap();
+    fs::write(temporary_name(&path), left).unwrap();
+    texts(&corpus).unwrap();
+    let calls = seen.lock().unwrap();
+    assert_eq!((calls[0].1, calls[calls.len() - 1].1), (1000, size));
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod by_phase;
 use crate::draw::grid::{Map, MapCell, Picture};
 use anyhow::{Result, bail};
 use clap::Args;
+use serde_json::{Value, json};
 use sieve_core::{ShownPath, attention_label};
 use sieve_data::Tokenizer;
 use sieve_eval::{Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleReport, linear_grid, needle};
@@ -201,14 +202,9 @@ fn haystack(args: &NeedleArgs, wanted: usize, tokenizer: &Tokenizer) -> Result<H
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 
-/// Prints, for each method, how many needles it found and its mean rank; or one JSON object.
-fn print<B: DeviceBackend>(
-    args: &NeedleArgs,
-    loaded: &LoadedModel<B>,
-    config: &NeedleConfig,
-    reports: &[NeedleReport],
-) -> Result<()> {
-    let json = serde_json::json!({
+/// The first keys of the JSON object: which model was asked, and how.
+fn head<B: DeviceBackend>(args: &NeedleArgs, loaded: &LoadedModel<B>) -> Value {
+    json!({
         "attention": attention_label(&loaded.shape),
         "trained_length": loaded.trained_len(),
         "data": args.data,
@@ -216,8 +212,18 @@ fn print<B: DeviceBackend>(
         "stream": args.sparse.stream,
         "seed": args.seed,
         "buffer": args.buffer,
-        "methods": reports,
-    });
+    })
+}
+
+/// Prints, for each method, how many needles it found and its mean rank; or one JSON object.
+fn print<B: DeviceBackend>(
+    args: &NeedleArgs,
+    loaded: &LoadedModel<B>,
+    config: &NeedleConfig,
+    reports: &[NeedleReport],
+) -> Result<()> {
+    let mut json = head(args, loaded);
+    json["methods"] = json!(reports);
     if args.result.report(loaded, COMMAND, json)? {
         return Ok(());
     }

@@ -1,9 +1,10 @@
 //! `sieve eval needle --phases`: each needle at every position modulo a period.
-use super::{NeedleArgs, haystack};
+use super::{NeedleArgs, haystack, head};
 use crate::draw::phases::{self, Column, Row};
 use crate::eval::phases::{Scored, period, print_legend};
 use anyhow::{Result, bail};
-use sieve_core::{ShownPath, attention_label};
+use serde_json::json;
+use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
 use sieve_eval::{NUM_DISTRACTORS, NeedleConfig, NeedlePhases, needle_by_phase};
 use sieve_hf::LoadedModel;
@@ -101,19 +102,11 @@ fn print<B: DeviceBackend>(
     period: usize,
     reports: &[NeedlePhases],
 ) -> Result<()> {
-    let json = serde_json::json!({
-        "attention": attention_label(&loaded.shape),
-        "trained_length": loaded.trained_len(),
-        "data": args.data,
-        "chunk": args.sparse.chunk,
-        "stream": args.sparse.stream,
-        "seed": args.seed,
-        "buffer": args.buffer,
-        "lengths": config.lengths,
-        "depths": config.depths,
-        "period": period,
-        "methods": reports,
-    });
+    let mut json = head(args, loaded);
+    json["lengths"] = json!(config.lengths);
+    json["depths"] = json!(config.depths);
+    json["period"] = json!(period);
+    json["methods"] = json!(reports);
     if args.result.report(loaded, COMMAND, json)? {
         return Ok(());
     }
