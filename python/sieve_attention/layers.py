@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from . import _axes, _config, _dma, _foreign, functional
 from . import definitions as d
 from ._library import SieveError
+from ._parts import Cache, RMSNorm, Rotary, cast
 from .functional import Documents, NsaBlocks
 
 if TYPE_CHECKING:
@@ -56,79 +57,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Cache:
-    """What one layer keeps of the tokens before a call, for rows of equal length: `capacity` tokens at most.
-
-    A layer fills it; `length` counts the tokens that it has seen. The tensors are made by the first call, with its
-    batch, type and device. DMA keeps `keep_window_size` tokens of them and needs no capacity.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.length = capacity, 0
-        self.tensors: dict[str, Tensor] = {}
-
-    def append(self, name: str, new: Tensor, at: int | None = None) -> Tensor:
-        """Writes new `[batch, tokens, heads, width]` behind the tokens that are there; returns what is in use,
-        `[batch, heads, tokens, width]`."""
-        at, new = self.length if at is None else at, new.transpose(1, 2)
-        end = at + new.shape[2]
-        if end > self.capacity:
-            raise SieveError(f"a cache of {self.capacity} tokens gets {end}\n  hint: Cache(capacity) with more")
-        if name not in self.tensors:
-            self.tensors[name] = new.new_zeros(*new.shape[:2], self.capacity, *new.shape[3:])
-        self.tensors[name][:, :, at:end] = new
-        return self.tensors[name][:, :, :end]
-
-    def lengths(self, like: Tensor, more: int = 0) -> Tensor:
-        """Tokens of each row and `more`, as the decode functions take them."""
-        return torch.full((len(like),), self.length + more, dtype=torch.int32, device=like.device)
-
-
-def _cast(x: Tensor) -> Tensor:
-    """x as kernels and caches take it: under autocast in its type, in which norms and rotations do not end."""
-    device = x.device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)
-    return x.to(torch.get_autocast_dtype(device)) if is_cast else x
-
-
-class RMSNorm(nn.Module):
-    """x by its root mean square and a weight, in f32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x.float() * self.inverse(x)).to(x.dtype)
-
-    def inverse(self, x: Tensor) -> Tensor:
-        """1 / the root mean square, `[.., 1]`."""
-        return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-class Rotary(nn.Module):
-    """Rotates the halves of each head by its position; without frequencies by those of rope_theta."""
-
-    def __init__(self, theta: float, frequencies: Sequence[float] | None, amplitude: float, rotates: bool) -> None:
-        super().__init__()
-        self.theta, self.frequencies = theta, frequencies
-        # The factor of cosines and sines is part of the rotation.
-        self.amplitude, self.rotates = amplitude if rotates else 1.0, rotates
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: `[batch, tokens, heads, width]`; positions: `[batch or 1, tokens]`."""
-        if not self.rotates:
-            return x
-        half = x.shape[-1] // 2
-        frequency = self.theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-        if self.frequencies is not None:
-            frequency = torch.tensor(self.frequencies, device=x.device, dtype=torch.float64)
-        angle = positions[..., None, None] * frequency
-        cos, sin = ((function(angle) * self.amplitude).float() for function in (torch.cos, torch.sin))
-        x1, x2 = x.float().chunk(2, -1)
-        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
-
-
 def _positions(x: Tensor, documents: Documents | None, cache: Cache | None) -> Tensor:
     """The number of each token in its document, `[batch or 1, tokens]`."""
     index = torch.arange(x.shape[1], device=x.device)[None]
@@ -141,7 +69,7 @@ EMPTY_PLACE = 2**31 - 1
 
 
 def _is_step(x: Tensor, documents: Documents | None, cache: Cache | None) -> bool:
-    """Whether the call adds to a cache that already has tokens. `DenseAttention` takes several new tokens one by one."""
+    """Whether the call adds to a cache that already has tokens. `DenseAttention` takes several new ones one by one."""
     if cache is not None and documents is not None:
         raise SieveError("a row of several documents has no cache\n  hint: give each document a row")
     return cache is not None and cache.length > 0
@@ -227,7 +155,7 @@ class DenseAttention(_Layer):
         if _is_step(x, documents, cache) and x.shape[1] > 1:
             return torch.cat([self.forward(token, cache=cache) for token in x.split(1, 1)], 1)
         positions = _positions(x, documents, cache)
-        q = _cast(self.rotary(self.q_norm(self.heads(self.q_proj(x))), positions))
+        q = cast(self.rotary(self.q_norm(self.heads(self.q_proj(x))), positions))
         if cache is not None and cache.length:
             o = self.step(x, q, positions, cache)
         else:
@@ -239,7 +167,7 @@ class DenseAttention(_Layer):
     def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, `[batch, tokens, KV heads, head_dim]`."""
         k = self.rotary(self.k_norm(self.heads(self.k_proj(x))), positions)
-        return _cast(k), self.heads(self.v_proj(x))
+        return cast(k), self.heads(self.v_proj(x))
 
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
@@ -254,7 +182,7 @@ class DenseAttention(_Layer):
         """The same of one token a row behind a cache."""
         k, v = self.keys(x, positions)
         self.keep(cache, k=k, v=v)
-        sinks = None if self.sinks is None else _cast(self.sinks)
+        sinks = None if self.sinks is None else cast(self.sinks)
         return self.read(q, cache, window=self.window_size, sinks=sinks)
 
     @staticmethod
@@ -463,7 +391,7 @@ class MSA(_BlocksAttention):
         x = x.detach()
         q, k = self.heads(self.index_q_proj(x)), self.heads(self.index_k_proj(x))
         q, k = self.rotary(self.index_q_norm(q), positions), self.rotary(self.index_k_norm(k), positions)
-        return _cast(q), _cast(k)
+        return cast(q), cast(k)
 
     def whole(
         self, x: Tensor, q: Tensor, positions: Tensor, documents: Documents | None, cache: Cache | None
@@ -586,14 +514,14 @@ class NativeSparseAttention(_BlocksAttention):
         k = self.k_norm(self.heads(getattr(self, f"{source}k_proj")(x)))
         is_plain = name == "compress" and self.compress == "mlp"
         k = k * self.rotary.amplitude if is_plain else self.rotary(k, positions)
-        return _cast(k), self.heads(getattr(self, f"{source}v_proj")(x))
+        return cast(k), self.heads(getattr(self, f"{source}v_proj")(x))
 
     def coarse_query(self, x: Tensor, q: Tensor) -> Tensor:
         """The query of the compressed branch."""
         if self.compress == "mean":
             return q
         plain = self.q_norm(self.heads(self.q_proj(x)))
-        return _cast(plain * self.rotary.amplitude)
+        return cast(plain * self.rotary.amplitude)
 
     def compressed(self, k: Tensor, v: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
         """One key and value a block, `[batch, slots, KV heads, width]`, where the functions look for them."""
@@ -717,7 +645,7 @@ class LatentAttention(_Layer):
         q = torch.cat([q[..., :width], self.rotary(q[..., width:], positions)], -1)
         k_rope = self.rotary(k_rope, positions)
         if cache is not None:
-            cache.append("latent", _cast(torch.cat([latent[:, :, None], k_rope], -1)))
+            cache.append("latent", cast(torch.cat([latent[:, :, None], k_rope], -1)))
             if inverse is not None:
                 cache.append("inverse", inverse)
         o = self.folded(q, cache) if is_step and cache is not None else self.unfolded(q, kv, k_rope, inverse, documents)
