@@ -36,8 +36,8 @@ pub struct CheckArgs {
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case, some of NSA's where it is over 200
     #[arg(long, default_value_t = 700)]
     pub(super) longest: usize,
-    /// Reach every family with few calls of short rows, for the first look at a GPU: some minutes where nothing else
-    /// runs
+    /// Reach every family with few calls of short rows, for the first look at a GPU: some two minutes on
+    /// an H200
     #[arg(long, conflicts_with_all = ["cases", "longest"])]
     pub(super) short: bool,
     /// Seed of the random shapes and inputs of calls
