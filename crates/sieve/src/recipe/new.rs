@@ -39,7 +39,8 @@ pub(crate) struct NewArgs {
     /// Parameters besides the embedding, about: 1m takes two minutes on a CPU, 10m hours there or minutes on a GPU
     #[arg(long, default_value = "1m", value_parser = sizes())]
     size: String,
-    /// Tokens of a row, with about as many tokens a step; the size's own when absent
+    /// Tokens of a row, with about as many tokens a step; the size's own when absent. Of stages with rows of several
+    /// lengths it is the longest, and the others are scaled
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Which attention: dense (mha), sliding window, latent, native sparse, dynamic mask
@@ -215,39 +216,50 @@ fn of_size(args: &NewArgs, own: Option<&OwnText>, sets: &[String]) -> Result<Rec
     let vocab_size = own.map_or(TRAINED.vocab_size, |own| vocab_size_for_text(own.num_bytes, TRAINED.vocab_size));
     recipe.tokenizer.train = Some(TokenizerTraining { vocab_size, ..TRAINED });
     if let Some(context) = context {
-        set_context(&mut recipe, context)?;
+        set_context(&mut recipe, context);
     }
-    if let Some(own) = own.filter(|_| !recipe.stage.is_empty()) {
-        // Each stage has its own steps; how to shorten these is left to the user.
+    if let Some(own) = own {
         let tokens_per_step = recipe.training.tokens_per_step();
-        if own.num_tokens < least_tokens(tokens_per_step) {
-            return Err(own.too_little(&args.size, tokens_per_step, "stage.1.steps"));
-        }
-    } else if let Some(own) = own {
-        let training = &mut recipe.training;
-        let fitted = steps_for_text(own.num_tokens, training.tokens_per_step(), training.steps);
-        training.steps =
-            fitted.ok_or_else(|| own.too_little(&args.size, training.tokens_per_step(), "training.steps"))?;
-        let warmup_steps = &mut recipe.lr_scheduler.warmup_steps;
-        *warmup_steps = (*warmup_steps).min(training.steps / 5);
+        let key = if recipe.stage.is_empty() { "training.steps" } else { "stage.1.steps" };
+        let fitted = steps_for_text(own.num_tokens, tokens_per_step, recipe.training.steps);
+        set_steps(&mut recipe, fitted.ok_or_else(|| own.too_little(&args.size, tokens_per_step, key))?);
     }
     // The template, unlike the TOML, leaves out what follows from other values, which --set may change.
     Ok(Recipe::load(&recipe.to_template()?, "the new recipe", sets)?)
 }
 
-/// Sets the row length to `seq_len`, and scales the batch sizes so that a step and a micro-batch keep about the same
-/// number of tokens.
-fn set_context(recipe: &mut Recipe, seq_len: usize) -> Result<()> {
-    if !recipe.stage.is_empty() {
-        bail!("--context is for recipes without [[stage]]\n  hint: --set stage.1.seq_len=N, and stage.2 alike");
-    }
+/// Sets the length of the longest stage's rows to `seq_len`, and scales the rows of other stages with it. Batch sizes
+/// follow, so that a step and a micro-batch keep about the same number of tokens.
+fn set_context(recipe: &mut Recipe, seq_len: usize) {
+    let longest = recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or(seq_len);
+    let resize = |row: &mut usize, local: &mut usize, global: &mut usize| {
+        let before = *row;
+        *row = (before * seq_len / longest).max(1);
+        let rows = |rows: usize| (rows * before / *row).max(1);
+        let rounds = rows(*global).div_ceil(rows(*local));
+        *local = rows(*local);
+        *global = rounds * *local;
+    };
     let training = &mut recipe.training;
-    let rows = |rows: usize| (rows * training.seq_len / seq_len).max(1);
-    let local = rows(training.local_batch_size);
-    let rounds = rows(training.global_batch_size).div_ceil(local);
-    training.seq_len = seq_len;
-    training.local_batch_size = local;
-    training.global_batch_size = rounds * local;
+    resize(&mut training.seq_len, &mut training.local_batch_size, &mut training.global_batch_size);
+    for stage in &mut recipe.stage {
+        resize(&mut stage.seq_len, &mut stage.local_batch_size, &mut stage.global_batch_size);
+    }
     recipe.model.max_position_embeddings = seq_len;
-    Ok(())
+}
+
+/// Sets the number of steps, and shortens stages in proportion, each to one step at least. The learning rate warms up
+/// over a fifth of the steps at most.
+fn set_steps(recipe: &mut Recipe, steps: usize) {
+    let before = recipe.training.steps.max(1);
+    let (mut passed, mut end) = (0, 0);
+    for stage in &mut recipe.stage {
+        passed += stage.steps;
+        let begin = end;
+        end = (passed * steps / before).max(begin + 1);
+        stage.steps = end - begin;
+    }
+    recipe.training.steps = if recipe.stage.is_empty() { steps } else { end };
+    let warmup_steps = &mut recipe.lr_scheduler.warmup_steps;
+    *warmup_steps = (*warmup_steps).min(recipe.training.steps / 5);
 }
