@@ -313,11 +313,10 @@ fn find(recipe: &str) -> Result<Found> {
     }
     let given = PathBuf::from(recipe);
     if given.is_dir() {
-        let names = in_folder(&given);
-        let hint = if names.is_empty() {
-            "name a file".to_owned()
-        } else {
-            format!("name one of its files: {}", list(&names))
+        let names: Vec<String> = in_folder(&given).into_iter().collect();
+        let hint = match names.as_slice() {
+            [] => "name a file".to_owned(),
+            names => format!("name one of its files: {}", names.join(", ")),
         };
         bail!("--recipe {recipe} is a folder\n  hint: {hint}");
     }
@@ -345,18 +344,9 @@ fn find(recipe: &str) -> Result<Found> {
         let nearest = nearest.into_iter().find(|words| !words.is_empty()).unwrap_or_default();
         format!(
             "there is no recipe {recipe}{nearest}\n  looked at: {recipe}, in {FOLDER}/, and inside the program\n  \
-             hint: name a file, or one of: {}",
-            list(&names)
+             hint: name a file, or a recipe that `sieve recipe show` lists"
         )
     })
-}
-
-/// The names behind each other, for a message.
-fn list(names: &BTreeSet<String>) -> String {
-    if names.is_empty() {
-        return "(there is none)".to_owned();
-    }
-    names.iter().cloned().collect::<Vec<_>>().join(", ")
 }
 
 /// Names of the recipes in a folder.
