@@ -1,7 +1,7 @@
 //! On a CPU a token has one log-probability, to the bit, whoever asks: the trainer's pass over whole rows, `eval`,
 //! `generate`, and `serve` with any neighbours, for every kind of attention and for f32 and bf16 weights.
 use crate::random_model::{
-    CONTEXT, EIGHT, VOCAB_SIZE, ids, kinds, random_model, random_model_of, recipe, recipe_with_context,
+    CONTEXT, EIGHT, VOCAB_SIZE, greedy, ids, kinds, random_model, random_model_of, recipe, recipe_with_context, tokens,
     write_checkpoint,
 };
 use crate::serve::Served;
@@ -11,7 +11,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
 use serde_json::{Value, json};
 use sieve_hf::Kept;
-use sieve_infer::{Continuation, OpenTexts, score_prompts};
+use sieve_infer::{BatchGenerator, Continuation, Drawn, GenerateConfig, Generator, OpenTexts, Sampling, score_prompts};
 use sieve_nn::{KvCache, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend, token_loss_on_host};
 use sieve_testing::Random;
@@ -157,11 +157,10 @@ impl<'a> Case<'a> {
             while !waiting.is_empty() && (open.is_empty() || self.random.chance(0.6)) {
                 let text = waiting.swap_remove(self.random.below(waiting.len()));
                 let prompt = self.random.between(1, texts[text].len() + 1);
-                let next = |logits: &[f32]| {
-                    self.check("a prompt", text, prompt, logits);
-                    Ok(Some((text, prompt)))
-                };
-                open.join(&texts[text][..prompt], next).expect("a prompt");
+                let mut begun = open.before(&texts[text][..prompt]).expect("a prompt");
+                let logits = begun.read(&texts[text][..prompt]).expect("a prompt");
+                self.check("a prompt", text, prompt, &logits);
+                open.add(begun, (text, prompt));
             }
             let token = |&(text, read): &(usize, usize)| texts[text].get(read).copied();
             let next = |(text, read): &mut (usize, usize), logits: &[f32]| {
@@ -260,6 +259,71 @@ fn a_token_has_one_log_probability_whoever_asks() {
     });
     let [tokens, compared] = [0, 1].map(|at| counts.iter().map(|count| count[at]).sum::<usize>());
     assert!(tokens >= 10_000 && compared > 3 * tokens, "{tokens} tokens, compared {compared} times");
+}
+
+#[test]
+fn generated_tokens_have_the_log_probabilities_of_whole_rows_also_the_token_that_ends_a_text() {
+    for [kind, model_lines, attention] in kinds() {
+        let model = random_model(&recipe(model_lines, attention), 5);
+        let device = Default::default();
+        let config = |seed, eos_id| GenerateConfig {
+            sampling: Sampling { temperature: 0.9, top_p: 0.95, top_k: None, seed },
+            eos_id,
+            ..greedy(20)
+        };
+        let check = |way: &str, prompt: &[u32], drawn: &[Drawn]| {
+            let new = drawn.iter().map(|drawn| drawn.token.expect("finite"));
+            let row: Vec<u32> = prompt.iter().copied().chain(new).collect();
+            let all = losses_of_rows(&model, &[&row], row.len()).remove(0);
+            let expected: Vec<u64> = all[prompt.len() - 1..].iter().map(|score| score.to_bits()).collect();
+            let found: Vec<u64> = drawn.iter().map(|drawn| drawn.log_probability.to_bits()).collect();
+            assert_eq!(found, expected, "{kind}, {way}");
+        };
+        let alone = |prompt: &[u32], config| {
+            let mut generator = Generator::new(&model, prompt, config, &device).expect("it fits").with_scores(true);
+            let mut drawn = Vec::new();
+            while let Some(token) = generator.next() {
+                assert_eq!(generator.last_drawn().expect("a token").token, Some(token.expect("finite")));
+                drawn.extend(generator.last_drawn());
+            }
+            if drawn.len() < 20 {
+                drawn.extend(generator.last_drawn());
+            }
+            drawn
+        };
+        let prompt = tokens(11, 4);
+        let free = alone(&prompt, config(7, VOCAB_SIZE as u32));
+        assert_eq!(free.len(), 20, "{kind}");
+        check("alone", &prompt, &free);
+        // A token that comes on the way ends this text.
+        let eos = free[9].token.expect("finite");
+        let ended = alone(&prompt, config(7, eos));
+        assert!(ended.len() <= 10 && ended.last().is_some_and(|last| last.token == Some(eos)), "{kind}");
+        check("ended", &prompt, &ended);
+
+        let prompts = [tokens(29, 3), tokens(1, 8), prompt];
+        let together = [
+            BatchGenerator::new(&model, &prompts[0], config(6, eos), 3, &device).expect("it fits"),
+            BatchGenerator::of_prompts(&model, &prompts, config(6, eos), &device).expect("they fit"),
+        ];
+        for (way, generator) in ["samples", "prompts"].into_iter().zip(together) {
+            let mut generator = generator.with_scores(true);
+            let mut texts: [(Vec<Drawn>, bool); 3] = Default::default();
+            while let Some(step) = generator.next() {
+                for (at, token) in step.expect("finite").into_iter().enumerate() {
+                    let (drawn, has_ended) = &mut texts[at];
+                    if !*has_ended {
+                        drawn.extend(generator.last_drawn(at));
+                    }
+                    *has_ended |= token.is_none();
+                }
+            }
+            for (at, (drawn, _)) in texts.iter().enumerate() {
+                let prompt = if way == "samples" { &prompts[0] } else { &prompts[at] };
+                check(way, prompt, drawn);
+            }
+        }
+    }
 }
 
 #[test]

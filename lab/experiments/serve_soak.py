@@ -5,11 +5,11 @@
 Clients ask for texts of all lengths, streams (a third of which they leave), several samples, scores, structures and
 chats of several turns, and make mistakes: broken JSON, unknown keys, prompts that are too long, half a request. At
 random moments the process is frozen (SIGSTOP) for up to three seconds. Then the server is started --stops times more,
-and stopped (SIGTERM) at a random moment while streams are read and
-one is not.
+and stopped (SIGTERM) at a random moment while streams are read
+and one is not.
 
-Prints a line of JSON: requests by answer, the longest one in seconds, resident memory in MiB (the median of each third of
-the time), and seconds and exit code of each stop. Exits with 1 if an answer was not the expected one or took over
+Prints a line of JSON: requests by answer, the longest one in seconds, allocated memory in MiB (RssAnon, the median of each third
+of the time), and seconds and exit code of each stop. Exits with 1 if an answer was not the expected one or took over
 --stuck seconds, if the last third's memory is over 1.02 times that of the second, if a stop took over 33 seconds, or if
 a stream ended without a last event.
 """
@@ -151,7 +151,7 @@ def freezes(server, draw, until):
 
 
 def soak(server, words):
-    """The answers, and resident memory in MiB by thirds of the time."""
+    """The answers, and allocated memory in MiB by thirds of the time."""
     count, until = Count(), time.monotonic() + words.seconds
     threads = [threading.Thread(target=client, args=(server, count, words.seed * 1000 + at, until)) for at in range(words.clients)]
     threads.append(threading.Thread(target=freezes, args=(server, random.Random(words.seed), until)))
@@ -159,12 +159,12 @@ def soak(server, words):
         thread.start()
     memory = []
     while time.monotonic() < until:
-        memory.append(server.resident())
+        memory.append(server.resident("RssAnon"))
         time.sleep(0.5)
     for thread in threads:
         thread.join()
     third = max(len(memory) // 3, 1)
-    return count, [statistics.median(memory[at:at + third]) for at in (0, third, len(memory) - third)]
+    return count, [round(statistics.median(memory[at:at + third]), 1) for at in (0, third, len(memory) - third)]
 
 
 def stopped(words, flags, draw):
@@ -221,7 +221,7 @@ def main():
     draw = random.Random(words.seed)
     stops = [stopped(words, flags, draw) for _ in range(words.stops)]
     print(json.dumps({"requests": sum(count.answers.values()), "answers": dict(sorted(count.answers.items())),
-                      "wrong": count.wrong, "longest": round(count.longest, 1), "resident_mib": memory, "stops": stops}))
+                      "wrong": count.wrong, "longest": round(count.longest, 1), "allocated_mib": memory, "stops": stops}))
     is_flat = memory[2] <= 1.02 * memory[1]
     stop_well = all(seconds <= STOP_SECONDS and code == 0 and cut == 0 for seconds, code, cut in stops)
     return int(bool(count.wrong) or count.longest > words.stuck or not is_flat or not stop_well)

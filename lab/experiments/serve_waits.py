@@ -33,10 +33,10 @@ class Server:
                 raise SystemExit(f"{' '.join(map(str, command))}: the server ended")
         self.address = line.split("http://")[1].split("/v1")[0]
 
-    def resident(self):
-        """Resident memory in MiB."""
+    def resident(self, part="VmRSS"):
+        """Resident memory in MiB, or a part of it: `RssAnon` is what the program allocated, without files in memory."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.split("VmRSS:")[1].split()[0]) // 1024
+        return int(status.split(f"{part}:")[1].split()[0]) / 1024
 
     def open(self, path, body):
         request = urllib.request.Request(f"http://{self.address}{path}", json.dumps(body).encode(),
@@ -93,10 +93,10 @@ def main():
 
 def measure(server, args):
     """Asks the server, and prints what it took."""
-    resident = [server.resident()]
+    resident = [round(server.resident())]
     question = {"prompt": "The capital of France is", "max_tokens": 8}
     first, again = [server.ask(question)[1] for _ in range(2)]
-    resident.append(server.resident())
+    resident.append(round(server.resident()))
 
     text = {"prompt": "Once upon a time", "max_tokens": args.stream_tokens}
     alone = server.stream(text)

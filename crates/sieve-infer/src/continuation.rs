@@ -161,8 +161,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         logits
     }
 
-    /// As [`read`](Self::read), but returns the token drawn among the first `num_tokens`, on the device; `None` after a
-    /// NaN logit.
+    /// As [`read`](Self::read), but returns the token drawn among the first `num_tokens`, on the device, with its
+    /// log-probability if `with_score`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -170,10 +170,9 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         &mut self,
         tokens: &[u32],
         draw: Draw,
-        num_tokens: usize,
-    ) -> Result<Option<u32>, InferError> {
-        let drawn = sieve_ops::draw(self.logits(tokens)?, &[draw], num_tokens);
-        Ok(drawn.first().copied().flatten())
+        (num_tokens, with_score): (usize, bool),
+    ) -> Result<Drawn, InferError> {
+        Ok(drawn(self.logits(tokens)?, &[draw], (num_tokens, with_score))[0])
     }
 
     /// The logits after `tokens`. A selector that acts in decoding computes the attention of every call, a prefill
@@ -236,8 +235,13 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
 
     /// As [`read_rows`](Self::read_rows), but returns the token drawn for each copy among the first `num_tokens`, as
     /// [`read_drawn`](Self::read_drawn).
-    pub(crate) fn read_rows_drawn(&mut self, tokens: &[u32], draws: &[Draw], num_tokens: usize) -> Vec<Option<u32>> {
-        sieve_ops::draw(self.logits_of_rows(tokens), draws, num_tokens)
+    pub(crate) fn read_rows_drawn(
+        &mut self,
+        tokens: &[u32],
+        draws: &[Draw],
+        (num_tokens, with_scores): (usize, bool),
+    ) -> Vec<Drawn> {
+        drawn(self.logits_of_rows(tokens), draws, (num_tokens, with_scores))
     }
 
     fn logits_of_rows(&mut self, tokens: &[u32]) -> Tensor<B, 2> {
@@ -288,16 +292,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         // Rows without a text draw a token that nobody reads.
         let mut of_rows = vec![Draw::LIKELIEST; logits.dims()[0]];
         row_of.iter().zip(draws).for_each(|(&row, &draw)| of_rows[row] = draw);
-        let drawn = sieve_ops::draw(logits.clone(), &of_rows, num_tokens);
-        let scores = with_scores.then(|| {
-            let tokens: Vec<u32> = drawn.iter().map(|token| token.unwrap_or(0)).collect();
-            log_probabilities(logits, &tokens)
-        });
-        let of_row = |row: usize| Drawn {
-            token: drawn[row],
-            log_probability: scores.as_ref().map_or(f64::NAN, |scores| scores[row]),
-        };
-        Ok(row_of.into_iter().map(of_row).collect())
+        let drawn = drawn(logits, &of_rows, (num_tokens, with_scores));
+        Ok(row_of.into_iter().map(|row| drawn[row]).collect())
     }
 
     /// The logits after one more token of each text, and for each text the index of its row of logits. It is one
@@ -395,6 +391,23 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     }
 }
 
+/// The token that each draw takes among the first `num_tokens` of its row of logits, on the device, and its
+/// log-probability if `with_scores`.
+fn drawn<B: DeviceBackend>(
+    logits: Tensor<B, 2>,
+    draws: &[Draw],
+    (num_tokens, with_scores): (usize, bool),
+) -> Vec<Drawn> {
+    let tokens = sieve_ops::draw(logits.clone(), draws, num_tokens);
+    let scores = if with_scores {
+        let scored: Vec<u32> = tokens.iter().map(|token| token.unwrap_or(0)).collect();
+        log_probabilities(logits, &scored)
+    } else {
+        vec![f64::NAN; tokens.len()]
+    };
+    tokens.into_iter().zip(scores).map(|(token, log_probability)| Drawn { token, log_probability }).collect()
+}
+
 /// A token that was drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct Drawn {
@@ -402,6 +415,11 @@ pub struct Drawn {
     pub token: Option<u32>,
     /// The natural logarithm of its probability; NaN where it was not asked for, or there is no token.
     pub log_probability: f64,
+}
+
+impl Drawn {
+    /// No token.
+    pub(crate) const NONE: Self = Self { token: None, log_probability: f64::NAN };
 }
 
 /// A model's likelihood of a text's ending.

@@ -107,7 +107,7 @@ impl<B: DeviceBackend> Answer<'_, '_, B> {
         let token = if sampler.needs_logits() {
             sampler.sample(&conversation.text.read(unread)?[..*num_tokens])
         } else {
-            conversation.text.read_drawn(unread, sampler.next_draw(), *num_tokens)?
+            conversation.text.read_drawn(unread, sampler.next_draw(), (*num_tokens, false))?.token
         };
         conversation.read.append(unread);
         let token = token.ok_or(InferError::NotFinite(conversation.read.len()))?;

@@ -1,5 +1,5 @@
 //! Generates text token by token.
-use crate::continuation::Continuation;
+use crate::continuation::{Continuation, Drawn};
 use crate::input::check_vocabulary;
 use crate::{InferError, Sampler, Sampling, Selection};
 use sieve_nn::Qwen3;
@@ -75,6 +75,8 @@ pub struct Generator<'a, B: DeviceBackend> {
     /// Its `prompt` holds the tokens that the cache lacks: first the prompt, later the last token.
     start: Start<'a, B>,
     sampler: Sampler,
+    with_scores: bool,
+    last: Option<Drawn>,
 }
 
 impl<'a, B: DeviceBackend> Generator<'a, B> {
@@ -89,7 +91,20 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         config: GenerateConfig,
         device: &B::Device,
     ) -> Result<Self, InferError> {
-        Ok(Self { start: Start::new(model, prompt, config, device)?, sampler: Sampler::new(config.sampling)? })
+        let start = Start::new(model, prompt, config, device)?;
+        Ok(Self { start, sampler: Sampler::new(config.sampling)?, with_scores: false, last: None })
+    }
+
+    /// Computes the log-probability of each token, too.
+    #[must_use]
+    pub fn with_scores(self, with_scores: bool) -> Self {
+        Self { with_scores, ..self }
+    }
+
+    /// The token that was drawn last, with its log-probability [if asked for](Self::with_scores): also the one that
+    /// ended the text. `None` before the first one.
+    pub fn last_drawn(&self) -> Option<Drawn> {
+        self.last
     }
 
     /// Adds a selector. A prefill method acts on the prompt, and later tokens attend to all keys; a decode method acts
@@ -120,8 +135,9 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
     /// Reads the tokens that the cache lacks and draws the next one.
     fn step(&mut self) -> Result<u32, InferError> {
         let Start { text, prompt, config, .. } = &mut self.start;
-        let token = text.read_drawn(prompt, self.sampler.next_draw(), config.num_tokens)?;
-        let token = token.ok_or(InferError::NotFinite(text.cache().num_tokens))?;
+        let drawn = text.read_drawn(prompt, self.sampler.next_draw(), (config.num_tokens, self.with_scores))?;
+        let token = drawn.token.ok_or(InferError::NotFinite(text.cache().num_tokens))?;
+        self.last = Some(drawn);
         *prompt = vec![token];
         Ok(token)
     }

@@ -55,18 +55,19 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                     [] => std::slice::from_ref(&prefix_id),
                     prompt => prompt,
                 };
-                open.join_after(prompt, |text, logits| {
-                    (self.after_prompt)(prompt_idx, text, logits)?;
-                    Ok(Some(OpenAnswer {
-                        prompt_idx,
-                        num_read: prompt.len(),
-                        next: first_of_largest(&logits[..num_tokens]),
-                        last: None,
-                        stream: Some(self.stop.until(model.tokenizer.decode_stream(asked)?)),
-                        answer: String::new(),
-                        num_tokens: 0,
-                    }))
-                })?;
+                let mut text = open.before(prompt)?;
+                let logits = text.read(prompt)?;
+                (self.after_prompt)(prompt_idx, &mut text, &logits)?;
+                let answer = OpenAnswer {
+                    prompt_idx,
+                    num_read: prompt.len(),
+                    next: first_of_largest(&logits[..num_tokens]),
+                    last: None,
+                    stream: Some(self.stop.until(model.tokenizer.decode_stream(asked)?)),
+                    answer: String::new(),
+                    num_tokens: 0,
+                };
+                open.add(text, answer);
             }
             for answer in open.owned_mut() {
                 let max_new_tokens = (self.max_new_tokens)(answer.prompt_idx);

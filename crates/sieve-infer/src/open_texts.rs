@@ -74,38 +74,6 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.texts.len() < self.size[0]
     }
 
-    /// Reads a prompt. `next` takes the logits of the next token, and returns the owner's data of a text that joins
-    /// the others; `None` if it has ended.
-    ///
-    /// # Errors
-    /// A prompt that is empty, too long, or has a token outside the vocabulary; operands that the selector refuses; an
-    /// error of `next`.
-    pub fn join(
-        &mut self,
-        prompt: &[u32],
-        next: impl FnOnce(&[f32]) -> Result<Option<T>, InferError>,
-    ) -> Result<(), InferError> {
-        self.join_after(prompt, |_, logits| next(logits))
-    }
-
-    /// As [`join`](Self::join); `next` also takes the text after its prompt, to score endings after it. It returns the
-    /// caller's data for a text that stays, `None` for a text that does not.
-    ///
-    /// # Errors
-    /// As [`join`](Self::join).
-    pub(crate) fn join_after(
-        &mut self,
-        prompt: &[u32],
-        next: impl FnOnce(&mut Continuation<'a, B>, &[f32]) -> Result<Option<T>, InferError>,
-    ) -> Result<(), InferError> {
-        let mut text = self.before(prompt)?;
-        let logits = text.read(prompt)?;
-        if let Some(owned) = next(&mut text, &logits)? {
-            self.add(text, owned);
-        }
-        Ok(())
-    }
-
     /// A text that has read nothing, for a prompt that the caller reads, in parts perhaps, before the text is
     /// [added](Self::add).
     ///

@@ -1,5 +1,7 @@
 //! Generates several texts in one batch.
+use crate::continuation::Drawn;
 use crate::generator::Start;
+use crate::logits::NextLogits;
 use crate::{GenerateConfig, InferError, OpenTexts, Sampler};
 use sieve_core::Draw;
 use sieve_nn::Qwen3;
@@ -16,8 +18,9 @@ pub struct BatchGenerator<'a, B: DeviceBackend> {
     ends: Vec<u32>,
     /// The sampler of each text.
     samplers: Vec<Sampler>,
+    with_scores: bool,
     /// The last token of each text; empty before the prompt is read.
-    last: Vec<u32>,
+    last: Vec<Drawn>,
     is_done: Vec<bool>,
 }
 
@@ -84,6 +87,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             config,
             is_done: vec![false; samplers.len()],
             samplers,
+            with_scores: false,
             last: Vec::new(),
         }
     }
@@ -95,29 +99,43 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         self
     }
 
+    /// Computes the log-probability of each token, too.
+    #[must_use]
+    pub fn with_scores(self, with_scores: bool) -> Self {
+        Self { with_scores, ..self }
+    }
+
+    /// The token of a text that was drawn last, with its log-probability [if asked for](Self::with_scores): also the
+    /// one that ended it. `None` before the first one.
+    pub fn last_drawn(&self, text: usize) -> Option<Drawn> {
+        self.last.get(text).copied()
+    }
+
     /// Ends one of the texts: it gets no more tokens.
     pub fn end(&mut self, text: usize) {
         self.is_done[text] = true;
     }
 
-    /// The token drawn for each text; `None` after a NaN logit, and for a text that has ended.
-    fn draw(&mut self) -> Result<Vec<Option<u32>>, InferError> {
+    /// The token drawn for each text; without one after a NaN logit, and for a text that has ended.
+    fn draw(&mut self) -> Result<Vec<Drawn>, InferError> {
         let num_texts = self.samplers.len();
-        let is_prompt = self.last.is_empty();
-        self.last.resize(num_texts, 0);
         // If each text gets one token only, the prompt's logits suffice, and caches are not read again.
         let needs_more = self.remaining > 0;
-        let Self { prompts, config, samplers, last, is_done, .. } = self;
-        let mut drawn = vec![None; num_texts];
-        let mut draw = |at: usize, logits: &[f32]| {
+        let Self { prompts, config, samplers, last, is_done, with_scores, .. } = self;
+        let wanted = (config.num_tokens, *with_scores);
+        let mut drawn = vec![Drawn::NONE; num_texts];
+        // The first token of a text behind its prompt, which logits of one row give.
+        let mut draw = |at: usize, logits: &NextLogits<B>| {
             if !is_done[at] {
-                drawn[at] = samplers[at].sample(&logits[..config.num_tokens]);
+                let token = samplers[at].sample(&logits.row(0)[..wanted.0]);
+                let score = token.filter(|_| wanted.1).map(|token| logits.log_probabilities(&[token])[0]);
+                drawn[at] = Drawn { token, log_probability: score.unwrap_or(f64::NAN) };
             }
         };
         match prompts {
-            Prompts::Shared(Start { text, prompt, .. }) if is_prompt => {
+            Prompts::Shared(Start { text, prompt, .. }) if last.is_empty() => {
                 // One row of logits serves all texts.
-                let logits = text.read(prompt)?;
+                let logits = text.read_next(prompt)?;
                 if needs_more {
                     text.repeat(num_texts);
                 }
@@ -126,22 +144,23 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             Prompts::Shared(Start { text, .. }) => {
                 let draws = samplers.iter_mut().zip(&*is_done).map(|(sampler, is_done)| sampler.draw_unless(*is_done));
                 let draws: Vec<Draw> = draws.collect();
-                let tokens = text.read_rows_drawn(last, &draws, config.num_tokens);
-                let of_open = tokens.into_iter().zip(&*is_done);
-                drawn = of_open.map(|(token, is_done)| token.filter(|_| !is_done)).collect();
+                let tokens: Vec<u32> = last.iter().map(|last| last.token.unwrap_or(0)).collect();
+                let next = text.read_rows_drawn(&tokens, &draws, wanted).into_iter().zip(&*is_done);
+                drawn = next.map(|(next, is_done)| if *is_done { Drawn::NONE } else { next }).collect();
             }
-            Prompts::Own(prompts, open) if is_prompt => {
+            Prompts::Own(prompts, open) if last.is_empty() => {
                 for (at, prompt) in prompts.iter().enumerate() {
-                    open.join(prompt, |logits| {
-                        draw(at, logits);
-                        Ok(needs_more.then_some(at))
-                    })?;
+                    let mut text = open.before(prompt)?;
+                    draw(at, &text.read_next(prompt)?);
+                    if needs_more {
+                        open.add(text, at);
+                    }
                 }
             }
             Prompts::Own(_, open) => {
-                let token = |&at: &usize| (!is_done[at]).then(|| last[at]);
+                let token = |&at: &usize| last[at].token.filter(|_| !is_done[at]);
                 let draw_of = |at: &mut usize| samplers[*at].next_draw();
-                open.step_drawing((config.num_tokens, false), token, draw_of, |&mut at, next| drawn[at] = next.token)?;
+                open.step_drawing(wanted, token, draw_of, |&mut at, next| drawn[at] = next)?;
             }
         }
         Ok(drawn)
@@ -160,13 +179,14 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
     /// The next token of each text; `None` for a text that has ended.
     fn step(&mut self) -> Result<Vec<Option<u32>>, InferError> {
         let drawn = self.draw()?;
+        self.last.resize(drawn.len(), Drawn::NONE);
         let mut tokens = vec![None; drawn.len()];
-        for (at, token) in drawn.into_iter().enumerate() {
+        for (at, drawn) in drawn.into_iter().enumerate() {
             if self.is_done[at] {
                 continue;
             }
-            let token = token.ok_or_else(|| InferError::NotFinite(self.num_read(at)))?;
-            self.last[at] = token;
+            let token = drawn.token.ok_or_else(|| InferError::NotFinite(self.num_read(at)))?;
+            self.last[at] = drawn;
             if self.ends.contains(&token) { self.is_done[at] = true } else { tokens[at] = Some(token) }
         }
         Ok(tokens)

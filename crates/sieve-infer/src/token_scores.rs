@@ -189,11 +189,9 @@ mod tests {
             for round in 0..8 {
                 if [0, 1, 4].contains(&round) {
                     let len = 9 + 3 * round;
-                    let next = |logits: &[f32]| {
-                        check(len, logits);
-                        Ok(Some((len, len + 3)))
-                    };
-                    open.join(&text[..len], next).expect("a prompt");
+                    let mut begun = open.before(&text[..len]).expect("a prompt");
+                    check(len, &begun.read(&text[..len]).expect("a prompt"));
+                    open.add(begun, (len, len + 3));
                 }
                 let token = |(read, end): &(usize, usize)| (read < end).then(|| text[*read]);
                 let next = |(read, _): &mut (usize, usize), logits: &[f32]| {

@@ -10,7 +10,7 @@ use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
 use sieve_host::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
 use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{
-    BatchGenerator, GenerateConfig, Generator, Sampler, Sampling, Selection, StopTexts, StoppedText, prompt_part,
+    BatchGenerator, Drawn, GenerateConfig, Generator, Sampler, Sampling, Selection, StopTexts, StoppedText, prompt_part,
 };
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
@@ -70,6 +70,10 @@ pub(crate) struct GenerateArgs {
     /// Print one JSON object per completion
     #[arg(long)]
     json: bool,
+    /// With --json: also the ids of all tokens, and the log-probability of each new one, as a later training step can
+    /// use them
+    #[arg(long, requires = "json")]
+    logprobs: bool,
     /// The same seed gives the same completion
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -262,7 +266,8 @@ impl<B: DeviceBackend> Run<'_, B> {
                 _ => BatchGenerator::of_prompts(model, &self.tokens[prompt..prompt + count], config, self.device)?,
             };
             let prompts: Vec<usize> = (first..first + count).map(|text| place(text).0).collect();
-            let texts = self.write_together(generator.ending_at(&self.ends), &prompts)?;
+            let generator = generator.ending_at(&self.ends).with_scores(self.args.logprobs);
+            let texts = self.write_together(generator, &prompts)?;
             for (text, written) in (first..).zip(&texts) {
                 let (prompt, sample) = place(text);
                 self.print_head(prompt, sample);
@@ -287,7 +292,8 @@ impl<B: DeviceBackend> Run<'_, B> {
     fn one_by_one(&self) -> Result<()> {
         for sample in 0..self.args.samples {
             let (model, config) = (&self.loaded.model, self.config(sample));
-            let mut generator = Generator::new(model, &self.tokens[0], config, self.device)?.ending_at(&self.ends);
+            let generator = Generator::new(model, &self.tokens[0], config, self.device)?.ending_at(&self.ends);
+            let mut generator = generator.with_scores(self.args.logprobs);
             if let Some(selection) = self.args.sparse.selection(&self.loaded.shape)? {
                 generator = generator.with_selection(selection);
             }
@@ -329,11 +335,13 @@ impl<B: DeviceBackend> Run<'_, B> {
             for (at, token) in tokens?.into_iter().enumerate() {
                 let text = &mut texts[at];
                 match token {
-                    Some(token) if text.push(token)?.1 => generator.end(at),
-                    None if text.written.stopped != "stop text" => {
-                        text.written.stopped = "end of document";
+                    Some(_) => {
+                        if text.push(generator.last_drawn(at))?.1 {
+                            generator.end(at);
+                        }
                     }
-                    _ => {}
+                    None if text.written.stopped == "max_new_tokens" => text.written.end(generator.last_drawn(at)),
+                    None => {}
                 }
             }
         }
@@ -351,16 +359,16 @@ impl<B: DeviceBackend> Run<'_, B> {
         show(self.shown_prompt(0));
         let mut growing = Growing::new(&self.stop, self.tokenizer, &self.tokens[0])?;
         let result = loop {
-            let token = match generator.next() {
-                Some(Ok(token)) => token,
+            match generator.next() {
+                Some(Ok(_)) => {}
                 Some(Err(error)) => break Err(error.into()),
                 None if growing.written.token_times.len() < generator.max_new_tokens() => {
-                    growing.written.stopped = "end of document";
+                    growing.written.end(generator.last_drawn());
                     break Ok(());
                 }
                 None => break Ok(()),
-            };
-            let (text, is_met) = growing.push(token)?;
+            }
+            let (text, is_met) = growing.push(generator.last_drawn())?;
             show(&text);
             if is_met {
                 break Ok(());
@@ -384,24 +392,33 @@ impl<B: DeviceBackend> Run<'_, B> {
     }
 
     /// Prints a sample's numbers, as JSON with its text or as a line.
-    fn print_numbers(&self, prompt: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
-        let num_prompt_tokens = self.tokens[prompt].len();
+    fn print_numbers(&self, index: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
+        let num_prompt_tokens = self.tokens[index].len();
         if written.token_times.is_empty() && written.stopped == "end of document" {
             self.warn_of_empty_text();
         }
         if !self.args.json {
             return terminal::remark(&written.speed(num_prompt_tokens));
         }
-        let chat = self.chats.map(|chats| &chats[prompt]);
-        let (seed, prompt) = (self.args.seed.wrapping_add(sample), &self.prompts[prompt]);
+        let chat = self.chats.map(|chats| &chats[index]);
+        let (seed, prompt) = (self.args.seed.wrapping_add(sample), &self.prompts[index]);
         let selector = self.args.sparse.selector.as_ref().map(ToString::to_string);
-        let json = serde_json::json!({
+        let mut json = serde_json::json!({
             "prompt": prompt, "chat": chat, "text": written.text, "seed": seed, "stopped": written.stopped,
             "prompt_tokens": num_prompt_tokens, "new_tokens": written.token_times.len(),
             "prompt_seconds": written.prompt_seconds(), "tokens_per_second": written.tokens_per_second(),
             "median_token_seconds": written.median_token_seconds(),
             "selector": selector, "paths": selection.map(Selection::paths),
         });
+        if self.args.logprobs {
+            let read = match self.tokens[index].as_slice() {
+                [] => &[self.config.eos_id],
+                tokens => tokens,
+            };
+            json["prompt_token_ids"] = serde_json::json!(read);
+            json["token_ids"] = written.drawn.iter().map(|drawn| drawn.token).collect();
+            json["token_logprobs"] = written.drawn.iter().map(|drawn| drawn.log_probability).collect();
+        }
         terminal::line(&json.to_string());
     }
 
@@ -424,9 +441,17 @@ struct Written {
     begun: Instant,
     /// When each token was generated. The forward pass over the prompt gives the first token.
     token_times: Vec<Instant>,
+    /// The tokens, and the end token where the model drew one.
+    drawn: Vec<Drawn>,
 }
 
 impl Written {
+    /// The model ended the text with this token.
+    fn end(&mut self, drawn: Option<Drawn>) {
+        self.stopped = "end of document";
+        self.drawn.extend(drawn);
+    }
+
     fn prompt_seconds(&self) -> f64 {
         let first = self.token_times.first();
         first.map_or(0.0, |first| (*first - self.begun).as_secs_f64())
@@ -478,13 +503,18 @@ impl<'t> Growing<'t> {
                 stopped: "max_new_tokens",
                 begun: Instant::now(),
                 token_times: Vec::new(),
+                drawn: Vec::new(),
             },
         })
     }
 
     /// The text that a token adds, and whether a stop text follows it.
-    fn push(&mut self, token: u32) -> Result<(String, bool)> {
+    fn push(&mut self, drawn: Option<Drawn>) -> Result<(String, bool)> {
         self.written.token_times.push(Instant::now());
+        let Some((drawn, token)) = drawn.and_then(|drawn| Some((drawn, drawn.token?))) else {
+            bail!("a text has no token after a step");
+        };
+        self.written.drawn.push(drawn);
         let (text, is_met) = self.text.push(token)?;
         self.written.text += &text;
         if is_met {
