@@ -1,8 +1,8 @@
 //! On a CPU a token has one log-probability, to the bit, whoever asks: the trainer's pass over whole rows, `eval`,
 //! `generate`, and `serve` with any neighbours, for every kind of attention and for f32 and bf16 weights.
 use crate::random_model::{
-    CONTEXT, EIGHT, VOCAB_SIZE, greedy, ids, kinds, random_model, random_model_of, recipe, recipe_with_context, tokens,
-    write_checkpoint,
+    CONTEXT, ONE_OF_EACH, VOCAB_SIZE, greedy, ids, kinds, random_model, random_model_of, recipe, recipe_with_context,
+    tokens, write_checkpoint,
 };
 use crate::serve::Served;
 use crate::tiny_run::TinyRun;
@@ -220,7 +220,7 @@ fn check_kind([kind, model_lines, attention]: [&str; 3], kept: Kept, seed: u64) 
     let is_f32 = matches!(kept, Kept::All(_));
     let mut counts = [0, 0];
     let long = [1, LONG];
-    for arrivals in ARRIVALS.into_iter().chain(EIGHT.contains(&kind).then_some(long)) {
+    for arrivals in ARRIVALS.into_iter().chain(ONE_OF_EACH.contains(&kind).then_some(long)) {
         let recipe = if arrivals == long {
             recipe_with_context(model_lines, attention, LONG + 4)
         } else {
@@ -330,7 +330,7 @@ fn generated_tokens_have_the_log_probabilities_of_whole_rows_also_the_token_that
 fn served_tokens_have_the_log_probabilities_of_their_echo_among_any_others() {
     let tiny = TinyRun::new("kind = \"mha\"");
     // Half of them: a server takes seconds to start and to stop.
-    for (at, kind) in EIGHT.into_iter().step_by(2).enumerate() {
+    for (at, kind) in ONE_OF_EACH.into_iter().step_by(2).enumerate() {
         let [_, model_lines, attention] = kinds().into_iter().find(|[name, ..]| *name == kind).expect("a kind");
         let recipe = recipe(model_lines, attention);
         write_checkpoint(&tiny.path(kind), &recipe, &random_model(&recipe, 5));

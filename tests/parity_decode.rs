@@ -80,6 +80,7 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
     wide.attention.own = match own.kind() {
         // Its window alone is wide, and its blocks stay as they are.
         AttentionKind::Nsa => with_keys(own, &[("window_size", LEN)]),
+        AttentionKind::Cowa => with_keys(own, &[("near_window", LEN)]),
         _ => with_keys(own, &[("num_selected_blocks", LEN), ("sliding_window", LEN), ("keep_window_size", LEN)]),
     };
     wide

@@ -18,8 +18,8 @@ use std::path::Path;
 pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// One variant of each kind, by its name in [`kinds`], for tests that take long.
-pub(crate) const EIGHT: [&str; 8] =
-    ["mha", "swa_sinks", "mla_norm", "nsa_mean", "dma_recency", "infllm_v2", "moba_shared", "msa"];
+pub(crate) const ONE_OF_EACH: [&str; 9] =
+    ["mha", "swa_sinks", "mla_norm", "nsa_mean", "dma_recency", "infllm_v2", "moba_shared", "msa", "cowa"];
 
 /// Name, `[model]` lines and `[attention]` lines of each tested model: the kinds of attention (MLA in three forms, NSA
 /// in two), the published architectures, and published architectures with sparse layers. Windows are far shorter than
@@ -63,6 +63,10 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
         mixed_shared => tie_word_embeddings = false\nlayer_types = ["blocks", "sparse", "shared"] => kind = "swa"\n\
             sliding_window = 7\n[attention.blocks]\nkind = "infllm_v2"\ncompress_block_size = 4\n\
             compress_stride = 2\nselect_block_size = 4\nnum_selected_blocks = 4\nnum_local_blocks = 1
+        cowa => tie_word_embeddings = true => kind = "cowa"\nsink_tokens = 2\nnear_window = 4\nfar_reach = 20
+        cowa_hybrid => tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\n\
+            layer_types = ["cowa", "mha", "cowa"] => kind = "cowa"\nsink_tokens = 0\nnear_window = 3\n\
+            far_reach = 30\nnum_bands = 1
         mla => tie_word_embeddings = true => kind = "mla"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false
         mla_norm => tie_word_embeddings = false => kind = "mla"\nkv_lora_rank = 24\nqk_rope_head_dim = 8
         mla_scaled => tie_word_embeddings = false\nresidual_scale = true => kind = "mla"\nkv_lora_rank = 24\n\

@@ -1,6 +1,6 @@
 //! What `sieve serve` keeps on a CPU: a prompt that begins with an earlier text is read from there on, samples of one
 //! prompt read it once, and no bit of an answer shows it.
-use crate::random_model::{EIGHT, kinds, random_model, recipe, write_checkpoint};
+use crate::random_model::{ONE_OF_EACH, kinds, random_model, recipe, write_checkpoint};
 use crate::serve::Served;
 use crate::tiny_run::TinyRun;
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ fn cached(answer: &Value) -> &Value {
 #[test]
 fn a_second_turn_reads_only_what_is_new_and_has_the_same_bits() {
     let tiny = TinyRun::new("kind = \"mha\"");
-    for [name, model, attention] in kinds().into_iter().filter(|[name, ..]| EIGHT.contains(name)) {
+    for [name, model, attention] in kinds().into_iter().filter(|[name, ..]| ONE_OF_EACH.contains(name)) {
         let recipe = recipe(model, attention);
         write_checkpoint(&tiny.path(name), &recipe, &random_model(&recipe, 11));
         let served = Served::new(&tiny, name, "--max-texts 3");

@@ -21,7 +21,7 @@ const SEQ_LEN: usize = 37;
 /// Weight of one token in the loss of MSA's indexers.
 const TOKEN_SHARE: f64 = 0.01;
 
-const KINDS: [&str; 13] = [
+const KINDS: [&str; 14] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
     QWEN2,
@@ -37,6 +37,7 @@ const KINDS: [&str; 13] = [
     SHARED_MSA,
     SHARED_MOBA,
     SINKS,
+    "kind = \"cowa\"\nsink_tokens = 2\nnear_window = 4\nfar_reach = 20",
 ];
 
 /// MSA whose last two layers read the blocks that the first one chose.

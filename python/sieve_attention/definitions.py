@@ -29,6 +29,19 @@ def seen(batch, tokens, window=None, documents=None, device=None):
     return mask
 
 
+def band_mask(query, key, kv_heads, sinks, near, reach, bands):
+    """True where a query sees a key under CoWindow (arXiv:2609.32704), [batch or 1, KV heads, tokens, keys].
+
+    query: positions, [batch or 1, 1, tokens, 1]; key: positions, [keys]. The distances from `near` to `reach` are
+    divided into `bands` of equal width, to a token, of which KV head h sees band h.
+    """
+    border = near + (reach - near) * torch.arange(bands + 1, device=query.device) // bands
+    head = torch.arange(kv_heads, device=query.device)[:, None, None] % bands
+    distance = query - key
+    in_band = (distance >= border[head]) & (distance < border[head + 1])
+    return (distance >= 0) & ((key < sinks) | (distance < near) | in_band)
+
+
 def probabilities(q, k, mask, bias=None, scale=None, sinks=None):
     """softmax(q . k * scale + bias), [batch, heads, tokens, keys], where mask [batch, KV heads, heads or 1, tokens, keys]
     is true; 0 where nothing is. sinks [heads]: one more logit of each head, which takes its share and has no value.
@@ -215,6 +228,23 @@ def msa_importance(index_q, index_k, query, select, end):
 def qsa_scores(index_q, block_k):
     """QSA's indexer: positive scores with one key a complete block, summed over its heads, [batch, 1, tokens, blocks]."""
     return (index_q @ block_k.transpose(2, 3)).relu().sum(1, keepdim=True)
+
+
+def indices(at, count, device):
+    """`count` indices of each row from `at` on, a number or [batch]: [batch or 1, count]."""
+    return (at[:, None] if torch.is_tensor(at) else at) + torch.arange(count, device=device)[None]
+
+
+def along(index, x):
+    """Indices [batch, (heads,) tokens] in the shape that gather and scatter want for dimension 2 of x."""
+    index = index[:, None] if index.dim() == 2 else index
+    index = index[(...,) + (None,) * (x.dim() - 3)]
+    return index.expand(x.shape[0], x.shape[1], -1, *x.shape[3:])
+
+
+def first_true(x, count):
+    """Indices of the true ones in their order, [..., count]; false ones where there are fewer."""
+    return x.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def in_any_case(importance, own, first, local):

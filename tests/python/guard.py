@@ -64,13 +64,14 @@ KINDS = {
     "msa_qsa": "attention.kind=msa attention.indexer=qsa attention.select_block_size=16 attention.num_selected_blocks=3",
     "msa_shared": "attention.kind=msa attention.select_block_size=16 attention.num_selected_blocks=3 "
                   'model.layer_types=["sparse","shared"]',
+    "cowa": "attention.kind=cowa attention.near_window=32",
     "sinks": "attention.kind=swa attention.sliding_window=32 model.attention_sinks=true",
     "hybrid_dma": 'attention.kind=dma model.layer_types=["sparse","mha"] model.residual_scale=true',
     "hybrid_swa": 'attention.kind=swa model.layer_types=["mha","sparse"] model.tie_word_embeddings=false',
     "fp8": "attention.kind=mha training.precision=fp8 training.steps=10",
     "documents": "attention.kind=dma training.one_document_per_row=true training.seq_len=64",
 }
-PARTED = ["mha", "swa", "nsa", "nsa_mlp", "mla", "mla_plain", "infllm_v2", "moba", "msa"]
+PARTED = ["mha", "swa", "nsa", "nsa_mlp", "mla", "mla_plain", "infllm_v2", "moba", "msa", "cowa"]
 OF_SEVERAL = ["mha", "swa", "dma", "dma_paper", "nsa", "mla", "hybrid_dma"]
 
 PREFILL = """

@@ -7,6 +7,7 @@ mod block_choice;
 mod block_selection;
 mod call_shape;
 mod draw;
+mod far_keys;
 mod fp8_format;
 mod gemm_kind;
 mod keeping;
@@ -24,6 +25,7 @@ pub use block_selection::{
 };
 pub use call_shape::{CallShape, Tiles};
 pub use draw::Draw;
+pub use far_keys::FarKeys;
 pub use fp8_format::Fp8Format;
 pub use gemm_kind::GemmKind;
 pub use keeping::{KeepOLow, Keeping};

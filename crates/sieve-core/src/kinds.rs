@@ -13,6 +13,7 @@
 
 mod chosen_blocks;
 mod cost;
+mod cowindow;
 mod dense;
 mod dynamic_mask;
 mod exported;
@@ -32,6 +33,7 @@ mod sizes;
 mod window;
 
 pub use cost::{Cost, LayerFlops};
+pub use cowindow::CowaShape;
 pub use dense::Dense;
 pub use dynamic_mask::{DmaForm, DmaRecency, DmaShape, DmaWindow};
 pub use exported::{ConfigKey, Exported, FULL_ATTENTION, SLIDING_ATTENTION, Stock, StockClass};

@@ -186,6 +186,11 @@ fn paper_recipes_follow_table_4() {
                     assert_eq!(nsa.compress_hidden_size, Some(hidden), "{name}");
                 }
                 Attention::Dma(dma) => assert_eq!(dma.keep_window_size, row.keep_window_size, "{name}"),
+                Attention::Cowa(cowa) => {
+                    let longest = if size == "1p7b" { 8192 } else { 2048 };
+                    assert_eq!([cowa.sink_tokens, cowa.near_window], [64, 1024], "{name}");
+                    assert_eq!((cowa.far_reach, cowa.num_bands), (longest - 64, shape.num_kv_heads), "{name}");
+                }
                 chosen => {
                     assert!(chosen.as_kind().block_choice().is_some(), "{name}: no sizes to compare");
                     let label = chosen.as_kind().label();

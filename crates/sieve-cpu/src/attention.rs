@@ -1,7 +1,8 @@
 //! Attention forward and backward under one mask form: query i sees key j if `j <= i < expire[j]`.
 //!
 //! Dense causal, sliding window and DMA differ only in where `expire` comes from; with chosen blocks a query must also
-//! have chosen the key's block. No tensor here is seq_len x seq_len.
+//! have chosen the key's block, and a key that left the window is seen again at the distances of its head's band. No
+//! tensor here is seq_len x seq_len.
 
 pub(crate) mod backward;
 pub mod decode;

@@ -267,6 +267,10 @@ impl<'a> AttentionCall<'a> {
         match self.mask {
             Mask::Causal => Some(0.0),
             Mask::Window(window_size) => (j + window_size > i).then_some(0.0),
+            Mask::Far(window_size, far) => {
+                let is_far = j - first < far.sink_tokens || far.band(kv_head).contains(&(i - j));
+                (j + window_size > i || is_far).then_some(0.0)
+            }
             Mask::Expire { expire, delta } => ((i as i32) < expire[at]).then(|| f64::from(delta[at])),
             Mask::Chosen(chosen) => {
                 let block = ((j - first) / chosen.block_size) as i32;

@@ -8,6 +8,7 @@
 //! parts of rows, shared prompts and caches; where a layer is one op, `layer_op` names its operands.
 
 mod chosen_blocks;
+mod cowindow;
 mod dense;
 mod dynamic_mask;
 mod infllm;
@@ -18,6 +19,7 @@ mod native_sparse;
 mod window;
 
 pub use chosen_blocks::{ChosenBlocksAttention, ChosenCache};
+pub use cowindow::{BandCache, CoWindowAttention};
 pub use dense::{MultiHeadAttention, RecentCache};
 pub use dynamic_mask::{DynamicMaskAttention, SlotCache};
 pub use latent::{LatentAttention, LatentCache};
@@ -159,6 +161,8 @@ pub enum Attention<B: Backend> {
     Ranked(DynamicMaskAttention<B>),
     /// Queries choose blocks of keys.
     Chosen(ChosenBlocksAttention<B>),
+    /// A window, and a band of the far past for each KV head.
+    Bands(CoWindowAttention<B>),
 }
 
 impl<B: Backend> Attention<B> {
@@ -175,6 +179,7 @@ impl<B: Backend> Attention<B> {
             Kind::InfllmV2(infllm) => infllm.build(shape, init, device),
             Kind::Moba(moba) => moba.build(shape, init, device),
             Kind::Msa(msa) => msa.build(shape, init, device),
+            Kind::Cowa(cowa) => cowa.build(shape, init, device),
         }
     }
 }
@@ -188,6 +193,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Branches(layer) => layer,
             Self::Ranked(layer) => layer,
             Self::Chosen(layer) => layer,
+            Self::Bands(layer) => layer,
         }
     }
 }
@@ -207,6 +213,8 @@ pub enum LayerCache<B: Backend> {
     Chosen(ChosenCache<B>),
     /// The latents from which MLA computes keys and values.
     Latent(LatentCache<B>),
+    /// The first tokens, and for each KV head as many of the last ones as its band reaches.
+    Bands(BandCache<B>),
     /// All keys; for each token a selector chooses which keys it reads.
     Selector(SelectorCache<B>),
 }
@@ -236,6 +244,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache,
             Self::Chosen(cache) => cache,
             Self::Latent(cache) => cache,
+            Self::Bands(cache) => cache,
             Self::Selector(cache) => cache,
         })
     }
@@ -249,6 +258,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache,
             Self::Chosen(cache) => cache,
             Self::Latent(cache) => cache,
+            Self::Bands(cache) => cache,
             Self::Selector(cache) => cache,
         })
     }

@@ -3,7 +3,9 @@ use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::model::test_shapes::block_kinds;
-use sieve_core::{Attention, DmaShape, IndexScores, MlaShape, ModelShape, MsaShape, NsaCompression, NsaShape};
+use sieve_core::{
+    Attention, CowaShape, DmaShape, IndexScores, MlaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+};
 use sieve_ops::{Documents, RotaryEmbedding};
 use sieve_testing::Random;
 pub(crate) use sieve_testing::assert_close;
@@ -43,8 +45,8 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 }
 
 /// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
-/// keys, the kinds that choose blocks, and MSA with two local blocks and with QSA's scores.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
+/// keys, the kinds that choose blocks, MSA with two local blocks and with QSA's scores, and CoWindow.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 14] {
     let mla = MlaShape { kv_lora_rank: 10, qk_rope_head_dim: 4, qk_norm: true };
     let msa = MsaShape { select_block_size: 4, num_selected_blocks: 3, ..MsaShape::published() };
     let [pooled, by_head, indexed] = block_kinds(&[
@@ -68,6 +70,7 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
         indexed,
         Attention::Msa(MsaShape { num_local_blocks: 2, ..msa }),
         Attention::Msa(MsaShape { indexer: IndexScores::Qsa, ..msa }),
+        Attention::Cowa(CowaShape { sink_tokens: 2, near_window: 3, far_reach: 15, num_bands: 3 }),
     ]
 }
 

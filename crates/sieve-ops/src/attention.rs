@@ -16,7 +16,7 @@ use crate::{DeviceBackend, Documents, SieveBackend};
 use burn::tensor::Tensor;
 
 /// Grouped-query attention, causal: query i sees the keys j <= i of its document, or the last `spec.window_size` of
-/// them.
+/// them and with `spec.far` others farther away.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

@@ -20,6 +20,7 @@ pub(crate) fn pairs_rate(attention: Attention, seq_len: usize) -> f64 {
     // Queries that read all keys take the dense kernels.
     let reads_all = match attention {
         Attention::Swa(swa) => swa.sliding_window >= seq_len,
+        Attention::Cowa(cowa) => cowa.near_window >= seq_len,
         Attention::Dma(dma) => dma.keep_window_size >= seq_len,
         Attention::Msa(msa) => msa.index_warmup,
         _ => false,
@@ -27,7 +28,8 @@ pub(crate) fn pairs_rate(attention: Attention, seq_len: usize) -> f64 {
     match attention.kind() {
         _ if reads_all => dense,
         AttentionKind::Mha => dense,
-        AttentionKind::Swa => 0.62,
+        // No kernel reads bands: of those that will, a window's are the nearest that were measured.
+        AttentionKind::Swa | AttentionKind::Cowa => 0.62,
         // Keys are wider than values.
         AttentionKind::Mla => 0.6,
         // All three branches, with the time of choosing blocks, making key lists and joining partial o and dq.
@@ -54,6 +56,10 @@ pub(crate) fn shared_rows_too_fast(kind: AttentionKind) -> Option<&'static str> 
         AttentionKind::Nsa => Some("7 to 14 %"),
         AttentionKind::Moba => Some("10 %"),
         AttentionKind::Msa => Some("72 to 102 %"),
-        AttentionKind::Mha | AttentionKind::Swa | AttentionKind::Dma | AttentionKind::InfllmV2 => None,
+        AttentionKind::Mha
+        | AttentionKind::Swa
+        | AttentionKind::Dma
+        | AttentionKind::InfllmV2
+        | AttentionKind::Cowa => None,
     }
 }

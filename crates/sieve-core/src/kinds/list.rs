@@ -157,6 +157,8 @@ attention_kinds! {
     Moba(MobaShape) = "moba",
     /// MSA: each query sees the blocks that a small learned indexer scores highest.
     Msa(MsaShape) = "msa",
+    /// CoWindow: each query sees the latest keys, the document's first tokens, and its KV head's band of the far past.
+    Cowa(CowaShape) = "cowa",
 }
 
 impl Attention {

@@ -38,6 +38,7 @@ pub(crate) struct Sizes {
     pub(crate) seq_len: Option<usize>,
     pub(crate) hidden_size: Option<usize>,
     pub(crate) head_dim: Option<usize>,
+    pub(crate) num_kv_heads: Option<usize>,
 }
 
 /// From this number of tokens on, rows have NSA's published block sizes by default; shorter rows have smaller blocks.

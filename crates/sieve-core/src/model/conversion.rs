@@ -237,8 +237,8 @@ mod tests {
                 }
             }
         }
-        // MLA to each of the seven other kinds, and each of these to MLA.
-        assert_eq!(refused, 14);
+        // MLA to each of the eight other kinds, and each of these to MLA.
+        assert_eq!(refused, 16);
     }
 
     #[test]

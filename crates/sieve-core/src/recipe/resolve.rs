@@ -103,6 +103,7 @@ pub(super) fn attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
         seq_len: size("training.seq_len"),
         hidden_size: size("model.hidden_size"),
         head_dim: size("model.head_dim"),
+        num_kv_heads: size("model.num_key_value_heads"),
     };
     if let (Some(kind), Some(attention)) = (kind, table.get_mut("attention").and_then(Value::as_table_mut)) {
         for (name, table) in attention.iter_mut() {

@@ -38,11 +38,12 @@ const SIZES: [Size; 4] = [
 ];
 
 /// The kinds, with their names in a recipe's first line.
-const KINDS: [(&str, &str); 4] = [
+const KINDS: [(&str, &str); 5] = [
     ("mla", "multi-head latent attention (MLA), after Table 4 of arXiv:2508.02124v1"),
     ("moba", "MoBA (arXiv:2502.13189); all other sizes after Table 4 of"),
     ("infllm_v2", "InfLLM-V2 (arXiv:2509.24663); all other sizes after Table 4 of"),
     ("msa", "MSA (arXiv:2606.13392); all other sizes after Table 4 of"),
+    ("cowa", "CoWindow attention (arXiv:2609.32704); all other sizes after Table 4 of"),
 ];
 
 /// The recipes without a file, by name without `.toml`: their texts, as [`sibling`] makes them. `dense` gives the text
@@ -134,6 +135,15 @@ fn edits(kind: &str, size: &Size) -> Vec<(&'static str, String)> {
                 "kind = \"infllm_v2\"\ncompress_block_size = 32 # arXiv:2509.24663: means of 32 keys every 16\n\
                  compress_stride = 16\nselect_block_size = 64\n{blocks}\n\
                  num_local_blocks = 8 # half of them, as in the paper"
+            );
+            vec![title, ("kind = ", attention)]
+        }
+        "cowa" => {
+            let longest = if is_staged { "8128 # the rows of the second stage" } else { "1984 # seq_len" };
+            let attention = format!(
+                "kind = \"cowa\"\n\
+                 # As published: 64 first tokens, a window of 1024, and the far past in one band for each KV head.\n\
+                 sink_tokens = 64\nnear_window = 1024\nfar_reach = {longest} less the first tokens"
             );
             vec![title, ("kind = ", attention)]
         }

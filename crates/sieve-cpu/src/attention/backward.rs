@@ -6,7 +6,7 @@ use std::ops::Range;
 use pulp::Simd;
 use rayon::prelude::*;
 
-use super::keys::Keys;
+use super::keys::{Keys, ReadKey};
 use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, segments_of, split_by_group, write_sums};
@@ -35,8 +35,8 @@ struct Scratch<const W: usize> {
     positions: Vec<[i32; LANES]>,
     statistics: Vec<RowStatistics>,
     block: KeyBlock<W>,
-    /// Positions of the keys that the present tile reads.
-    list: Vec<u32>,
+    /// The keys that the present tile reads.
+    list: Vec<ReadKey>,
     /// Scores, then probabilities, of one panel of query rows and one block of keys, `[keys, query rows]`.
     p: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     /// Products d_o . v, then gradients of the logits, laid out as `p`.
@@ -188,11 +188,11 @@ fn one_tile<S: Simd, const W: usize>(
         scratch.dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         scratch.d_delta.fill(0.0);
         for panel in 0..scratch.positions.len() {
-            let readers = keys.readers(tile.row, tile.kv_head, block_keys[0], &scratch.positions[panel]);
+            let readers = keys.readers(tile.row, tile.kv_head, block_keys[0].position, &scratch.positions[panel]);
             one_panel(simd, inputs, tile, panel, &readers, scratch);
         }
-        for (slot, &j) in block_keys.iter().enumerate() {
-            let at = j as usize - sums.first;
+        for (slot, key) in block_keys.iter().enumerate() {
+            let at = key.position as usize - sums.first;
             add_columns(&mut sums.dk[at * d..(at + 1) * d], slot, &scratch.dk);
             add_columns(&mut sums.dv[at * d_v..(at + 1) * d_v], slot, &scratch.dv);
             sums.d_delta[at] += scratch.d_delta[slot];

@@ -7,6 +7,7 @@ use super::sinks::join_sinks;
 use super::{ChosenBlocks, Documents, Mask, ScaledShape, attention_forward};
 use crate::expire::dma_select;
 use crate::simd::tests::on_every_arch;
+use sieve_core::FarKeys;
 use sieve_testing::{Random, threads};
 
 /// One text, alone in its row, and everything that a query of it may read.
@@ -19,6 +20,7 @@ struct Text {
     chosen: Vec<i32>,
     sinks: Vec<f32>,
     window: usize,
+    far: FarKeys,
     block_size: usize,
 }
 
@@ -29,11 +31,12 @@ const COUNT: usize = 3;
 enum Kind {
     Causal,
     Window,
+    Far,
     Expire,
     Chosen,
 }
 
-const KINDS: [Kind; 4] = [Kind::Causal, Kind::Window, Kind::Expire, Kind::Chosen];
+const KINDS: [Kind; 5] = [Kind::Causal, Kind::Window, Kind::Far, Kind::Expire, Kind::Chosen];
 
 impl Text {
     fn new(random: &mut Random) -> Self {
@@ -58,6 +61,12 @@ impl Text {
             blocks
         });
         let chosen = chosen.collect();
+        let far = FarKeys {
+            sink_tokens: random.below(5),
+            distances: [window, window + random.below(n + 2)],
+            num_bands: random.between(1, 4),
+            first_band: random.below(3),
+        };
         Self {
             shape,
             qkv: random.vector(n * shape.token_len()).iter().map(|x| size * x).collect(),
@@ -66,6 +75,7 @@ impl Text {
             chosen,
             sinks: random.vector(kv_heads * group),
             window,
+            far,
             block_size,
         }
     }
@@ -74,6 +84,7 @@ impl Text {
         match kind {
             Kind::Causal => Mask::Causal,
             Kind::Window => Mask::Window(self.window),
+            Kind::Far => Mask::Far(self.window, self.far),
             Kind::Expire => Mask::Expire { expire: &self.expire, delta: &self.delta },
             Kind::Chosen => {
                 Mask::Chosen(ChosenBlocks { indices: &self.chosen, count: COUNT + 1, block_size: self.block_size })
@@ -99,6 +110,10 @@ impl Text {
         let is_seen = match kind {
             Kind::Causal => true,
             Kind::Window => key + self.window > query,
+            Kind::Far => {
+                let is_far = self.far.band(kv_head).contains(&(query.saturating_sub(key)));
+                key + self.window > query || key < self.far.sink_tokens || is_far
+            }
             Kind::Expire => self.expire[kv_head * self.shape.seq_len + key] > query as i32,
             Kind::Chosen => {
                 let blocks = &self.chosen[list * (COUNT + 1)..][..COUNT + 1];

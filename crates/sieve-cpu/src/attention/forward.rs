@@ -8,7 +8,7 @@
 use pulp::Simd;
 use rayon::prelude::*;
 
-use super::keys::Keys;
+use super::keys::{Keys, ReadKey};
 use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::shape::{Documents, Mask, ScaledShape};
@@ -173,7 +173,7 @@ pub(crate) fn run<const W: usize>(
 on_arch! {
     fn forward_tile<'t, 's; const W>(
         shape: ScaledShape, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, state: &'s mut TileState<W>,
-        list: &'s mut Vec<u32>,
+        list: &'s mut Vec<ReadKey>,
     ) -> () = forward_tile_simd;
 }
 
@@ -186,7 +186,7 @@ fn forward_tile_simd<S: Simd, const W: usize>(
     keys: &Keys<'_>,
     task: Task<'_>,
     state: &mut TileState<W>,
-    list: &mut Vec<u32>,
+    list: &mut Vec<ReadKey>,
 ) {
     let Task { row, first, o, mut lse } = task;
     let end = first + o.len() / (shape.num_heads * shape.head_dim_v);
@@ -212,7 +212,7 @@ fn attend<S: Simd, const W: usize>(
     keys: &Keys<'_>,
     tile: Tile,
     state: &mut TileState<W>,
-    list: &mut Vec<u32>,
+    list: &mut Vec<ReadKey>,
 ) {
     let d = shape.head_dim;
     let queries = (0..tile.num_rows(*shape)).map(|query_row| {
@@ -225,7 +225,8 @@ fn attend<S: Simd, const W: usize>(
     let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
     for block_keys in keys.chunks(tile.row, list) {
         state.block.gather(qkv_row, *shape, keys, tile, block_keys);
-        let readers = |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, block_keys[0], positions);
+        let readers =
+            |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, block_keys[0].position, positions);
         let bases = |positions: &[i32; LANES]| keys.bases(tile.row, tile.kv_head, positions);
         state.add_block(simd, d.div_ceil(W), readers, has_bias.then_some(bases));
     }

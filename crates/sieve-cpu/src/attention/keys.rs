@@ -13,6 +13,15 @@ const TILE_ROWS: usize = 192;
 /// Consecutive tiles of queries that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;
 
+/// A key that some query of a tile reads. A tile may read a key twice, at different distances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ReadKey {
+    /// Position of the key in the row.
+    pub(super) position: u32,
+    /// The first position that sees the key, and the first one after it that no longer does.
+    pub(super) seen: [i32; 2],
+}
+
 /// A mask prepared for the tiles: when each key expires and, for [`Mask::Expire`], lists of the keys that may be
 /// visible.
 pub(crate) struct Keys<'a> {
@@ -35,7 +44,7 @@ impl<'a> Keys<'a> {
         let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
         let seq_len = shape.seq_len;
         let expire = match mask {
-            Mask::Causal | Mask::Chosen(_) => documents.end.to_vec(),
+            Mask::Causal | Mask::Far(..) | Mask::Chosen(_) => documents.end.to_vec(),
             Mask::Window(window_size) => {
                 let window_size = i32::try_from(window_size).unwrap_or(i32::MAX);
                 let positions = (0..shape.batch).flat_map(|_| 0..seq_len as i32);
@@ -74,8 +83,8 @@ impl<'a> Keys<'a> {
         self.tile_tokens
     }
 
-    /// First position that no longer sees each key.
-    pub(super) fn expire(&self, row: usize, kv_head: usize) -> &[i32] {
+    /// First position that no longer sees each key; with [`Mask::Far`] the end of its document.
+    fn expire(&self, row: usize, kv_head: usize) -> &[i32] {
         let n = self.shape.seq_len;
         let at = if matches!(self.mask, Mask::Expire { .. }) { row * self.shape.num_kv_heads + kv_head } else { row };
         &self.expire[at * n..(at + 1) * n]
@@ -87,7 +96,7 @@ impl<'a> Keys<'a> {
         let at = row * self.shape.num_kv_heads + kv_head;
         match self.mask {
             Mask::Expire { delta, .. } => Some(&delta[at * n..(at + 1) * n]),
-            Mask::Causal | Mask::Window(_) | Mask::Chosen(_) => None,
+            Mask::Causal | Mask::Window(_) | Mask::Far(..) | Mask::Chosen(_) => None,
         }
     }
 
@@ -103,16 +112,18 @@ impl<'a> Keys<'a> {
         Aligned(positions.map(base))
     }
 
-    /// Writes the keys that some query of `first..=last` sees, ascending.
+    /// Writes the keys that some query of `first..=last` sees. Each query's own keys come in ascending order.
     ///
     /// Panics when a query chose a block that begins after it.
-    pub(super) fn of_tile(&self, row: usize, kv_head: usize, first: usize, last: usize, keys: &mut Vec<u32>) {
+    pub(super) fn of_tile(&self, row: usize, kv_head: usize, first: usize, last: usize, keys: &mut Vec<ReadKey>) {
         keys.clear();
+        let expire = self.expire(row, kv_head);
+        let from_its_own_query = |j: u32| ReadKey { position: j, seen: [j as i32, expire[j as usize]] };
         match self.mask {
             Mask::Expire { .. } => {
-                let expire = self.expire(row, kv_head);
                 let sees = |&&j: &&u32| j as usize <= last && expire[j as usize] > (j as i32).max(first as i32);
-                keys.extend(self.list(row, kv_head, first).iter().filter(sees));
+                let list = self.list(row, kv_head, first).iter().filter(sees);
+                keys.extend(list.map(|&j| from_its_own_query(j)));
             }
             Mask::Chosen(chosen) => {
                 let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
@@ -130,17 +141,38 @@ impl<'a> Keys<'a> {
                 for start in blocks {
                     let document_end = self.documents.end[row * n + start] as usize;
                     let end = (start + chosen.block_size).min(document_end).min(last + 1);
-                    keys.extend(start as u32..end as u32);
+                    keys.extend((start as u32..end as u32).map(from_its_own_query));
                 }
             }
-            Mask::Causal | Mask::Window(_) => keys.extend(self.first_key(row, first)..=last as u32),
+            Mask::Causal | Mask::Window(_) => {
+                keys.extend((self.first_key(row, first)..=last as u32).map(from_its_own_query));
+            }
+            Mask::Far(window_size, far) => {
+                let ends = &self.documents.end[row * self.shape.seq_len..];
+                let mut query = first;
+                while query <= last {
+                    let (start, end) = (self.first_key(row, query) as usize, ends[query] as usize);
+                    let sinks = (start + far.sink_tokens).min(end);
+                    keys.extend((start..sinks.min(last + 1)).map(|j| from_its_own_query(j as u32)));
+                    // The band before the window: the keys of the one are farther away.
+                    for distances in [far.band(kv_head), 0..window_size] {
+                        let farthest = (query + 1).saturating_sub(distances.end).max(sinks);
+                        let nearest = (last.min(end - 1) + 1).saturating_sub(distances.start);
+                        keys.extend((farthest..nearest).map(|j| ReadKey {
+                            position: j as u32,
+                            seen: [j + distances.start, j.saturating_add(distances.end).min(end)].map(|at| at as i32),
+                        }));
+                    }
+                    query = end;
+                }
+            }
         }
     }
 
     /// Splits a tile's keys into lists of at most [`BLOCK_KEYS`]; with [`Mask::Chosen`] each list stays inside one
     /// chosen block, because queries differ in the blocks that they read.
-    pub(super) fn chunks<'l>(&self, row: usize, list: &'l [u32]) -> impl Iterator<Item = &'l [u32]> {
-        let blocks = list.chunk_by(move |&a, &b| self.block_of(row, a) == self.block_of(row, b));
+    pub(super) fn chunks<'l>(&self, row: usize, list: &'l [ReadKey]) -> impl Iterator<Item = &'l [ReadKey]> {
+        let blocks = list.chunk_by(move |a, b| self.block_of(row, a.position) == self.block_of(row, b.position));
         blocks.flat_map(|block| block.chunks(BLOCK_KEYS))
     }
 
@@ -178,7 +210,7 @@ impl<'a> Keys<'a> {
             // A key that expired never returns, so later tiles read no key before the first one that this tile reads.
             let mut keys = Vec::new();
             self.of_tile(row, kv_head, first, last, &mut keys);
-            return keys.first().map_or(first, |&j| j as usize);
+            return keys.first().map_or(first, |key| key.position as usize);
         }
         self.first_key(row, first) as usize
     }
@@ -188,15 +220,20 @@ impl<'a> Keys<'a> {
         match self.mask {
             Mask::Expire { .. } => self.list(row, kv_head, first).len(),
             Mask::Causal | Mask::Window(_) | Mask::Chosen(_) => last + 1 - self.first_key(row, first) as usize,
+            Mask::Far(window_size, far) => {
+                let (earlier, band) = (last - self.first_key(row, first) as usize, far.band(kv_head));
+                let of_band = (earlier + 1).min(band.end).saturating_sub(band.start);
+                ((window_size + last - first).saturating_add(far.sink_tokens) + of_band).min(earlier + 1)
+            }
         }
     }
 
-    /// The first key that query `first` sees under a causal mask or a window; later queries see none before it.
+    /// The first key that query `first` may see whatever it chose; later queries see none before it.
     fn first_key(&self, row: usize, first: usize) -> u32 {
         let start = self.documents.start[row * self.shape.seq_len + first] as usize;
         match self.mask {
             Mask::Window(window_size) => start.max((first + 1).saturating_sub(window_size)) as u32,
-            Mask::Causal | Mask::Expire { .. } | Mask::Chosen(_) => start as u32,
+            Mask::Causal | Mask::Far(..) | Mask::Expire { .. } | Mask::Chosen(_) => start as u32,
         }
     }
 

@@ -142,7 +142,7 @@ impl<const W: usize> KeyBlock<W> {
             let at = tile.key_at[key];
             copy_columns(&tile.k[at..at + head_dim], slot, &mut self.k);
             copy_columns(&tile.v[at..at + head_dim], slot, &mut self.v);
-            self.position[slot] = tile.key_position[key];
+            self.begin[slot] = tile.key_position[key];
             self.expire[slot] = tile.key_expire[key];
         }
         self.finish_gather(used);

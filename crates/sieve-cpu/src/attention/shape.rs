@@ -1,6 +1,6 @@
 //! Sizes, documents and masks of an attention op.
 
-use sieve_core::AttentionShape;
+use sieve_core::{AttentionShape, FarKeys};
 use std::ops::{Deref, Range};
 
 /// Sizes of an attention op, and the factor on its logits. The sizes are read as if they were its own fields. A query
@@ -44,6 +44,8 @@ pub enum Mask<'a> {
     Causal,
     /// The last keys, as many as this; the query's own is one of them.
     Window(usize),
+    /// The last keys, as in [`Window`](Self::Window), and others farther away.
+    Far(usize, FarKeys),
     /// The keys that have not expired, each with a bias that is added to its logits.
     Expire {
         /// First position that no longer sees the key, `[batch, num_kv_heads, seq_len]`; at most the document's end.
@@ -96,7 +98,8 @@ impl ScaledShape {
         assert!(self.num_heads > 0, "attention: num_heads must not be 0");
         assert_eq!(self.num_heads % self.num_kv_heads, 0, "attention: num_heads is not a multiple of num_kv_heads");
         documents.check(self.batch, self.seq_len);
-        assert!(!matches!(mask, Mask::Window(0)), "attention: a window must hold at least the query's own key");
+        let has_no_window = matches!(mask, Mask::Window(0) | Mask::Far(0, _));
+        assert!(!has_no_window, "attention: a window must hold at least the query's own key");
         if let Mask::Chosen(chosen) = mask {
             assert!(chosen.block_size > 0, "attention: a block must hold at least one key");
             assert_eq!(

@@ -5,7 +5,7 @@ use std::ops::Range;
 use pulp::Simd;
 use sieve_core::AttentionShape;
 
-use super::keys::Keys;
+use super::keys::{Keys, ReadKey};
 use super::panel::{Aligned, BLOCK_KEYS, KEY_STEP, LANES};
 
 /// Columns of a panel for this head_dim: 16 up to a head_dim of 16, else 64 where that needs no more padding than 32.
@@ -140,7 +140,7 @@ pub(crate) struct SeenKeys {
 pub(crate) struct Pairs<'s> {
     /// Position of each row, -1 for a row that sees none of the keys.
     pub(crate) positions: &'s [i32; LANES],
-    key_positions: &'s [i32],
+    begin: &'s [i32],
     expire: &'s [i32],
     /// Bias of each key, where the mask has biases.
     pub(crate) delta: Option<&'s [f32]>,
@@ -154,7 +154,7 @@ impl Pairs<'_> {
     /// Which of the rows at `positions` see key `key`.
     #[inline(always)]
     pub(crate) fn visible<S: Simd>(&self, simd: S, key: usize, positions: S::i32s) -> S::m32s {
-        let begun = simd.less_than_or_equal_i32s(simd.splat_i32s(self.key_positions[key]), positions);
+        let begun = simd.less_than_or_equal_i32s(simd.splat_i32s(self.begin[key]), positions);
         let not_expired = simd.less_than_i32s(positions, simd.splat_i32s(self.expire[key]));
         simd.and_m32s(begun, not_expired)
     }
@@ -166,7 +166,8 @@ pub(crate) struct KeyBlock<const W: usize> {
     pub(crate) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     /// Values, `[head_dim panels, BLOCK_KEYS, W]`.
     pub(crate) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
-    pub(crate) position: [i32; BLOCK_KEYS],
+    /// The first position that sees each key.
+    pub(crate) begin: [i32; BLOCK_KEYS],
     pub(crate) expire: [i32; BLOCK_KEYS],
     pub(crate) delta: [f32; BLOCK_KEYS],
     /// How many slots hold a key, from the first on.
@@ -180,7 +181,7 @@ impl<const W: usize> KeyBlock<W> {
         Self {
             k: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
             v: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
-            position: [i32::MAX; BLOCK_KEYS],
+            begin: [i32::MAX; BLOCK_KEYS],
             expire: [0; BLOCK_KEYS],
             delta: [0.0; BLOCK_KEYS],
             len: 0,
@@ -190,19 +191,25 @@ impl<const W: usize> KeyBlock<W> {
     /// Copies the keys and values of the tokens in `list`, at most [`BLOCK_KEYS`], for the tile's KV head; `qkv_row` is
     /// the tile's batch row of the packed tensor.
     #[inline(always)]
-    pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: AttentionShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
+    pub(crate) fn gather(
+        &mut self,
+        qkv_row: &[f32],
+        shape: AttentionShape,
+        keys: &Keys<'_>,
+        tile: Tile,
+        list: &[ReadKey],
+    ) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
         let k_at = (shape.num_heads + tile.kv_head) * d;
         let v_at = (shape.num_heads + shape.num_kv_heads) * d + tile.kv_head * d_v;
-        let expire = keys.expire(tile.row, tile.kv_head);
         let delta = keys.delta(tile.row, tile.kv_head);
-        for (slot, &j) in list.iter().enumerate() {
-            let j = j as usize;
+        for (slot, &ReadKey { position, seen: [begin, expire] }) in list.iter().enumerate() {
+            let j = position as usize;
             let token = &qkv_row[j * shape.token_len()..(j + 1) * shape.token_len()];
             copy_columns(&token[k_at..k_at + d], slot, &mut self.k);
             copy_columns(&token[v_at..v_at + d_v], slot, &mut self.v);
-            self.position[slot] = j as i32;
-            self.expire[slot] = expire[j];
+            self.begin[slot] = begin;
+            self.expire[slot] = expire;
             self.delta[slot] = delta.map_or(0.0, |delta| delta[j]);
         }
         self.finish_gather(list.len());
@@ -214,7 +221,7 @@ impl<const W: usize> KeyBlock<W> {
         for slot in len..self.len {
             copy_columns(&[], slot, &mut self.k);
             copy_columns(&[], slot, &mut self.v);
-            self.position[slot] = i32::MAX;
+            self.begin[slot] = i32::MAX;
             self.expire[slot] = 0;
             self.delta[slot] = 0.0;
         }
@@ -228,11 +235,11 @@ impl<const W: usize> KeyBlock<W> {
         // The smallest position but -1, which as an unsigned number is the largest.
         let first = positions.iter().fold(u32::MAX, |first, &at| first.min(at as u32)) as i32;
         let [least, last] = positions.iter().fold([i32::MAX, -1], |[least, last], &at| [least.min(at), last.max(at)]);
-        let sees = |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
+        let sees = |s: &usize| self.begin[*s] <= last && self.expire[*s] > self.begin[*s].max(first);
         let low = (0..self.len).find(sees)?;
         let high = (0..self.len).rfind(sees)?;
         let slots = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
-        let masked = least < 0 || slots.clone().any(|s| self.position[s] > first || self.expire[s] <= last);
+        let masked = least < 0 || slots.clone().any(|s| self.begin[s] > first || self.expire[s] <= last);
         Some(SeenKeys { slots, masked })
     }
 
@@ -248,7 +255,7 @@ impl<const W: usize> KeyBlock<W> {
         let slots = seen.slots.clone();
         Pairs {
             positions,
-            key_positions: &self.position[slots.clone()],
+            begin: &self.begin[slots.clone()],
             expire: &self.expire[slots.clone()],
             delta: has_bias.then(|| &self.delta[slots]),
             base,

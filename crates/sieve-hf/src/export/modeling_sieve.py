@@ -1,7 +1,7 @@
 """Language models whose attention no class of transformers has, as Sieve exports them: plain PyTorch.
 
-The attention is NSA, MLA, DMA, InfLLM-V2, MoBA, MSA, a sliding window or dense, the sparse kinds with or without dense
-layers between them.
+The attention is NSA, MLA, DMA, InfLLM-V2, MoBA, MSA, CoWindow, a sliding window or dense, the sparse kinds with or
+without dense layers between them.
 
 Padding, wherever attention_mask has it, is moved behind the tokens of its row, where causal attention never looks, and
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
@@ -29,8 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .definitions import (
-    best_blocks, content_scores, dma_bias, expiry, in_any_case, infllm_importance, masked_attention, means_of,
-    moba_importance, msa_importance, nsa_importance, qsa_scores, slot_probabilities, slot_scores,
+    along, band_mask, best_blocks, content_scores, dma_bias, expiry, first_true, in_any_case, indices, infllm_importance,
+    masked_attention, means_of, moba_importance, msa_importance, nsa_importance, qsa_scores, slot_probabilities,
+    slot_scores,
 )  # fmt: skip
 
 # Implementations that see this file's masks, biases and chosen blocks. An engine's own function passes over them.
@@ -84,6 +85,7 @@ DEFAULTS = {
     "indexer": "msa",
     # DMA; periods: tokens over which a rank grows by one, a number for each KV head.
     "keep_window_size": 2048, "local_window_size": 0, "bias": "exp", "periods": None,
+    "sink_tokens": 64, "near_window": 1024, "far_reach": 8128, "num_bands": 2,  # CoWindow
 }  # fmt: skip
 
 
@@ -184,24 +186,12 @@ class Rows:
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 
 
-def indices(at, count, device):
-    """`count` indices of each row from `at` on, a number or [batch]: [batch or 1, count]."""
-    return (at[:, None] if torch.is_tensor(at) else at) + torch.arange(count, device=device)[None]
-
-
 def put(buffer, new, at):
     """Writes new [batch, heads, tokens, ...] into the buffer from index `at` of each row on."""
     if not torch.is_tensor(at):
         buffer[:, :, at : at + new.shape[2]] = new
         return buffer
     return buffer.scatter_(2, along(indices(at, new.shape[2], new.device), new), new)
-
-
-def along(index, x):
-    """Indices [batch, (heads,) tokens] in the shape that gather and scatter want for dimension 2 of x."""
-    index = index[:, None] if index.dim() == 2 else index
-    index = index[(...,) + (None,) * (x.dim() - 3)]
-    return index.expand(x.shape[0], x.shape[1], -1, *x.shape[3:])
 
 
 class RMSNorm(nn.Module):
@@ -422,6 +412,18 @@ class DenseAttention(nn.Module):
     def forward(self, x, rows, cache):
         q, k, v = self.keys(x, rows, cache)
         return self.out(dense(self, q, k, v, rows, self.scale, self.window, cache, self.sinks))
+
+
+class CoWindowAttention(DenseAttention):
+    """Each KV head reads the last near_window keys, the row's first sink_tokens, and a band of distances of its own."""
+
+    def forward(self, x, rows, cache):
+        (q, k, v), c, o = self.keys(x, rows, cache), self.config, []
+        bands = k.shape[1], c.sink_tokens, c.near_window, c.far_reach, c.num_bands
+        for start, stop, query, end in tiles(rows, k.shape[2]):
+            mask = band_mask(query[:, None], torch.arange(end, device=q.device), *bands)
+            o.append(attend(self, q[:, :, start:stop], k[:, :, :end], v[:, :, :end], self.scale, mask))
+        return self.out(torch.cat(o, 2))
 
 
 def choose(importance, query, config, first, local):
@@ -706,11 +708,6 @@ class DynamicMaskAttention(DenseAttention):
         return torch.cat(o, 2)
 
 
-def first_true(x, count):
-    """Indices of the true ones in their order, [..., count]; false ones where there are fewer."""
-    return x.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -727,7 +724,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         kinds = {
             "mla": LatentAttention, "nsa": NativeSparseAttention, "infllm_v2": PooledAttention, "moba": PooledAttention,
             "msa": IndexedAttention, "dma": DynamicMaskAttention, "mha": DenseAttention, "shared": BlocksAttention,
-            "swa": lambda config: DenseAttention(config, config.window_size),
+            "swa": lambda config: DenseAttention(config, config.window_size), "cowa": CoWindowAttention,
         }  # fmt: skip
         others = config.layer_attention or [{}]
         rotates = bool((config.no_rope_layers or [1] * (index + 1))[index])

@@ -71,6 +71,7 @@ fn export_import_export_gives_the_same_bytes() {
         select_block_size = 4\nnum_selected_blocks = 5\nnum_local_blocks = 1\n";
     const MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3\n";
     const MSA: &str = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3\n";
+    const COWA: &str = "kind = \"cowa\"\nnear_window = 3\nfar_reach = 40\n";
     let llama3 = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, low_freq_factor = 1.5, \
         original_max_position_embeddings = 32 }";
     let yarn = "qk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\"]\n\
@@ -103,6 +104,8 @@ fn export_import_export_gives_the_same_bytes() {
         (true, "layer_types = [\"sparse\", \"shared\"]", MOBA, ""),
         (false, scaled, MSA, ""),
         (true, "", MSA, "indexer = \"qsa\""),
+        (false, "", COWA, "sink_tokens = 0"),
+        (true, "layer_types = [\"sparse\", \"mha\"]", COWA, "num_bands = 1"),
     ] {
         let model = format!("tie_word_embeddings = {tied}\n{model}");
         let (model, attention) = (model.as_str(), format!("{kind}\n{more}"));

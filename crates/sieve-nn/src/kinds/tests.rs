@@ -119,6 +119,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
         let most = match attention {
             sieve_core::Attention::Swa(_) => KEEP_WINDOW_SIZE,
             sieve_core::Attention::Dma(dma) => dma.keep_window_size,
+            sieve_core::Attention::Cowa(cowa) => cowa.sink_tokens + cowa.far_reach,
             _ => usize::MAX,
         };
         for parts in several.iter().chain(&steps) {

@@ -2,7 +2,7 @@
 use crate::DocumentBounds;
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
-use sieve_core::KernelPolicy;
+use sieve_core::{FarKeys, KernelPolicy};
 
 /// Sizes and scale of one grouped-query attention call on a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -15,6 +15,8 @@ pub struct AttentionSpec {
     pub softmax_scale: f64,
     /// Most keys that a query sees, its own included (`i - window_size < j <= i`); `None`: dense attention.
     pub window_size: Option<usize>,
+    /// The keys that a query sees beyond its window; `None`: none.
+    pub far: Option<FarKeys>,
     /// Which kernels a GPU may use, and in which order backward kernels sum.
     pub policy: KernelPolicy,
 }
@@ -27,6 +29,7 @@ impl AttentionSpec {
             num_kv_heads,
             softmax_scale: 1.0 / (head_dim as f64).sqrt(),
             window_size: None,
+            far: None,
             policy: KernelPolicy::default(),
         }
     }
@@ -46,6 +49,18 @@ impl AttentionSpec {
         assert_eq!(packed_heads % (group + 2), 0, "{packed_heads} heads in groups of {group}");
         let num_kv_heads = packed_heads / (group + 2);
         Self { num_heads: num_kv_heads * group, num_kv_heads, ..self }
+    }
+
+    /// The same attention for a call whose first KV head is this call's head `kv_head`.
+    #[must_use]
+    pub fn from_kv_head(self, kv_head: usize) -> Self {
+        Self { far: self.far.map(|far| far.from_kv_head(kv_head)), ..self }
+    }
+
+    /// Number of keys before its own that a query may see; `None`: all.
+    pub(crate) fn reach(&self) -> Option<usize> {
+        // A window includes the query's own token.
+        self.window_size.filter(|_| self.far.is_none()).map(|window| window - 1)
     }
 
     /// Query heads that share one KV head.

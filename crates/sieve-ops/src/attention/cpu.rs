@@ -13,7 +13,7 @@ pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> Attentio
 pub(crate) fn attention_of_last(qkv: FlexTensor, call: &AttentionCall<Flex>, first: usize) -> AttentionOutput<Flex> {
     unless_f32!(&qkv, call.spec.num_heads, "attention": reference::attention::<Flex>(qkv, call));
     let qkv = contiguous(qkv);
-    forward_from(first, &qkv, attention_shape(&qkv, call.spec), window(call.spec), &call.documents)
+    forward_from(first, &qkv, attention_shape(&qkv, call.spec), mask(call.spec), &call.documents)
 }
 
 /// `dqkv`, packed as `qkv`, of attention without a bias per key; of `output` only o and lse are read.
@@ -28,7 +28,7 @@ pub(crate) fn attention_backward(
     let qkv = contiguous(qkv);
     let shape = attention_shape(&qkv, call.spec);
     let (operands, d_delta) = ([output.o, output.lse, d_o], None);
-    backward(&qkv, shape, window(call.spec), &call.documents, operands, d_delta)
+    backward(&qkv, shape, mask(call.spec), &call.documents, operands, d_delta)
 }
 
 /// New o, `[batch, seq_len, num_heads, head_dim]`, and lse, `[batch, num_heads, seq_len]`, as if each row's softmax had
@@ -64,8 +64,12 @@ pub(crate) fn shape_of([batch, seq_len, _, head_dim]: [usize; 4], spec: Attentio
     }
 }
 
-fn window(spec: AttentionSpec) -> Mask<'static> {
-    spec.window_size.map_or(Mask::Causal, Mask::Window)
+fn mask(spec: AttentionSpec) -> Mask<'static> {
+    match (spec.window_size, spec.far) {
+        (None, _) => Mask::Causal,
+        (Some(window_size), None) => Mask::Window(window_size),
+        (Some(window_size), Some(far)) => Mask::Far(window_size, far),
+    }
 }
 
 pub(crate) fn contiguous_bounds(bounds: &DocumentBounds<Flex>) -> [FlexTensor; 2] {

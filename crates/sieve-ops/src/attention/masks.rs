@@ -5,14 +5,29 @@ use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 
-/// True for pairs that documents, causality or the call's window hide, `[batch, 1, 1, seq_len, seq_len]`.
+/// True for pairs that documents, causality or distance hide, `[batch, 1, 1, seq_len, seq_len]`; with keys beyond the
+/// window `[batch, num_kv_heads, 1, seq_len, seq_len]`.
 pub(crate) fn hidden_by_documents<B: Backend>(call: &AttentionCall<B>) -> Tensor<B, 5, Bool> {
     let num_heads = 1;
     let (query, key, hidden) = pairs::<B>(&call.documents, num_heads);
-    match call.spec.window_size {
-        Some(window_size) => hidden.bool_or((query - key).greater_equal_elem(window_size as i64)),
-        None => hidden,
-    }
+    let Some(window_size) = call.spec.window_size else {
+        return hidden;
+    };
+    let distance = query - key.clone();
+    let beyond = distance.clone().greater_equal_elem(window_size as i64);
+    let Some(far) = call.spec.far else {
+        return hidden.bool_or(beyond);
+    };
+    let start: Tensor<B, 2, Int> = Tensor::from_primitive(call.documents[0].clone());
+    let [batch, seq_len] = start.dims();
+    let in_document = key - start.reshape([batch, 1, 1, seq_len, 1]);
+    let beyond = beyond.bool_and(in_document.greater_equal_elem(far.sink_tokens as i64));
+    let heads = (0..call.spec.num_kv_heads).map(|kv_head| {
+        let [first, end] = [far.band(kv_head).start, far.band(kv_head).end].map(|at| at as i64);
+        let outside = distance.clone().lower_elem(first).bool_or(distance.clone().greater_equal_elem(end));
+        hidden.clone().bool_or(beyond.clone().bool_and(outside))
+    });
+    Tensor::cat(heads.collect(), 1)
 }
 
 /// True for pairs that documents, causality or `expire` hide, `[batch, num_kv_heads, 1, seq_len, seq_len]`.

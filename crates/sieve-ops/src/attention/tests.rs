@@ -6,10 +6,17 @@ use crate::testing::{
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
 use burn::tensor::DType;
 use burn_flex::Flex;
+use sieve_core::FarKeys;
 
 /// Three KV heads with `group_size` query heads each.
 fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> AttentionSpec {
     AttentionSpec { window_size, ..AttentionSpec::dense([3 * group_size, 3], head_dim) }
+}
+
+/// As [`spec`], with a window of 6 and beyond it `sink_tokens` first tokens and bands up to a distance of `end`.
+fn far(group_size: usize, head_dim: usize, [sink_tokens, end]: [usize; 2]) -> AttentionSpec {
+    let far = FarKeys { sink_tokens, distances: [6, end], num_bands: 3, first_band: 0 };
+    AttentionSpec { far: Some(far), ..spec(group_size, head_dim, Some(6)) }
 }
 
 /// A random packed tensor.
@@ -54,6 +61,19 @@ fn attention_equals_the_reference_dense_and_in_windows() {
 }
 
 #[test]
+fn attention_equals_the_reference_with_keys_beyond_the_window() {
+    for (group_size, head_dim, sizes) in [(1, 16, [0, 30]), (2, 20, [3, 63]), (4, 7, [5, 1000]), (2, 16, [2, 6])] {
+        let spec = far(group_size, head_dim, sizes);
+        for lengths in [&[][..], &[5, 1, 1, 30], &[9, 1, 1, 40]] {
+            check(spec, [2, 63, head_dim], lengths);
+        }
+        check(spec, [1, 1, head_dim], &[]);
+    }
+    check(far(4, 32, [7, 150]), [1, 193, 32], &[100]);
+    check(far(2, 32, [7, 400]), [1, 393, 32], &[]);
+}
+
+#[test]
 fn log_sum_exp_equals_the_reference() {
     let spec = spec(2, 16, Some(7));
     let qkv = packed(spec, [2, 63, 16], 2);
@@ -74,6 +94,9 @@ fn gradients_equal_finite_differences() {
         let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
         check_finite_differences("attention", &inputs, &op);
     }
+    let (spec, documents) = (far(2, 4, [2, 13]), documents::<Ad>(&[3], [1, 17]));
+    let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
+    check_finite_differences("attention with far keys", &[packed(spec, [1, 17, 4], 3)], &op);
 }
 
 #[test]
@@ -95,13 +118,12 @@ fn document_bounds_may_be_views() {
 
 #[test]
 fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
-    for window_size in [None, Some(1), Some(40)] {
-        let spec = spec(2, 16, window_size);
+    let windows = [None, Some(1), Some(40)].map(|window_size| spec(2, 16, window_size));
+    for spec in windows.into_iter().chain([far(2, 16, [3, 100])]) {
         let op = |inputs: &[Float], documents: &Documents<Ad>| run(&inputs[0], documents, spec);
         check_later_tokens_change_nothing([packed(spec, [1, 150, 16], 6)], 0.0, &op);
     }
-    for window_size in [None, Some(20)] {
-        let spec = spec(2, 16, window_size);
+    for spec in [spec(2, 16, None), spec(2, 16, Some(20)), far(2, 16, [3, 100])] {
         let op = |inputs: &[Float], documents: &Documents<Ad>| run(&inputs[0], documents, spec);
         check_other_documents_change_nothing([packed(spec, [1, 120, 16], 7)], 0.0, &op);
     }

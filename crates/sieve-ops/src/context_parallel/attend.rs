@@ -61,18 +61,17 @@ pub(crate) fn forward<B: DeviceBackend>(
 ) -> Parted<B> {
     let spec = own_call.spec;
     let num_parts = parts.links.num_parts();
-    let is_dense = dma.is_none() && spec.window_size.is_none();
-    if is_dense && spec.num_kv_heads.is_multiple_of(num_parts) {
+    let sees_all = dma.is_none() && spec.reach().is_none();
+    if sees_all && spec.num_kv_heads.is_multiple_of(num_parts) {
         let own = to_own_heads::<B>(parts, qkv, spec);
         let output = <B as DeviceBackend>::attention(own.clone(), &call_of_whole_rows::<B>(parts, &own, spec));
         let o = tensor::<B, 4>(output.o.clone());
         let o = to_tokens(&*parts.links, o, &[Heads::Split(spec.num_heads)]);
         return Parted { o: primitive(o), way: Way::Heads(output) };
     }
-    // A window includes the query's own token, so it reaches one key fewer before the part.
-    let reach = match (&dma, spec.window_size) {
-        (Some((dma, _)), _) => Reach::Kept(dma.spec.window()),
-        (None, window) => Reach::Recent(window.map_or(parts.seq_len, |window| window - 1)),
+    let reach = match &dma {
+        Some((dma, _)) => Reach::Kept(dma.spec.window()),
+        None => Reach::Recent(spec.reach().unwrap_or(parts.seq_len)),
     };
     let rank = dma.map(|(dma, positions)| {
         let z = tensor::<B, 3>(B::dma_scores(&dma.scores(qkv.clone(), spec)));
@@ -164,6 +163,6 @@ fn call_of_whole_rows<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec:
         let bounds = parts.bounds[bound].iter().map(|&bound| bound as i32);
         ints::<B, 2>(bounds.collect(), shape, &device).into_primitive()
     });
-    let packed_heads = own.shape()[2];
-    AttentionCall::new(documents, spec.of_packed_heads(packed_heads))
+    let (packed_heads, first) = (own.shape()[2], parts.own_heads(spec.num_kv_heads).start);
+    AttentionCall::new(documents, spec.of_packed_heads(packed_heads).from_kv_head(first))
 }

@@ -11,7 +11,7 @@ use crate::testing::{Random, RandomInput, assert_close, host_ints};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, FarKeys, KeepOLow};
 use sieve_testing::wide;
 use std::sync::Arc;
 
@@ -31,6 +31,13 @@ struct Case {
 fn case(num_kv_heads: usize, window_size: Option<usize>, dma: Option<DmaShape>) -> Case {
     let spec = AttentionSpec { window_size, ..AttentionSpec::dense([2 * num_kv_heads, num_kv_heads], WIDTH) };
     Case { spec, dma }
+}
+
+/// A window of 3 tokens, and beyond it 2 first tokens and a band for each KV head.
+fn far(num_kv_heads: usize) -> Case {
+    let far = FarKeys { sink_tokens: 2, distances: [3, 21], num_bands: num_kv_heads, first_band: 0 };
+    let Case { spec, dma } = case(num_kv_heads, Some(3), None);
+    Case { spec: AttentionSpec { far: Some(far), ..spec }, dma }
 }
 
 /// DMA whose ranks have a recency term, and which always keeps the last `local_window_size` keys.
@@ -55,6 +62,9 @@ fn cases() -> Vec<Case> {
         case(2, Some(5), None),
         case(3, Some(17), None),
         case(2, Some(1), None),
+        // Bands of distances: each part has the bands of its heads, or all earlier keys.
+        far(2),
+        far(3),
         dma(2, DmaShape::published(4)),
         dma(3, DmaShape::published(99)),
         dma(2, recency(6, 3)),

@@ -37,6 +37,7 @@ impl MlaSpec {
             num_kv_heads: self.num_heads,
             softmax_scale: self.softmax_scale,
             window_size: None,
+            far: None,
             policy: self.policy,
         }
     }

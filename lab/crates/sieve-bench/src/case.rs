@@ -215,6 +215,7 @@ impl Case {
             num_kv_heads: self.shape.num_kv_heads,
             softmax_scale: f64::from(self.scale),
             window_size,
+            far: None,
             policy: self.policy,
         }
     }

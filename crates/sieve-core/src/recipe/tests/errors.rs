@@ -171,6 +171,16 @@ fn rules_of_chosen_blocks() {
 }
 
 #[test]
+fn rules_of_bands() {
+    for [text, expected] in rows("bands of keys") {
+        says(&attention_message(text), expected);
+    }
+    for [text] in rows("bands of keys that may be") {
+        assert!(load_replaced(DMA, text).is_ok(), "{text}");
+    }
+}
+
+#[test]
 fn rules_of_the_general_form_of_dma() {
     let slope = format!("{DMA}\nbias = \"linear\"\nrecency = \"slope\"");
     for rest in [

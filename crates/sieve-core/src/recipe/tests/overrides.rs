@@ -104,10 +104,13 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         // A text that itself has this kind gives the same attention as the override.
         if more.is_empty() {
             let written = dense.replacen("kind = \"mha\"", &format!("kind = {kind:?}"), 1);
-            let written = written.replacen("num_key_value_heads = 2\n", "", 1);
+            // Bands follow from the number of KV heads, all other sizes do not.
+            let given = if kind == "cowa" { "" } else { "num_key_value_heads = 2\n" };
+            let written = written.replacen(given, "", 1);
             let alone = load_with(&written, &own[1..]).expect("the kind alone");
             assert_eq!(alone.attention, recipe.attention);
-            assert_eq!(alone.model.num_key_value_heads, if kind == "mla" { 6 } else { 3 });
+            let heads = [("mla", 6), ("cowa", 2)].into_iter().find_map(|(of, heads)| (of == kind).then_some(heads));
+            assert_eq!(alone.model.num_key_value_heads, heads.unwrap_or(3));
         }
         recipe.attention.own
     };

@@ -16,7 +16,7 @@ use crate::{
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::Flex;
-use sieve_core::{DmaRecency, DmaShape, Keeping};
+use sieve_core::{DmaRecency, DmaShape, FarKeys, Keeping};
 
 const EPSILON: f64 = 1e-5;
 const QK_EPSILON: f64 = 1e-4;
@@ -39,7 +39,11 @@ impl Case {
     fn new(group_size: usize, kind: Kind, dims: [usize; 2], residual: Residual) -> Self {
         let spec = AttentionSpec {
             window_size: match kind {
-                Kind::Window(window_size) => Some(window_size),
+                Kind::Window(window_size) | Kind::Far(window_size, _) => Some(window_size),
+                _ => None,
+            },
+            far: match kind {
+                Kind::Far(_, far) => Some(far),
                 _ => None,
             },
             ..AttentionSpec::dense([NUM_KV_HEADS * group_size, NUM_KV_HEADS], HEAD_DIM)
@@ -196,16 +200,19 @@ impl Case {
     }
 }
 
-/// Dense attention, a window of so many tokens, or DMA that keeps so many keys, without and with recency.
+/// Dense attention, a window of so many tokens, alone or with keys beyond it, or DMA that keeps so many keys, without
+/// and with recency.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Dense,
     Window(usize),
+    Far(usize, FarKeys),
     Dma(usize),
     Recency(usize),
 }
 
-const KINDS: [Kind; 5] = [Kind::Dense, Kind::Window(5), Kind::Dma(4), Kind::Dma(99), Kind::Recency(6)];
+const FAR: Kind = Kind::Far(3, FarKeys { sink_tokens: 1, distances: [3, 12], num_bands: 3, first_band: 0 });
+const KINDS: [Kind; 6] = [Kind::Dense, Kind::Window(5), FAR, Kind::Dma(4), Kind::Dma(99), Kind::Recency(6)];
 
 #[test]
 fn equals_the_reference_and_finite_differences_for_kinds_groups_and_documents() {

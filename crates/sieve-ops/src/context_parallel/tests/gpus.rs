@@ -40,6 +40,7 @@ const SPEC: AttentionSpec = AttentionSpec {
     num_kv_heads: 4,
     softmax_scale: 0.088_388_347_648_318_45,
     window_size: None,
+    far: None,
     policy: KernelPolicy::DEFAULT,
 };
 /// Value of `expire` for a key that no query of the part sees.

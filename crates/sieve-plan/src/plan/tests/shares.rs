@@ -205,8 +205,13 @@ fn kinds_that_exchange_heads_divide_activations_among_ranks() {
         // The exchanged values beside a process's own share of the heads grow more slowly than its tokens.
         let seconds = |plan: &Plan| plan.stages[0].context_parallel.clone().expect("in parts").exchange_seconds;
         assert!(seconds(&two) > 0.0 && seconds(&four) > 0.0, "{kind}");
-        let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
-        let share = speed(&four) / speed(&whole);
+        // Without a kernel a plan tells no speed.
+        let speed = |plan: &Plan| plan.stages[0].tokens_per_second;
+        let Some((four, whole)) = speed(&four).zip(speed(&whole)) else {
+            assert!(example.as_kind().reads().is_empty(), "{kind}: no speed");
+            continue;
+        };
+        let share = four / whole;
         assert!((0.7..1.02).contains(&share), "{kind}: {share}");
     }
 }

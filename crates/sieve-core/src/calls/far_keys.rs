@@ -1,0 +1,51 @@
+//! The keys that a query sees beyond its window, by position alone.
+
+use std::ops::Range;
+
+/// The keys that a query sees beyond its window: the first tokens of its document, and a band of distances that each KV
+/// head has for itself.
+///
+/// The bands lie side by side and have equal widths, to a token. A distance is the number of tokens from a key to the
+/// query, 0 for the query's own key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FarKeys {
+    /// Number of first tokens of the document that every later query sees.
+    pub sink_tokens: usize,
+    /// The first distance of the first band, and the distance at which the last band ends.
+    pub distances: [usize; 2],
+    /// Number of bands, at least 1. KV head h has band h; where there are fewer bands than heads, they begin again.
+    pub num_bands: usize,
+    /// The band of a call's first KV head: 0, unless the call has only some of the layer's heads.
+    pub first_band: usize,
+}
+
+impl FarKeys {
+    /// The distances that a KV head of the call sees.
+    pub fn band(&self, kv_head: usize) -> Range<usize> {
+        let [first, end] = self.distances;
+        let band = (self.first_band + kv_head) % self.num_bands;
+        let border =
+            |at: usize| first + (end.saturating_sub(first) as u64 * at as u64 / self.num_bands as u64) as usize;
+        border(band)..border(band + 1)
+    }
+
+    /// The same for a call whose first KV head is this call's head `kv_head`.
+    #[must_use]
+    pub fn from_kv_head(self, kv_head: usize) -> Self {
+        Self { first_band: (self.first_band + kv_head) % self.num_bands, ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::FarKeys;
+
+    #[test]
+    fn bands_lie_side_by_side_and_parts_of_the_heads_have_their_own() {
+        let far = FarKeys { sink_tokens: 4, distances: [10, 33], num_bands: 3, first_band: 0 };
+        assert_eq!([0, 1, 2, 3].map(|head| far.band(head)), [10..17, 17..25, 25..33, 10..17]);
+        assert_eq!([0, 1].map(|head| far.from_kv_head(2).band(head)), [25..33, 10..17]);
+        let none = FarKeys { distances: [10, 10], ..far };
+        assert!((0..3).all(|head| none.band(head).is_empty()));
+    }
+}
