@@ -31,7 +31,7 @@ impl FarKeys {
 
     /// The same for a call whose first KV head is this call's head `kv_head`.
     #[must_use]
-    pub fn from_kv_head(self, kv_head: usize) -> Self {
+    pub fn of_heads_from(self, kv_head: usize) -> Self {
         Self { first_band: (self.first_band + kv_head) % self.num_bands, ..self }
     }
 }
@@ -44,7 +44,7 @@ mod tests {
     fn bands_lie_side_by_side_and_parts_of_the_heads_have_their_own() {
         let far = FarKeys { sink_tokens: 4, distances: [10, 33], num_bands: 3, first_band: 0 };
         assert_eq!([0, 1, 2, 3].map(|head| far.band(head)), [10..17, 17..25, 25..33, 10..17]);
-        assert_eq!([0, 1].map(|head| far.from_kv_head(2).band(head)), [25..33, 10..17]);
+        assert_eq!([0, 1].map(|head| far.of_heads_from(2).band(head)), [25..33, 10..17]);
         let none = FarKeys { distances: [10, 10], ..far };
         assert!((0..3).all(|head| none.band(head).is_empty()));
     }

@@ -58,7 +58,7 @@ impl<B: SieveBackend> KindAttention<B> for CoWindowAttention<B> {
 
     fn attend(&self, qkv: Tensor<B, 4>, rows: &Rows<'_, B>, _state: &mut PassState<B>) -> (Tensor<B, 4>, ()) {
         let spec = rows.context.under_policy(self.spec());
-        let own = spec.of_packed_heads(qkv.dims()[2]).from_kv_head(rows.heads.start / spec.group_size());
+        let own = spec.of_packed_heads(qkv.dims()[2]).of_heads_from(rows.heads.start / spec.group_size());
         (sieve_ops::attention(qkv, rows.documents, own), ())
     }
 
@@ -226,7 +226,7 @@ impl<B: DeviceBackend> BandCache<B> {
             let k = self.tokens(head, all(), |keys| keys.k.tokens());
             let v = self.tokens(head, all(), |keys| keys.v.tokens());
             let cached = KeyCache::with_capacity(k, v, None);
-            let own = AttentionSpec { num_heads: group, num_kv_heads: 1, ..spec.from_kv_head(head) };
+            let own = AttentionSpec { num_heads: group, num_kv_heads: 1, ..spec.of_heads_from(head) };
             let earlier = cached.len();
             attention_of_last(cached.before(&Tensor::cat(qkv.into(), 2), earlier), None, own, earlier)
         });

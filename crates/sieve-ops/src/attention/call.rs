@@ -53,8 +53,8 @@ impl AttentionSpec {
 
     /// The same attention for a call whose first KV head is this call's head `kv_head`.
     #[must_use]
-    pub fn from_kv_head(self, kv_head: usize) -> Self {
-        Self { far: self.far.map(|far| far.from_kv_head(kv_head)), ..self }
+    pub fn of_heads_from(self, kv_head: usize) -> Self {
+        Self { far: self.far.map(|far| far.of_heads_from(kv_head)), ..self }
     }
 
     /// Number of keys before its own that a query may see; `None`: all.

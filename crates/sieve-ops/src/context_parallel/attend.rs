@@ -164,5 +164,5 @@ fn call_of_whole_rows<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec:
         ints::<B, 2>(bounds.collect(), shape, &device).into_primitive()
     });
     let (packed_heads, first) = (own.shape()[2], parts.own_heads(spec.num_kv_heads).start);
-    AttentionCall::new(documents, spec.of_packed_heads(packed_heads).from_kv_head(first))
+    AttentionCall::new(documents, spec.of_packed_heads(packed_heads).of_heads_from(first))
 }
