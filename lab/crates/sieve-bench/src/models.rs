@@ -624,7 +624,7 @@ mod tests {
         let (kind, _) = &of_part(CheckPart::Attention).find(|(kind, _)| kind[0] == "swa").expect("windows");
         let draw = || Setup::draw(kind, USUAL, 3).expect("a recipe");
         let setup = draw();
-        let [exact, plain] = references.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let [exact, plain] = setup.references();
         let failed = |found: &[Found]| -> Vec<String> {
             let all = found.iter().zip(&plain).zip(&exact);
             let failed = all.filter(|((own, plain), exact)| judge(kind, true, [&own.2, &plain.2], exact).is_err());
