@@ -335,13 +335,9 @@ impl<B: DeviceBackend> Run<'_, B> {
             for (at, token) in tokens?.into_iter().enumerate() {
                 let text = &mut texts[at];
                 match token {
-                    Some(_) => {
-                        if text.push(generator.last_drawn(at))?.1 {
-                            generator.end(at);
-                        }
-                    }
+                    Some(_) if text.push(generator.last_drawn(at))?.1 => generator.end(at),
                     None if text.written.stopped == "max_new_tokens" => text.written.end(generator.last_drawn(at)),
-                    None => {}
+                    _ => {}
                 }
             }
         }

@@ -222,7 +222,7 @@ impl<B: DeviceBackend> BandCache<B> {
         let heads = self.later.iter().enumerate().map(|(head, later)| {
             let parts = [(q, head * group, group), (k, head, 1), (v, head, 1)];
             let qkv = parts.map(|(x, first, count)| x.clone().narrow(2, first, count));
-            let all = || [0..later.len()];
+            let all = || std::iter::once(0..later.len());
             let k = self.tokens(head, all(), |keys| keys.k.tokens());
             let v = self.tokens(head, all(), |keys| keys.v.tokens());
             let cached = KeyCache::with_capacity(k, v, None);

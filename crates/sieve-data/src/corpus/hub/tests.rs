@@ -275,8 +275,11 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     assert_eq!(server.requests("two/train"), requests);
 }
 
-/// Settings of a server, and what is seen of downloads with them: name, fetched bytes and size.
-fn seen_config(server: &Server, dir: &Path) -> (HubConfig, Arc<Mutex<Vec<(String, u64, u64)>>>) {
+/// What was seen of downloads: name, fetched bytes and size.
+type Seen = Arc<Mutex<Vec<(String, u64, u64)>>>;
+
+/// Settings of a server, and what is seen of downloads with them.
+fn seen_config(server: &Server, dir: &Path) -> (HubConfig, Seen) {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&seen);
     let see_download: SeeDownload = Arc::new(move |progress: DownloadProgress<'_>| {
