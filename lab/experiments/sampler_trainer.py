@@ -15,6 +15,7 @@ import math
 import subprocess
 
 import torch
+from same_bits import echoed
 from serve_waits import Server
 from transformers import AutoModelForCausalLM
 
@@ -40,9 +41,7 @@ def of_sieve(given, dtype):
     try:
         for text in map(json.loads, printed.splitlines()):
             prompt, new = text["prompt_token_ids"], text["token_ids"]
-            body = {"prompt": prompt + new, "max_tokens": 0, "echo": True, "logprobs": 0}
-            scores = server.ask(body)[0]["choices"][0]["logprobs"]["token_logprobs"][len(prompt):]
-            pairs += zip(text["token_logprobs"], scores, strict=True)
+            pairs += zip(text["token_logprobs"], echoed(server, {"prompt": prompt}, new), strict=True)
     finally:
         server.process.terminate()
         server.process.wait()

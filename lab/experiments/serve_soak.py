@@ -65,12 +65,19 @@ def leave_early(server, body, pieces):
     return "left"
 
 
+def sent(server, body, length=None):
+    """A connection over which a completion was asked for, whose body is said to have so many bytes."""
+    host, port = server.address.split(":")
+    connection = socket.create_connection((host, int(port)), timeout=120)
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {length or len(body)}\r\nConnection: close\r\n\r\n")
+    connection.sendall(f"{head}{body}".encode())
+    return connection
+
+
 def half_a_request(server):
     """Sends the head of a request and half of its body, and goes."""
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nContent-Type: application/json\r\n"
-                           "Content-Length: 400\r\n\r\n{\"prompt\": \"a".encode())
+    sent(server, '{"prompt": "a', length=400).close()
     return "left"
 
 
@@ -98,10 +105,7 @@ def streamed(server, body):
 
 def raw(server, text):
     """The answer to a body that may be no JSON."""
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=120) as connection:
-        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nContent-Type: application/json\r\n"
-                           f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode())
+    with sent(server, text) as connection:
         return connection.makefile("rb").readline().split()[1].decode()
 
 
@@ -187,11 +191,7 @@ def stopped(words, flags, draw):
     for reader in readers:
         reader.start()
     # One that asks and never reads: its connection is full after some pieces.
-    host, port = server.address.split(":")
-    deaf = socket.create_connection((host, int(port)))
-    body = json.dumps({"prompt": "the sea", "max_tokens": 900, "n": 8, "stream": True, "logprobs": 20})
-    deaf.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nContent-Type: application/json\r\n"
-                 f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    deaf = sent(server, json.dumps({"prompt": "the sea", "max_tokens": 900, "n": 8, "stream": True, "logprobs": 20}))
     time.sleep(draw.uniform(0, 2))
     begun = time.monotonic()
     server.process.terminate()

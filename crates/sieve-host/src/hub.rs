@@ -53,7 +53,7 @@ pub fn model(path: &Path) -> Result<Option<HubModel>> {
         sieve_hf::check_config(config).map_err(|error| Refusal::of_text(&error.to_string(), "name another model"))
     };
     let mut bar: Option<FolderBar> = None;
-    // The bar is that of all files together.
+    // One bar below shows the bytes of all files together.
     let config = HubConfig::of_cache(&Surroundings::unseen(&variable))?;
     let model = hub_model(path, config, &accepts, &mut |event| match event {
         HubModelEvent::Waiting => remark("waiting for another process that fetches this model"),

@@ -2,7 +2,7 @@
 //!
 //! `generate` and `eval needle` read texts through this file.
 use crate::input::{check_vocabulary, ids};
-use crate::logits::{NextLogits, log_probabilities, log_probability, on_host};
+use crate::logits::{NextLogits, log_probability, on_host, scored};
 use crate::{InferError, Selection};
 use burn::tensor::Tensor;
 use sieve_core::{Draw, ModelShape};
@@ -399,13 +399,7 @@ fn drawn<B: DeviceBackend>(
     (num_tokens, with_scores): (usize, bool),
 ) -> Vec<Drawn> {
     let tokens = sieve_ops::draw(logits.clone(), draws, num_tokens);
-    let scores = if with_scores {
-        let scored: Vec<u32> = tokens.iter().map(|token| token.unwrap_or(0)).collect();
-        log_probabilities(logits, &scored)
-    } else {
-        vec![f64::NAN; tokens.len()]
-    };
-    tokens.into_iter().zip(scores).map(|(token, log_probability)| Drawn { token, log_probability }).collect()
+    scored(logits, tokens, with_scores)
 }
 
 /// A token that was drawn.

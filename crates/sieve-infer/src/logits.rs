@@ -1,5 +1,6 @@
 //! Logits of a whole document, for comparison with other programs; and the log-probability of a token by its logits.
 use crate::InferError;
+use crate::continuation::Drawn;
 use crate::input::{check_row, ids};
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_nn::{LayerContext, Qwen3};
@@ -47,20 +48,32 @@ impl<B: DeviceBackend> NextLogits<B> {
         &self.on_host[row * vocab_size..][..vocab_size]
     }
 
-    /// The natural logarithm of the probability of one token of each row: the negatives of
-    /// [`Qwen3::token_losses_of`], where this has the same logits, to the bit.
+    /// The token that was drawn for each row, if there is one, with its log-probability if `with_scores`: the negative
+    /// of [`Qwen3::token_losses_of`], where this has the same logits, to the bit.
     ///
     /// # Panics
-    /// Where there is not one token for each row.
-    pub fn log_probabilities(&self, tokens: &[u32]) -> Vec<f64> {
-        log_probabilities(self.on_device.clone(), tokens)
+    /// Where `tokens` has not one entry for each row, with `with_scores`.
+    pub fn scored(&self, tokens: Vec<Option<u32>>, with_scores: bool) -> Vec<Drawn> {
+        scored(self.on_device.clone(), tokens, with_scores)
     }
 }
 
-/// The natural logarithm of the probability of one token of each row of logits, as
-/// [`NextLogits::log_probabilities`] has it.
-pub(crate) fn log_probabilities<B: DeviceBackend>(logits: Tensor<B, 2>, tokens: &[u32]) -> Vec<f64> {
-    sieve_ops::losses_of_logits(logits, tokens).into_iter().map(|loss| -loss).collect()
+/// As [`NextLogits::scored`], of logits that are on the device alone.
+pub(crate) fn scored<B: DeviceBackend>(
+    logits: Tensor<B, 2>,
+    tokens: Vec<Option<u32>>,
+    with_scores: bool,
+) -> Vec<Drawn> {
+    let losses = if with_scores {
+        // A row without a token gets the loss of token 0, which nobody reads.
+        let of_rows: Vec<u32> = tokens.iter().map(|token| token.unwrap_or(0)).collect();
+        sieve_ops::losses_of_logits(logits, &of_rows)
+    } else {
+        vec![f64::NAN; tokens.len()]
+    };
+    let of_row =
+        |(token, loss): (Option<u32>, f64)| Drawn { token, log_probability: token.map_or(f64::NAN, |_| -loss) };
+    tokens.into_iter().zip(losses).map(of_row).collect()
 }
 
 /// Logits as f32 on the host. The device converts them: on the host that would take longer than the forward pass.

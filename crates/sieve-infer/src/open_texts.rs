@@ -139,16 +139,13 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         }
         let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
         let (logits, row_of) = Continuation::read_each(&mut texts, &tokens, &mut self.rows)?;
-        let sampled: Vec<_> =
-            self.owned_mut().zip(&row_of).map(|(owned, &row)| sample(owned, logits.row(row))).collect();
-        let scores = with_scores.then(|| {
-            let mut of_rows = vec![0; logits.num_rows()];
-            row_of.iter().zip(&sampled).for_each(|(&row, token)| of_rows[row] = token.unwrap_or(0));
-            logits.log_probabilities(&of_rows)
-        });
-        for ((owned, row), token) in self.owned_mut().zip(row_of).zip(sampled) {
-            let log_probability = scores.as_ref().map_or(f64::NAN, |scores| scores[row]);
-            next(owned, Drawn { token, log_probability }, logits.row(row));
+        let mut sampled = vec![None; logits.num_rows()];
+        for (owned, &row) in self.owned_mut().zip(&row_of) {
+            sampled[row] = sample(owned, logits.row(row));
+        }
+        let drawn = logits.scored(sampled, with_scores);
+        for (owned, row) in self.owned_mut().zip(row_of) {
+            next(owned, drawn[row], logits.row(row));
         }
         Ok(())
     }

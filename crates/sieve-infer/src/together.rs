@@ -128,8 +128,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         let mut draw = |at: usize, logits: &NextLogits<B>| {
             if !is_done[at] {
                 let token = samplers[at].sample(&logits.row(0)[..wanted.0]);
-                let score = token.filter(|_| wanted.1).map(|token| logits.log_probabilities(&[token])[0]);
-                drawn[at] = Drawn { token, log_probability: score.unwrap_or(f64::NAN) };
+                drawn[at] = logits.scored(vec![token], wanted.1)[0];
             }
         };
         match prompts {

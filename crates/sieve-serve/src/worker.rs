@@ -441,8 +441,7 @@ impl<'t> Writing<'t> {
         metrics: &Metrics,
     ) -> Result<(), InferError> {
         let token = self.sample(logits.row(0), engine);
-        let score = token.filter(|_| self.text.num_top.is_some()).map(|token| logits.log_probabilities(&[token])[0]);
-        let next = Drawn { token, log_probability: score.unwrap_or(f64::NAN) };
+        let next = logits.scored(vec![token], self.text.num_top.is_some())[0];
         self.take(next, logits.row(0), engine, metrics)
     }
 

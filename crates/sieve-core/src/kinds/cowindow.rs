@@ -50,7 +50,8 @@ impl CowaShape {
         FarKeys { sink_tokens, distances: [near_window, far_reach], num_bands, first_band: 0 }
     }
 
-    /// The keys that a cache keeps for a KV head: those of its band and all that will come into it.
+    /// Number of keys that the cache of a KV head holds: the first tokens, and every key that its band reads now or
+    /// will read later.
     fn kept(&self, band: usize) -> usize {
         self.sink_tokens + self.far_keys().band(band).end
     }
@@ -108,7 +109,7 @@ impl Kind for CowaShape {
     fn pairs(&self, seq_len: usize) -> f64 {
         let far = self.far_keys();
         let rest = seq_len - self.sink_tokens.min(seq_len);
-        // Without the pairs of the first tokens, those of a document that begins after them remain.
+        // The pairs with keys behind the sinks are those of a document that begins there.
         let nearer = |distance: usize| window_pairs(distance, rest);
         let of_sinks = window_pairs(seq_len, seq_len) - nearer(rest);
         let of_bands: f64 = (0..self.num_bands).map(|at| nearer(far.band(at).end) - nearer(far.band(at).start)).sum();

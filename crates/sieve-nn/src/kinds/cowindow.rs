@@ -117,7 +117,7 @@ impl<B: SieveBackend> KindLayer<B> for CoWindowAttention<B> {
 pub struct BandCache<B: Backend> {
     /// Keys and values of the first tokens.
     sinks: KeyCache<B>,
-    /// Those of the tokens after them, for each KV head at least as many of the last ones as its band reaches.
+    /// Keys and values of the tokens after the first ones: for each KV head the latest, up to its band's end or more.
     later: Vec<KeyCache<B>>,
     cowa: CowaShape,
 }

@@ -94,7 +94,8 @@ impl Extent {
         &all[..self.pick(2, all.len())]
     }
 
-    /// The shapes to check, as [`sizes`](Self::sizes). A short check leaves out those of too many numbers.
+    /// The shapes to check, as [`sizes`](Self::sizes). A short check leaves out a shape whose sizes multiply to more
+    /// than [`MOST_NUMBERS_OF_A_SHORT_CHECK`].
     pub(crate) fn shapes<const D: usize>(&self, all: &'static [[usize; D]]) -> impl Iterator<Item = [usize; D]> {
         self.sizes(all).iter().copied().filter(|shape| self.takes(shape.iter().product()))
     }
