@@ -1,10 +1,11 @@
-// draw: one token of each row of logits, with temperature, top-k and nucleus sampling (arXiv:1904.09751).
+// draw: one token of each row of logits, with temperature, top-k, min-p (arXiv:2407.01082) and nucleus sampling
+// (arXiv:1904.09751).
 // Math       w_i = floor(2^44 exp2((x[r, i] - max_j x[r, j]) * scale_r)); tokens in order of falling logit, of equal
-//            ones by id; K: the first top_k tokens; N: the fewest first ones of K whose w reach top_p * sum(K); the
-//            drawn token is the first whose prefix sum of w exceeds random * sum(N) / 2^64; -1 where an
+//            ones by id; K: the first top_k tokens with w >= least; N: the fewest first ones of K whose w reach
+//            top_p * sum(K); the drawn token is the first whose prefix sum of w exceeds random * sum(N) / 2^64; -1 where an
 //            x[r, j] is NaN or infinite
-// Layout     x bf16 [rows, width], rows x_stride apart; draws u32 [rows, 6]: scale's bits, top_k (0: all), and the
-//            lower and upper halves of top_p (all ones: 1) and of the random number; ids i32 [rows]
+// Layout     x bf16 [rows, width], rows x_stride apart; draws u32 [rows, 8]: scale's bits, top_k (0: all), and the
+//            lower and upper halves of top_p (all ones: 1), of least (0: all) and of the random number; ids i32 [rows]
 // Buffers    x, draws, ids
 // Defines    none
 // Tiling     grid (rows); 512 threads; a histogram of the 8192 largest keys in shared memory, then of the next ones
@@ -170,9 +171,9 @@ DEVICE u32 largest_key(const bf16* x, i32 width) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     draw(const bf16* x, const u32* draws, i32* ids, const __grid_constant__ DrawParams params) {
   __shared__ u32 counts[BINS];
-  const u32* own = draws + 6 * blockIdx.x;
+  const u32* own = draws + 8 * blockIdx.x;
   const u32 top_k = own[1];
-  const u64 top_p = (u64)own[3] << 32 | own[2], random = (u64)own[5] << 32 | own[4];
+  const u64 top_p = (u64)own[3] << 32 | own[2], least = (u64)own[5] << 32 | own[4], random = (u64)own[7] << 32 | own[6];
   Row row = {x + blockIdx.x * params.x_stride, (i32)params.num_tokens};
   row.top = largest_key(row.x, row.width);
   if (row.top == NOT_FINITE) {
@@ -181,15 +182,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   row.largest = value_of(row.top), row.scale = __uint_as_float(own[0]);
   row.counts = counts, row.high = -1;
-  u64 total;  // the weights of the tokens that may be drawn: the first top_k, or all
-  if (top_k > 0 && top_k < (u32)row.width) {
-    total = row.find(true, top_k).weight;
-  } else {
+  // The weights of the tokens that may be drawn: the first top_k with the least weight, which are the first of all.
+  u64 total = ~0ull;
+  const bool is_top_k = top_k > 0 && top_k < (u32)row.width;
+  if (is_top_k) total = row.find(true, top_k).weight;
+  if (!is_top_k || least > 0) {
     Sums sums = {0, 0}, all;
 #pragma unroll 4
-    for (i32 at = threadIdx.x; at < row.width; at += THREADS) sums.weight += row.weight(key_of(row.x[at]));
+    for (i32 at = threadIdx.x; at < row.width; at += THREADS) {
+      const u64 weight = row.weight(key_of(row.x[at]));
+      if (weight >= least) sums.weight += weight;
+    }
     sums_before(sums, all);
-    total = all.weight;
+    if (all.weight < total) total = all.weight;
   }
   // Nucleus: the fewest first tokens that have this share of the weights.
   if (top_p != ~0ull) {

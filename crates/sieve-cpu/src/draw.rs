@@ -11,7 +11,7 @@ const EXP2: [f32; 7] = [1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2
 /// Adding and subtracting it rounds a number of less than 2^22 to a whole one.
 const ROUND: f32 = 12_582_912.0;
 /// The weight of the largest logit, 2^44.
-const ONE: f32 = 17_592_186_044_416.0;
+const ONE: f32 = Draw::LARGEST_WEIGHT as f32;
 
 /// `2^44 exp2((logit - largest) * scale)`, rounded down. Each product and sum is rounded by itself, as the kernel does.
 fn weight(logit: f32, largest: f32, scale: f32) -> u64 {
@@ -39,15 +39,17 @@ pub fn draw(logits: &[f32], draw: &Draw) -> Option<u32> {
     let weights: Vec<u64> = logits.iter().map(|&logit| weight(logit, largest, draw.scale)).collect();
     let all = || (0..).zip(logits).map(|(token, &logit)| place(token, logit));
     let top_k = draw.top_k as usize;
-    let (mut places, total): (Vec<u64>, u64) = if (1..logits.len()).contains(&top_k) {
+    let (mut places, most): (Vec<u64>, u64) = if (1..logits.len()).contains(&top_k) {
         let mut places: Vec<u64> = all().collect();
         places.select_nth_unstable(top_k);
         places.truncate(top_k);
         let total = places.iter().map(|place| weights[token(*place) as usize]).sum();
         (places, total)
     } else {
-        (Vec::new(), weights.iter().sum())
+        (Vec::new(), u64::MAX)
     };
+    // The tokens that have the least weight are the first of all, as those of `top_k` are.
+    let total = most.min(weights.iter().filter(|weight| **weight >= draw.least_weight).sum());
     let mut kept = total;
     let target = |kept| upper(draw.random, kept) + 1;
     let first = match draw.top_p {
@@ -130,6 +132,7 @@ mod tests {
             order.truncate(draw.top_k as usize);
         }
         let of = |token: &u32| weight(logits[*token as usize], largest, draw.scale);
+        order.retain(|token| of(token) >= draw.least_weight);
         let mut total: u64 = order.iter().map(of).sum();
         if draw.top_p != Draw::WHOLE {
             let wanted = upper(draw.top_p, total).max(1);
@@ -167,8 +170,8 @@ mod tests {
                 for temperature in [1e-40, 0.1, 0.8, 1.0, 30.0] {
                     for top_k in [None, Some(1), Some(7), Some(5000)] {
                         for top_p in [1e-18, 0.3, 0.95, 1.0 - 1e-12, 1.0] {
-                            for number in [0, u64::MAX, random()] {
-                                let one = Draw::new(temperature, top_k, top_p, number);
+                            for (number, min_p) in [(0, 0.2), (u64::MAX, 0.0), (random(), 0.0), (random(), 1e-3)] {
+                                let one = Draw::new(temperature, top_k, top_p, number).above(min_p);
                                 let found = draw(&logits, &one).expect("finite");
                                 assert_eq!(found, by_definition(&logits, &one), "{len} {spread} {one:?}");
                             }
@@ -196,7 +199,7 @@ mod tests {
             // f32 products of up to 40 carry an error of 40 * 2^-24; the rest is rounding down.
             assert!((found - exact).abs() <= exact * 4e-6 + 1.0, "{logit}: {found} {exact}");
         }
-        assert_eq!(weight(0.0, 0.0, 1e30), ONE as u64);
+        assert_eq!(weight(0.0, 0.0, 1e30), Draw::LARGEST_WEIGHT);
         assert_eq!(weight(-1.0, 0.0, 1e30), 0);
         assert_eq!(weight(f32::MIN, f32::MAX, 1.0), 0);
     }

@@ -261,48 +261,16 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
-    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of their
-    /// next tokens, and for each text the index of its row of them.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub(crate) fn read_each(
-        texts: &mut [&mut Self],
-        tokens: &[u32],
-        rows: &mut Option<TextRows<B>>,
-    ) -> Result<(NextLogits<B>, Vec<usize>), InferError> {
-        let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
-        // A batch's logits may be as large as the model's weights: no text gets a copy of its own.
-        Ok((NextLogits::new(logits), row_of))
-    }
-
-    /// As [`read_each`](Self::read_each), but returns only the token that each text's draw gives, as
-    /// [`read_drawn`](Self::read_drawn), with its log-probability if `with_scores`.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub(crate) fn read_each_drawn(
-        texts: &mut [&mut Self],
-        tokens: &[u32],
-        rows: &mut Option<TextRows<B>>,
-        draws: &[Draw],
-        (num_tokens, with_scores): (usize, bool),
-    ) -> Result<Vec<Drawn>, InferError> {
-        let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
-        // Rows without a text draw a token that nobody reads.
-        let mut of_rows = vec![Draw::LIKELIEST; logits.dims()[0]];
-        row_of.iter().zip(draws).for_each(|(&row, &draw)| of_rows[row] = draw);
-        let drawn = drawn(logits, &of_rows, (num_tokens, with_scores));
-        Ok(row_of.into_iter().map(|row| drawn[row]).collect())
-    }
-
-    /// The logits after one more token of each text, and for each text the index of its row of logits. It is one
-    /// forward pass unless a selector acts in decoding. With `rows`, each text has its keys in a row of them, and a
+    /// The logits after one more token of each text, and for each text the index of its row of logits. All texts have
+    /// the same number of positions. It is one forward pass unless a selector acts in decoding. With `rows`, each text has its keys in a row of them, and a
     /// single device call runs the pass. A device without such a call moves the keys back into a cache of each text,
     /// and sets `rows` to `None`.
     ///
     /// Panics without a text.
-    fn logits_each(
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(crate) fn logits_each(
         texts: &mut [&mut Self],
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,

@@ -59,7 +59,11 @@ impl TextRules {
     /// `None` for rules that change nothing.
     pub(crate) fn new(rules: LogitRules, prompt: &[u32]) -> Option<Self> {
         let prompt = if rules.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
-        (rules != LogitRules::NONE).then(|| Self { rules, prompt, generated: HashMap::new() })
+        (rules != LogitRules { min_p: rules.min_p, ..LogitRules::NONE }).then(|| Self {
+            rules,
+            prompt,
+            generated: HashMap::new(),
+        })
     }
 
     /// Counts a generated token.
@@ -89,17 +93,6 @@ impl TextRules {
         }
         logits
     }
-
-    /// How many tokens `min_p` leaves, at least one: the likeliest. `None` for all.
-    pub(crate) fn num_likely(&self, logits: &[f32], temperature: f64) -> Option<usize> {
-        let min_p = self.rules.min_p;
-        if min_p == 0.0 || temperature == 0.0 {
-            return None;
-        }
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let least = f64::from(largest) + temperature * min_p.ln();
-        Some(logits.iter().filter(|&&logit| f64::from(logit) >= least).count().max(1))
-    }
 }
 
 #[cfg(test)]
@@ -119,18 +112,8 @@ mod tests {
     }
 
     #[test]
-    fn min_p_leaves_tokens_of_a_share_of_the_largest_probability() {
-        let text = |min_p| TextRules::new(LogitRules { min_p, ..LogitRules::NONE }, &[]);
-        assert!(text(0.0).is_none());
-        // Probabilities 0.6, 0.3, 0.09, 0.01.
-        let logits = [0.6f32, 0.3, 0.09, 0.01].map(f32::ln);
-        for (min_p, left) in [(0.01, 4), (0.1, 3), (0.49, 2), (0.51, 1), (1.0, 1)] {
-            assert_eq!(text(min_p).expect("a rule").num_likely(&logits, 1.0), Some(left), "{min_p}");
-        }
-        // A higher temperature makes the tokens more alike.
-        assert_eq!(text(0.49).expect("a rule").num_likely(&logits, 2.0), Some(2));
-        assert_eq!(text(0.35).expect("a rule").num_likely(&logits, 2.0), Some(3));
-        assert_eq!(text(0.49).expect("a rule").num_likely(&logits, 0.0), None);
+    fn min_p_alone_changes_no_logit() {
+        assert!(TextRules::new(LogitRules { min_p: 0.1, ..LogitRules::NONE }, &[]).is_none());
     }
 
     #[test]

@@ -2,7 +2,8 @@
 use crate::InferError;
 use crate::continuation::Drawn;
 use crate::input::{check_row, ids};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use sieve_core::Draw;
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 
@@ -24,17 +25,36 @@ pub fn logits<B: DeviceBackend>(
     Ok(logits.into_data().convert::<f32>())
 }
 
-/// The logits of the next token of some texts, a row each, on the device and on the host.
+/// The logits of the next token of some texts, a row each, on the device, and those of some rows on the host.
 #[derive(Clone, Debug)]
 pub struct NextLogits<B: DeviceBackend> {
-    pub(crate) on_device: Tensor<B, 2>,
-    pub(crate) on_host: Vec<f32>,
+    on_device: Tensor<B, 2>,
+    /// The rows on the host, ascending.
+    rows: Vec<usize>,
+    on_host: Vec<f32>,
 }
 
 impl<B: DeviceBackend> NextLogits<B> {
     /// Copies logits `[rows, vocab_size]` to the host.
     pub(crate) fn new(on_device: Tensor<B, 2>) -> Self {
-        Self { on_host: on_host(on_device.clone()), on_device }
+        let rows = (0..on_device.dims()[0]).collect();
+        Self { on_host: on_host(on_device.clone()), rows, on_device }
+    }
+
+    /// Copies only `rows`, ascending, to the host: all rows of a batch may be as large as the model's weights.
+    pub(crate) fn with_rows(on_device: Tensor<B, 2>, rows: Vec<usize>) -> Self {
+        if rows.len() == on_device.dims()[0] {
+            return Self::new(on_device);
+        }
+        let on_host = match rows[..] {
+            [] => Vec::new(),
+            _ => {
+                let indices: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
+                let indices = Tensor::<B, 1, Int>::from_data(indices.as_slice(), &on_device.device());
+                on_host(on_device.clone().select(0, indices))
+            }
+        };
+        Self { on_host, rows, on_device }
     }
 
     /// Number of rows.
@@ -43,9 +63,24 @@ impl<B: DeviceBackend> NextLogits<B> {
     }
 
     /// The logits of a row, f32 `[vocab_size]`.
+    ///
+    /// # Panics
+    /// Where the row is on the device alone.
     pub fn row(&self, row: usize) -> &[f32] {
+        self.row_on_host(row).expect("the row was copied to the host")
+    }
+
+    /// The logits of a row, f32 `[vocab_size]`; `None` where they are on the device alone.
+    pub(crate) fn row_on_host(&self, row: usize) -> Option<&[f32]> {
         let [_, vocab_size] = self.on_device.dims();
-        &self.on_host[row * vocab_size..][..vocab_size]
+        let at = self.rows.binary_search(&row).ok()?;
+        Some(&self.on_host[at * vocab_size..][..vocab_size])
+    }
+
+    /// The token that each draw takes among the first `num_tokens` of its row, on the device; `None` after a NaN or
+    /// infinite logit.
+    pub(crate) fn draw(&self, draws: &[Draw], num_tokens: usize) -> Vec<Option<u32>> {
+        sieve_ops::draw(self.on_device.clone(), draws, num_tokens)
     }
 
     /// The token that was drawn for each row, if there is one, with its log-probability if `with_scores`: the negative

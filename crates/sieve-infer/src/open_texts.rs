@@ -1,6 +1,7 @@
 //! Texts that are decoded as one batch while others join and leave between tokens.
 use crate::continuation::{Continuation, Drawn, rows_of_texts};
 use crate::input::check_row;
+use crate::logits::NextLogits;
 use crate::{InferError, Selection};
 use sieve_core::Draw;
 use sieve_nn::{Qwen3, TextRows};
@@ -113,56 +114,44 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         token_of: impl FnMut(&T) -> Option<u32>,
         mut next: impl FnMut(&mut T, &[f32]),
     ) -> Result<(), InferError> {
-        let with_scores = false;
+        let (num_tokens, with_scores) = (self.model.shape().vocab_size, false);
         let sample = |owned: &mut T, logits: &[f32]| {
             next(owned, logits);
             None
         };
-        self.step_sampling(with_scores, token_of, sample, |_, _, _| {})
+        self.step_sampling((num_tokens, with_scores), token_of, |_| None, sample, |_, _, _| {})
     }
 
-    /// As [`step`](Self::step), but `sample` takes each text's logits and gives its next token, before `next` takes
-    /// this token, with its log-probability if `with_scores`, and the same logits.
+    /// As [`step`](Self::step), but draws each text's next token: on the device, among the first `num_tokens`, where
+    /// `draw_of` gives a draw; where it gives none, `sample` takes the text's logits and gives its token. `next` takes
+    /// this token, with its log-probability if `with_scores`, and the logits that `sample` got, or none.
     ///
     /// # Errors
     /// As [`step`](Self::step).
     pub fn step_sampling(
         &mut self,
-        with_scores: bool,
+        wanted: (usize, bool),
         token_of: impl FnMut(&T) -> Option<u32>,
-        mut sample: impl FnMut(&mut T, &[f32]) -> Option<u32>,
-        mut next: impl FnMut(&mut T, Drawn, &[f32]),
+        draw_of: impl FnMut(&mut T) -> Option<Draw>,
+        sample: impl FnMut(&mut T, &[f32]) -> Option<u32>,
+        next: impl FnMut(&mut T, Drawn, &[f32]),
     ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, |_, _| {});
-        if tokens.is_empty() {
-            return Ok(());
-        }
-        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
-        let (logits, row_of) = Continuation::read_each(&mut texts, &tokens, &mut self.rows)?;
-        let mut sampled = vec![None; logits.num_rows()];
-        for (owned, &row) in self.owned_mut().zip(&row_of) {
-            sampled[row] = sample(owned, logits.row(row));
-        }
-        let drawn = logits.scored(sampled, with_scores);
-        for (owned, row) in self.owned_mut().zip(row_of) {
-            next(owned, drawn[row], logits.row(row));
-        }
-        Ok(())
+        self.read_and_draw(&tokens, wanted, draw_of, sample, next)
     }
 
-    /// As [`step_sampling`](Self::step_sampling), but tokens are drawn on the device, among the first `num_tokens`:
-    /// `draw_of` says how for each text.
+    /// As [`step_sampling`](Self::step_sampling), but all tokens are drawn on the device.
     ///
     /// # Errors
     /// As [`step`](Self::step).
     pub fn step_drawing(
         &mut self,
-        (num_tokens, with_scores): (usize, bool),
+        wanted: (usize, bool),
         token_of: impl FnMut(&T) -> Option<u32>,
         draw_of: impl FnMut(&mut T) -> Draw,
         next: impl FnMut(&mut T, Drawn),
     ) -> Result<(), InferError> {
-        self.step_until_left((num_tokens, with_scores), token_of, |_, _| {}, draw_of, next)
+        self.step_until_left(wanted, token_of, |_, _| {}, draw_of, next)
     }
 
     /// As [`step_drawing`](Self::step_drawing); `left` takes each text that leaves, with its last state.
@@ -171,21 +160,55 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     /// As [`step`](Self::step).
     pub(crate) fn step_until_left(
         &mut self,
-        (num_tokens, with_scores): (usize, bool),
+        wanted: (usize, bool),
         token_of: impl FnMut(&T) -> Option<u32>,
         left: impl FnMut(&Continuation<'a, B>, &mut T),
-        draw_of: impl FnMut(&mut T) -> Draw,
+        mut draw_of: impl FnMut(&mut T) -> Draw,
         mut next: impl FnMut(&mut T, Drawn),
     ) -> Result<(), InferError> {
         let tokens = self.tokens(token_of, left);
+        let draw_of = |owned: &mut T| Some(draw_of(owned));
+        self.read_and_draw(&tokens, wanted, draw_of, |_, _| None, |owned, drawn, _| next(owned, drawn))
+    }
+
+    /// Reads `tokens`, one of each text, and draws the next ones as [`step_sampling`](Self::step_sampling) does.
+    fn read_and_draw(
+        &mut self,
+        tokens: &[u32],
+        (num_tokens, with_scores): (usize, bool),
+        draw_of: impl FnMut(&mut T) -> Option<Draw>,
+        mut sample: impl FnMut(&mut T, &[f32]) -> Option<u32>,
+        mut next: impl FnMut(&mut T, Drawn, &[f32]),
+    ) -> Result<(), InferError> {
         if tokens.is_empty() {
             return Ok(());
         }
-        let draws: Vec<Draw> = self.owned_mut().map(draw_of).collect();
+        let draws: Vec<Option<Draw>> = self.owned_mut().map(draw_of).collect();
         let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
-        let wanted = (num_tokens, with_scores);
-        let drawn = Continuation::read_each_drawn(&mut texts, &tokens, &mut self.rows, &draws, wanted)?;
-        self.owned_mut().zip(drawn).for_each(|(owned, drawn)| next(owned, drawn));
+        let (logits, row_of) = Continuation::logits_each(&mut texts, tokens, &mut self.rows)?;
+        let num_rows = logits.dims()[0];
+        // Rows without a text, and those that the host draws from, draw a token that nobody reads.
+        let mut of_rows = vec![Draw::LIKELIEST; num_rows];
+        let mut on_host = Vec::new();
+        for (&row, draw) in row_of.iter().zip(&draws) {
+            match draw {
+                Some(draw) => of_rows[row] = *draw,
+                None => on_host.push(row),
+            }
+        }
+        on_host.sort_unstable();
+        let some_on_device = on_host.len() < draws.len();
+        let logits = NextLogits::with_rows(logits, on_host);
+        let mut drawn = if some_on_device { logits.draw(&of_rows, num_tokens) } else { vec![None; num_rows] };
+        for (owned, &row) in self.owned_mut().zip(&row_of) {
+            if let Some(logits) = logits.row_on_host(row) {
+                drawn[row] = sample(owned, logits);
+            }
+        }
+        let drawn = logits.scored(drawn, with_scores);
+        for (owned, row) in self.owned_mut().zip(row_of) {
+            next(owned, drawn[row], logits.row_on_host(row).unwrap_or_default());
+        }
         Ok(())
     }
 

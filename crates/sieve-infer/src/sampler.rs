@@ -29,6 +29,8 @@ impl Sampling {
 pub struct Sampler {
     sampling: Sampling,
     random: ChaCha8Rng,
+    /// The least probability of a token, as a share of the likeliest one's; 0 draws from all.
+    min_p: f64,
     /// `None` where logits are drawn from as they are.
     rules: Option<TextRules>,
     /// What the text must be; `None` where it may be anything.
@@ -56,7 +58,7 @@ impl Sampler {
         if top_k == Some(0) {
             return bad("top-k", 0.0, "use 1 or more, or leave it out to draw from all tokens");
         }
-        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed), rules: None, grammar: None })
+        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed), min_p: 0.0, rules: None, grammar: None })
     }
 
     /// As [`new`](Self::new), with rules for the logits of a text that begins with `prompt`.
@@ -65,7 +67,7 @@ impl Sampler {
     /// As [`new`](Self::new), and the errors of [`LogitRules::check`].
     pub fn with_rules(sampling: Sampling, rules: LogitRules, prompt: &[u32]) -> Result<Self, InferError> {
         rules.check()?;
-        Ok(Self { rules: TextRules::new(rules, prompt), ..Self::new(sampling)? })
+        Ok(Self { min_p: rules.min_p, rules: TextRules::new(rules, prompt), ..Self::new(sampling)? })
     }
 
     /// Draws only tokens with which the text goes on as `grammar` has it; any token without one.
@@ -74,8 +76,8 @@ impl Sampler {
         Self { grammar, ..self }
     }
 
-    /// Whether tokens are drawn by [`sample`](Self::sample) alone, because rules read or change the logits, or a
-    /// grammar leaves tokens out.
+    /// Whether tokens are drawn by [`sample`](Self::sample) alone, because penalties change the logits, or a grammar
+    /// leaves tokens out.
     pub fn needs_logits(&self) -> bool {
         self.rules.is_some() || self.grammar.is_some()
     }
@@ -97,10 +99,13 @@ impl Sampler {
     }
 
     /// The next draw, which takes the next random number. A greedy draw takes none. A device that is given it follows
-    /// no [rules](Self::needs_logits).
+    /// no [penalties](Self::needs_logits).
     pub fn next_draw(&mut self) -> Draw {
         let Sampling { temperature, top_p, top_k, .. } = self.sampling;
-        if self.is_greedy() { Draw::LIKELIEST } else { Draw::new(temperature, top_k, top_p, self.random.next_u64()) }
+        if self.is_greedy() {
+            return Draw::LIKELIEST;
+        }
+        Draw::new(temperature, top_k, top_p, self.random.next_u64()).above(self.min_p)
     }
 
     /// The next draw; for a text that has ended any draw, without taking a random number.
@@ -120,28 +125,19 @@ impl Sampler {
         let penalised = self.rules.as_ref().map(|rules| rules.penalised(logits));
         let logits = penalised.as_deref().unwrap_or(logits);
         let token = match &mut self.grammar {
-            None => self.draw_likely(logits, draw),
+            None => sieve_ops::draw_on_host(logits, &draw),
             // A logit that is not finite means a damaged model, wherever it is.
             Some(_) if !logits.iter().all(|logit| logit.is_finite()) => None,
             Some(grammar) => {
                 let allowed = grammar.allowed()?;
                 let of_allowed: Vec<f32> = allowed.iter().map(|token| logits[*token as usize]).collect();
-                let token = self.draw_likely(&of_allowed, draw).map(|at| allowed[at as usize]);
+                let token = sieve_ops::draw_on_host(&of_allowed, &draw).map(|at| allowed[at as usize]);
                 self.grammar.iter_mut().zip(token).for_each(|(grammar, token)| grammar.take(token));
                 token
             }
         };
         self.rules.iter_mut().zip(token).for_each(|(rules, token)| rules.count(token));
         token
-    }
-
-    /// Draws from the tokens that `min_p` leaves. They are the first of all in the order of a draw, as those of
-    /// `top_k` are.
-    fn draw_likely(&self, logits: &[f32], draw: Draw) -> Option<u32> {
-        let num_likely = self.rules.as_ref().and_then(|rules| rules.num_likely(logits, self.sampling.temperature));
-        let num_likely = num_likely.and_then(|num| u32::try_from(num).ok());
-        let top_k = [draw.top_k, num_likely.unwrap_or(0)].into_iter().filter(|count| *count > 0).min();
-        sieve_ops::draw_on_host(logits, &Draw { top_k: top_k.unwrap_or(0), ..draw })
     }
 }
 
@@ -223,6 +219,8 @@ mod tests {
         assert_eq!(tokens, [1, 0, 2, 1, 0, 2]);
         let plain = with(LogitRules::NONE, drawn);
         assert!(!plain.needs_logits() && turns.needs_logits());
+        // A device follows `min_p`.
+        assert!(!with(LogitRules { min_p: 0.5, ..LogitRules::NONE }, drawn).needs_logits());
         assert_eq!(frequencies(plain, &logits), frequencies(sampler(1.0, 1.0, 5), &logits));
     }
 

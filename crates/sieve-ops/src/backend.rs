@@ -366,7 +366,7 @@ device_ops! {
         fn repeat_token_step(
             graph: &mut Self::StepGraph, ids: Ints<Self>, before: TokensBefore<'_>
         ) -> Option<Float<Self>>;
-        /// The op [`crate::draw`]; `draws` are i32 `[rows, 6]`, the words of each; token ids, `[rows, 1]`, -1 where a
+        /// The op [`crate::draw`]; `draws` are i32 `[rows, 8]`, the words of each; token ids, `[rows, 1]`, -1 where a
         /// logit is NaN or infinite.
         fn draw(logits: Float<Self>, draws: Ints<Self>, num_tokens: usize) -> Ints<Self>;
         /// The op [`crate::draw`] where every row takes its likeliest token; token ids, `[rows, 1]`, -1 where a logit

@@ -336,17 +336,16 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 Err(error) => writing.fail(error.into()),
             };
             let with_scores = open.owned().any(|writing| writing.text.num_top.is_some());
-            // The likeliest tokens and rules need the logits on the host. The same draw gives the same token there.
-            if open.owned().any(|writing| writing.text.num_top > Some(0) || writing.sampler.needs_logits()) {
-                let sample = |writing: &mut Writing<'_>, logits: &[f32]| writing.sample(logits, engine);
-                return open.step_sampling(with_scores, token, sample, |writing, next, logits| {
-                    let done = writing.take(next, logits, engine, metrics);
-                    settled(writing, done);
-                });
-            }
-            let draw_of = |writing: &mut Writing<'_>| writing.sampler.next_draw();
-            open.step_drawing((engine.num_tokens(), with_scores), token, draw_of, |writing, next| {
-                let done = writing.take(next, &[], engine, metrics);
+            let wanted = (engine.num_tokens(), with_scores);
+            // The likeliest tokens, penalties and structures need a text's logits on the host. The same draw gives the
+            // same token there.
+            let draw_of = |writing: &mut Writing<'_>| {
+                let on_host = writing.text.num_top > Some(0) || writing.sampler.needs_logits();
+                (!on_host).then(|| writing.sampler.next_draw())
+            };
+            let sample = |writing: &mut Writing<'_>, logits: &[f32]| writing.sample(logits, engine);
+            open.step_sampling(wanted, token, draw_of, sample, |writing, next, logits| {
+                let done = writing.take(next, logits, engine, metrics);
                 settled(writing, done);
             })
         });

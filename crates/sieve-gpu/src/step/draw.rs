@@ -1,4 +1,5 @@
-//! Launch of `kernels/draw.cu`: a token of each row of logits, with temperature, top-k and nucleus sampling.
+//! Launch of `kernels/draw.cu`: a token of each row of logits, with temperature, top-k, min-p and nucleus
+//! sampling.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
 use crate::step::Rows;
@@ -7,7 +8,7 @@ use sieve_core::Draw;
 const NAME: &str = "draw";
 
 /// Draws one of the first `num_tokens` tokens of each row of bf16 `[rows, vocab_size]`; `draws` are the words of each
-/// row's [`Draw`], i32 `[rows, 6]`. Returns the tokens, i32 `[rows, 1]`; -1 where one of these logits is NaN or
+/// row's [`Draw`], i32 `[rows, 8]`. Returns the tokens, i32 `[rows, 1]`; -1 where one of these logits is NaN or
 /// infinite.
 ///
 /// # Errors
@@ -29,7 +30,7 @@ pub fn draw(logits: &CudaTensor, draws: &CudaTensor, num_tokens: usize) -> Resul
     let Rows { tensor: logits, stride: x_stride, .. } = Rows::of(logits);
     let ids = logits.empty_contiguous(&[rows, 1], DType::I32);
     let params = params!(DrawParams { num_tokens, x_stride });
-    // SAFETY: reads `num_tokens` of each row and six words of each draw, writes every id; sizes checked above.
+    // SAFETY: reads `num_tokens` of each row and eight words of each draw, writes every id; sizes checked above.
     unsafe { DRAW.launch([rows, 1, 1], &[&logits, &draws, &ids], &params) }?;
     Ok(ids)
 }

@@ -221,7 +221,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
         x = layer.run(x, cache, &mut scratch)?;
     }
     let (norm, output) = (tape.noted(&of(&step.norm)), tape.noted(&of(&step.output)));
-    let logits = project(Vectors::Normed(&x, &norm, epsilon), &output, Epilogue::Stored)?;
+    let logits = project(step.before, Vectors::Normed(&x, &norm, epsilon), &output, Epilogue::Stored)?;
     let [batch, _, vocab_size] = logits.dims(NAME, "logits")?;
     Ok((inputs, logits.reshaped(NAME, "logits", &[batch, vocab_size])?))
 }
@@ -257,16 +257,16 @@ impl Layer<'_> {
         let bias = bias.map(|bias| self.tape.noted(&bias));
         let weight = self.noted(&self.attention.qkv);
         let qkv = match &bias {
-            None => project(normed, &weight, Epilogue::Stored)?,
-            Some(bias) if num_rows(&x) <= MAX_VECTORS => project(normed, &weight, Epilogue::Added(bias))?,
+            None => self.project(normed, &weight, Epilogue::Stored)?,
+            Some(bias) if is_vectors(self.before, &x) => self.project(normed, &weight, Epilogue::Added(bias))?,
             // As in whole rows, the bias is added to the rounded product.
-            Some(bias) => residual_add(bias, &project(normed, &weight, Epilogue::Stored)?)?,
+            Some(bias) => residual_add(bias, &self.project(normed, &weight, Epilogue::Stored)?)?,
         };
         let attended = self.attend(normed, &qkv, cache, scratch)?;
         let [o, down, gate_up] = [&self.attention.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
-        let x = project(Vectors::Plain(&attended), &o, Epilogue::Added(&x))?;
-        let h = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Epilogue::SwiGlu)?;
-        project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
+        let x = self.project(Vectors::Plain(&attended), &o, Epilogue::Added(&x))?;
+        let h = self.project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Epilogue::SwiGlu)?;
+        self.project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
     }
 
     /// How many tokens of the longest row a cache holds, and how many before them it has dropped. A step for rows of
@@ -280,6 +280,11 @@ impl Layer<'_> {
 
     fn batch(&self) -> usize {
         self.inputs.ids.num_elements()
+    }
+
+    /// As the function [`project`], for the rows of this step.
+    fn project(&self, rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
+        project(self.before, rows, weight, finish)
     }
 
     /// The tensor as an operand of launches that the tape records.
@@ -405,7 +410,7 @@ impl Layer<'_> {
         let [rows, _] = proj.dims();
         let key = proj.clone().narrow(0, rows - head_dim, head_dim);
         let proj = Tensor::cat(vec![proj.clone(), key], 0);
-        let index = project(normed, &self.noted(&proj), Epilogue::Stored)?;
+        let index = self.project(normed, &self.noted(&proj), Epilogue::Stored)?;
         let num_key_heads = 1;
         let index = self.rotated(&index, Some(norm), &self.inputs.position, num_key_heads)?;
         Ok(Some(Qkv::packed(&index, self.attention.spec.num_kv_heads, num_key_heads)))
@@ -468,7 +473,7 @@ impl Layer<'_> {
             blocks: *blocks,
         };
         let branches = token.decode(length, [self.whole_step(len), near_step], buffers.each_ref())?;
-        let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
+        let logits = self.project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
         nsa_gates(branches.each_ref(), &logits, &self.in_f32(&weights.gate_bias))
     }
 
@@ -557,7 +562,7 @@ impl Layer<'_> {
         let Some(kv) = &weights.select_kv else {
             return Ok(token.clone());
         };
-        let kv = project(normed, &self.noted(kv), Epilogue::Stored)?;
+        let kv = self.project(normed, &self.noted(kv), Epilogue::Stored)?;
         self.with_kv(token, &kv, &self.inputs.position)
     }
 
@@ -571,7 +576,7 @@ impl Layer<'_> {
         weights: &TokenBranches<Cuda>,
     ) -> Result<Qkv, KernelError> {
         let spec = self.attention.spec;
-        let kv = weights.compress_kv.as_ref().map(|kv| project(normed, &self.noted(kv), Epilogue::Stored));
+        let kv = weights.compress_kv.as_ref().map(|kv| self.project(normed, &self.noted(kv), Epilogue::Stored));
         let kv = kv.transpose()?;
         let (token, positions) = match &weights.mlp {
             None => (token.clone(), self.inputs.position.clone()),
@@ -612,13 +617,13 @@ impl Layer<'_> {
         let (spec, batch) = (self.attention.spec, self.batch());
         let [_, rank] = up.dims();
         let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
-        let (up, down) = (self.without_gaps(up), project(normed, &self.noted(down), Epilogue::Stored)?);
+        let (up, down) = (self.without_gaps(up), self.project(normed, &self.noted(down), Epilogue::Stored)?);
         let width = rank + rope_dim;
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
         let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
         // Without norms of keys, attention over the cached latents does not read these keys and values.
-        let kv = project(Vectors::Plain(&latent), &up, Epilogue::Stored)?;
+        let kv = self.project(Vectors::Plain(&latent), &up, Epilogue::Stored)?;
         let weights = self.attention.qk_norm.as_ref();
         let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let pack = MlaPack {
@@ -683,9 +688,14 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 
 /// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
 /// separate kernels before and after it, which have the bits of whole rows.
-fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
+fn project(
+    before: TokensBefore<'_>,
+    rows: Vectors<'_>,
+    weight: &CudaTensor,
+    finish: Epilogue<'_>,
+) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
-    if num_rows(x) <= MAX_VECTORS {
+    if is_vectors(before, x) {
         return matrix_vector(rows, weight, finish);
     }
     let h = match rows {
@@ -698,6 +708,12 @@ fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Resu
         Epilogue::Added(residual) => gemm_plus_residual([h, weight.clone(), residual.clone()]),
         Epilogue::SwiGlu => swiglu_forward(&product()?),
     }
+}
+
+/// Whether rows, `[.., width]`, are few enough for the kernel of single rows, which adds in another order than whole
+/// rows do: not where they are texts of their own, whose tokens have the same bits among any number of others.
+fn is_vectors(before: TokensBefore<'_>, rows: &CudaTensor) -> bool {
+    matches!(before, TokensBefore::Same(_)) && num_rows(rows) <= MAX_VECTORS
 }
 
 /// Number of rows, `[.., width]`.

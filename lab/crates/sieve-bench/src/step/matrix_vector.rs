@@ -134,7 +134,9 @@ fn drawn(mut calls: LaunchCheck<'_>, device: &dyn Device, [rows, width, count]: 
             .map(|row| {
                 let top_k = [None, Some(1), Some(3), Some(count / 2 + 1)][(row + at) % 4];
                 let top_p = [1.0, 0.95, 0.5, 1e-9, 0.999_999][row % 5];
-                if row % 7 == 6 { Draw::LIKELIEST } else { Draw::new(temperature, top_k, top_p, number(row)) }
+                let min_p = [0.0, 0.05, 0.0, 1.0][row % 4];
+                let draw = Draw::new(temperature, top_k, top_p, number(row)).above(min_p);
+                if row % 7 == 6 { Draw::LIKELIEST } else { draw }
             })
             .collect();
         let words: Vec<i32> = draws.iter().flat_map(Draw::words).collect();
