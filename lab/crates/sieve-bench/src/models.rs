@@ -536,7 +536,7 @@ impl Setup {
             let logits = model.next_logits(ids.clone().narrow(1, first, count), cache, &rope);
             floats(logits.into_data())
         };
-        let (mut rows, mut found) = (TextRows::new(PROMPTS.len(), SEQ_LEN), PROMPTS.map(|_| Vec::new()));
+        let (mut rows, mut found) = (TextRows::new(PROMPTS.len(), SEQ_LEN, device), PROMPTS.map(|_| Vec::new()));
         let (mut texts, mut waiting, mut calls) = (Vec::new(), PROMPTS.iter().enumerate(), "one call a step");
         loop {
             for (text, &at) in waiting.by_ref().take(2 - texts.len()) {
