@@ -12,6 +12,7 @@ tokens that were not read again. With --turn-tokens the turns are prompts of tok
 """
 
 import argparse
+import io
 import json
 import pathlib
 import statistics
@@ -43,9 +44,15 @@ class Server:
         return int(status.split(f"{part}:")[1].split()[0]) / 1024
 
     def open(self, path, body):
+        """The answer to a request, to be read; an error says what the server said."""
         request = urllib.request.Request(f"http://{self.address}{path}", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
-        return urllib.request.urlopen(request, timeout=600)
+        try:
+            return urllib.request.urlopen(request, timeout=600)
+        except urllib.error.HTTPError as error:
+            error.msg += ": " + (text := error.read().decode())
+            error.fp = io.BytesIO(text.encode())
+            raise
 
     def ask(self, body):
         """The answer to a completion or a chat, and its seconds."""
@@ -80,7 +87,7 @@ def token_turns(server, count):
     """A text of `count` tokens with an answer and more tokens behind it: the seconds until its first token, those
     of a prompt as long that no text begins, and how many tokens were not read again."""
     first = ids(count, 3)
-    answer, _ = server.ask({"prompt": first, "max_tokens": 32, "return_token_ids": True, "ignore_eos": True})
+    answer, _ = server.ask({"prompt": first, "max_tokens": 32, "logprobs": 0, "return_token_ids": True, "ignore_eos": True})
     second = first + answer["choices"][0]["token_ids"] + ids(100, 4)
     turn, seconds = server.ask({"prompt": second, "max_tokens": 1})
     _, whole = server.ask({"prompt": ids(len(second), 5), "max_tokens": 1})
@@ -157,20 +164,9 @@ def measure(server, args):
     # Other prompts than before, so that nothing of them is kept.
     long_prompt = lambda number: {"prompt": ids(args.prompt_tokens, number), "max_tokens": 1}
     _, prompt_alone = server.ask(long_prompt(1))
-    streams = [[] for _ in range(args.streams)]
-    ask = lambda number: streams[number].extend(server.stream({**text, "seed": 1 + number}))
-    readers = [threading.Thread(target=ask, args=(number,)) for number in range(args.streams)]
-    for reader in readers:
-        reader.start()
-    time.sleep(10 * pauses(alone)["median"] + (0.1 if args.streams > 1 else 0))
-    prompt_beside = server.ask(long_prompt(2))[1]
-    ended = time.monotonic()
-    for reader in readers:
-        reader.join()
+    # Twice: the first time kernels of a GPU may be compiled.
+    beside = [beside_prompt(server, args.streams, text, long_prompt(2 + time), alone) for time in range(2)]
     gpu.append(gpu_mib())
-    # With the piece that came behind the prompt's end, if the stream waited for that.
-    beside = [pauses(times[:1 + sum(moment <= ended for moment in times)]) for times in streams]
-    beside = max(beside, key=lambda pauses: pauses["longest"])
     more = {}
     if args.clients:
         more["tokens_per_second"] = together(server, args.clients, args.client_tokens)
@@ -181,9 +177,27 @@ def measure(server, args):
     gpu.append(gpu_mib())
     print(json.dumps({
         "first_tokens": first_tokens, "resident_mib": resident, "gpu_mib": gpu,
-        "stream_alone": pauses(alone), "stream_beside_prompt": beside,
-        "prompt_alone": round(prompt_alone, 3), "prompt_beside": round(prompt_beside, 3), **more,
+        "stream_alone": pauses(alone), "stream_beside_prompt": [pauses for pauses, _ in beside],
+        "prompt_alone": round(prompt_alone, 3), "prompt_beside": [round(seconds, 3) for _, seconds in beside], **more,
     }))
+
+
+def beside_prompt(server, count, text, prompt, alone):
+    """The pauses of `count` streams while a prompt is read, of the one with the longest pause, and the prompt's
+    seconds. `alone` are the times of a stream that nobody disturbed."""
+    streams = [[] for _ in range(count)]
+    ask = lambda number: streams[number].extend(server.stream({**text, "seed": 1 + number}))
+    readers = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for reader in readers:
+        reader.start()
+    time.sleep(10 * pauses(alone)["median"] + (0.1 if count > 1 else 0))
+    seconds = server.ask(prompt)[1]
+    ended = time.monotonic()
+    for reader in readers:
+        reader.join()
+    # With the piece that came behind the prompt's end, if the stream waited for that.
+    beside = [pauses(times[:1 + sum(moment <= ended for moment in times)]) for times in streams]
+    return max(beside, key=lambda pauses: pauses["longest"]), seconds
 
 
 def chat_turns(server):
@@ -200,7 +214,7 @@ def chat_turns(server):
         return {"seconds": round(second_seconds, 3), "seconds_without": round(whole_seconds, 3),
                 "tokens": usage["prompt_tokens"], "kept": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)}
     except urllib.error.HTTPError as error:
-        return json.load(error)["error"]["message"]
+        return json.load(error.fp)["error"]["message"]
 
 
 if __name__ == "__main__":

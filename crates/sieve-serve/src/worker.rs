@@ -25,6 +25,9 @@ const PROMPT_TOKENS: usize = 2048;
 /// The time that the open texts wait for a part of a prompt, in steps of their own, and at least.
 const WAIT_STEPS: f64 = 3.0;
 
+/// No fewer tokens are left for a last part: a GPU has kernels of their own for up to four, which add in another order.
+const LEAST_REST: usize = 8;
+
 /// How long parts of prompts are.
 #[derive(Clone, Copy, Debug)]
 struct Parts {
@@ -181,7 +184,9 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                     self.reading = Some(reading);
                     return;
                 }
-                num_tokens = num_tokens.min(left);
+                if num_tokens > left + LEAST_REST {
+                    num_tokens = left;
+                }
             }
             left = left.saturating_sub(num_tokens);
             let senders = senders(reading.texts.iter().map(|writing| &writing.text));
