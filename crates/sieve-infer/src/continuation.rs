@@ -59,13 +59,30 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
+/// Most tokens behind `cached` ones that take no longer than a pass over all of them: any number on a CPU, where only
+/// new tokens are computed, and for most kinds on a GPU.
+pub(crate) fn most_behind<B: DeviceBackend>(shape: &ModelShape, cached: usize) -> usize {
+    if B::ON_HOST { usize::MAX } else { most_behind_on_gpu(shape, cached) }
+}
+
+/// [`most_behind`] on a GPU.
+pub(crate) fn most_behind_on_gpu(shape: &ModelShape, cached: usize) -> usize {
+    let parts = shape.by_kind().into_iter();
+    let most = parts.filter_map(|part| part.attention.as_kind().cached_per_new()).map(|per_new| cached / per_new);
+    most.min().unwrap_or(usize::MAX)
+}
+
 /// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, on a device
 /// without a step for all rows, and where rows take far more memory than the texts' own caches: in a layer with a
 /// window, a row holds all tokens.
-pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
+pub(crate) fn rows_of_texts<B: DeviceBackend>(
+    shape: &ModelShape,
+    [texts, room]: [usize; 2],
+    device: &B::Device,
+) -> Option<TextRows<B>> {
     let windows = shape.by_kind().into_iter().map(|part| part.attention.as_kind().cached_window());
     let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
-    (!B::ON_HOST && texts > 1 && fits).then(|| TextRows::new(texts, room))
+    (!B::ON_HOST && texts > 1 && fits).then(|| TextRows::new(texts, room, device))
 }
 
 /// A text with its KV cache. A clone continues independently.
@@ -261,10 +278,29 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
+    /// Whether the text has a row.
+    pub(crate) fn is_in_row(&self) -> bool {
+        self.row.is_some()
+    }
+
+    /// Keeps a text that has ended in its row, if it has one.
+    pub(crate) fn stay(&self, rows: &mut Option<TextRows<B>>) {
+        if let (Some(rows), Some(row)) = (rows, self.row) {
+            rows.keep(row);
+        }
+    }
+
+    /// Moves the keys of a text that stayed in its row into a cache of its own.
+    pub(crate) fn go_on(&mut self, rows: &mut Option<TextRows<B>>) {
+        if let (Some(rows), Some(row)) = (rows, self.row.take()) {
+            self.cache = rows.take(row);
+        }
+    }
+
     /// The logits after one more token of each text, and for each text the index of its row of logits. All texts have
-    /// the same number of positions. It is one forward pass unless a selector acts in decoding. With `rows`, each text has its keys in a row of them, and a
-    /// single device call runs the pass. A device without such a call moves the keys back into a cache of each text,
-    /// and sets `rows` to `None`.
+    /// the same number of positions. It is one forward pass unless a selector acts in decoding. With `rows`, each text
+    /// has its keys in a row of them, and a single device call runs the pass. A device without such a call moves the
+    /// keys back into a cache of each text, and sets `rows` to `None`.
     ///
     /// Panics without a text.
     ///

@@ -1,4 +1,6 @@
 //! Texts that have ended: a prompt that begins with one goes on from its cache and is not read again.
+//!
+//! `OpenTexts` has them, because they may lie in the rows of its cache.
 use crate::Continuation;
 use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
@@ -9,7 +11,7 @@ use std::collections::VecDeque;
 /// Where a text has the same logits however it was read, which holds on a CPU, a prompt that goes on from a kept text
 /// has the logits of one that was read whole, to the bit.
 #[derive(Debug)]
-pub struct KeptTexts<'a, B: DeviceBackend> {
+pub(crate) struct KeptTexts<'a, B: DeviceBackend> {
     texts: VecDeque<(Vec<u32>, Continuation<'a, B>)>,
 }
 
@@ -21,20 +23,32 @@ impl<B: DeviceBackend> Default for KeptTexts<'_, B> {
 
 impl<'a, B: DeviceBackend> KeptTexts<'a, B> {
     /// Keeps a text that has read `tokens`.
-    pub fn keep(&mut self, tokens: Vec<u32>, text: Continuation<'a, B>) {
+    pub(crate) fn keep(&mut self, tokens: Vec<u32>, text: Continuation<'a, B>) {
         self.texts.push_back((tokens, text));
     }
 
-    /// Drops the oldest texts, until no more than `most` are left.
-    pub fn drop_all_but(&mut self, most: usize) {
+    /// Takes the oldest texts out, until no more than `most` are left.
+    pub(crate) fn all_but(&mut self, most: usize) -> impl Iterator<Item = Continuation<'a, B>> {
         let too_many = self.texts.len().saturating_sub(most);
-        self.texts.drain(..too_many);
+        self.texts.drain(..too_many).map(|(_, text)| text)
+    }
+
+    /// Keeps the texts alone for which `is_left` holds.
+    pub(crate) fn retain(&mut self, is_left: impl Fn(&Continuation<'a, B>) -> bool) {
+        self.texts.retain(|(_, text)| is_left(text));
     }
 
     /// Takes the longest text that `prompt` begins with, and the number of tokens that it has read. At least one token
-    /// of the prompt is left to read.
-    pub fn take(&mut self, prompt: &[u32]) -> Option<(usize, Continuation<'a, B>)> {
-        let begins = |tokens: &[u32]| tokens.len() < prompt.len() && prompt.starts_with(tokens);
+    /// of the prompt is left to read, and `most_behind` of the text's number of tokens at most.
+    pub(crate) fn take(
+        &mut self,
+        prompt: &[u32],
+        most_behind: impl Fn(usize) -> usize,
+    ) -> Option<(usize, Continuation<'a, B>)> {
+        let begins = |tokens: &[u32]| {
+            let fits = |left: usize| (1..=most_behind(tokens.len())).contains(&left);
+            prompt.len().checked_sub(tokens.len()).is_some_and(fits) && prompt.starts_with(tokens)
+        };
         let kept = self.texts.iter().enumerate().filter(|(_, (tokens, _))| begins(tokens));
         let (at, _) = kept.max_by_key(|(_, (tokens, _))| tokens.len())?;
         let (tokens, text) = self.texts.remove(at)?;
@@ -42,13 +56,8 @@ impl<'a, B: DeviceBackend> KeptTexts<'a, B> {
     }
 
     /// Number of kept texts.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.texts.len()
-    }
-
-    /// Whether no text is kept.
-    pub fn is_empty(&self) -> bool {
-        self.texts.is_empty()
     }
 }
 
@@ -67,14 +76,20 @@ mod tests {
             kept.keep(tokens, text());
         }
         // A text as long as the prompt leaves nothing to read, and one with another token is another text.
-        let read = |kept: &mut KeptTexts<'_, Flex>, prompt: &[u32]| kept.take(prompt).map(|(read, _)| read);
+        let take = |kept: &mut KeptTexts<'_, Flex>, prompt: &[u32], most_behind: usize| {
+            kept.take(prompt, |num_kept| most_behind * num_kept).map(|(read, _)| read)
+        };
+        let read = |kept: &mut KeptTexts<'_, Flex>, prompt: &[u32]| take(kept, prompt, 100);
         assert_eq!(read(&mut kept, &[1, 2, 3, 4]), Some(3));
         assert_eq!(read(&mut kept, &[1, 2, 3, 4]), Some(2));
         assert_eq!(read(&mut kept, &[1, 2, 3, 4]), None);
         assert_eq!(read(&mut kept, &[1, 2, 3, 5, 6]), None);
-        kept.drop_all_but(1);
+        assert_eq!(kept.all_but(1).count(), 1);
         assert_eq!((kept.len(), read(&mut kept, &[9, 9])), (1, None));
-        assert_eq!(read(&mut kept, &[1, 2, 3, 4, 5]), Some(4));
-        assert!(kept.is_empty());
+        // Four tokens are kept, and a rest of five may be too long to be read behind them.
+        let longer = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+        assert_eq!(take(&mut kept, &longer, 1), None);
+        assert_eq!(take(&mut kept, &longer[..8], 1), Some(4));
+        assert_eq!(kept.len(), 0);
     }
 }

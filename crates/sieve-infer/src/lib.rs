@@ -41,7 +41,6 @@ pub use error::InferError;
 pub use generator::{GenerateConfig, Generator};
 pub use grammar::{Grammar, Grammars, Structure};
 pub use greedy::{AfterPrompt, Greedy};
-pub use kept_texts::KeptTexts;
 pub use logit_rules::LogitRules;
 pub use logits::{NextLogits, logits};
 pub use open_texts::OpenTexts;

@@ -1,6 +1,8 @@
-//! Texts that are decoded as one batch while others join and leave between tokens.
-use crate::continuation::{Continuation, Drawn, rows_of_texts};
+//! Texts that are decoded as one batch while others join and leave between tokens, and texts that have ended and may go
+//! on.
+use crate::continuation::{Continuation, Drawn, most_behind, rows_of_texts};
 use crate::input::check_row;
+use crate::kept_texts::KeptTexts;
 use crate::logits::NextLogits;
 use crate::{InferError, Selection};
 use sieve_core::Draw;
@@ -18,6 +20,9 @@ pub struct OpenTexts<'a, B: DeviceBackend, T> {
     /// The common KV cache, where the device has one.
     rows: Option<TextRows<B>>,
     texts: Vec<(Continuation<'a, B>, T)>,
+    /// Texts that have ended, where a later prompt can go on from them.
+    kept: KeptTexts<'a, B>,
+    device: B::Device,
     /// Most texts, and most tokens of each.
     size: [usize; 2],
 }
@@ -36,17 +41,20 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
             selection,
             rows: None,
             texts: Vec::new(),
+            kept: KeptTexts::default(),
+            device: device.clone(),
             size: [max_texts, room],
         };
         this.clear();
         this
     }
 
-    /// Drops all texts and their caches, as after a pass that failed, and returns their owner's data.
+    /// Drops all open texts and the common cache, as after a pass that failed, and returns their owner's data.
     pub fn clear(&mut self) -> Vec<T> {
-        let [max_texts, room] = self.size;
         let acts_in_decode = self.selection.as_ref().is_some_and(Selection::acts_in_decode);
-        self.rows = if acts_in_decode { None } else { rows_of_texts(self.model.shape(), max_texts, room) };
+        self.rows = None;
+        self.drop_lost();
+        self.rows = if acts_in_decode { None } else { rows_of_texts(self.model.shape(), self.size, &self.device) };
         self.texts.drain(..).map(|(_, owned)| owned).collect()
     }
 
@@ -85,22 +93,79 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         Ok(self.empty.clone().with_copy_of(self.selection.as_ref()))
     }
 
-    /// Adds a text that has read its prompt to the others.
+    /// Whether a part of a prompt takes its share of the time of the whole prompt, so that the prompt may be read in
+    /// parts. Else it is best read in one pass.
+    pub fn reads_in_parts(&self) -> bool {
+        self.selection.is_none() && most_behind::<B>(self.model.shape(), 0) > 0
+    }
+
+    /// Adds a text that has read its prompt to the others. If no row is left for it, the oldest kept text is dropped.
     pub fn add(&mut self, mut text: Continuation<'a, B>, owned: T) {
+        self.free_a_row();
         text.join(&mut self.rows);
         self.texts.push((text, owned));
     }
 
-    /// Lets texts leave for which `has_ended` holds; `left` takes each with its owner's data. Where texts share the
-    /// rows of one cache, the text that leaves has none of its own.
-    pub fn let_leave(&mut self, mut has_ended: impl FnMut(&T) -> bool, mut left: impl FnMut(Continuation<'a, B>, T)) {
+    /// Drops the oldest kept text if no row is free and none can be added.
+    fn free_a_row(&mut self) {
+        if self.rows.as_ref().is_some_and(|rows| !rows.has_free()) {
+            self.keep_at_most(self.kept.len().saturating_sub(1));
+        }
+    }
+
+    /// Lets texts leave for which `has_ended` holds; `left` takes each one's data from its owner, and returns the
+    /// tokens that the text has read if it is to be kept.
+    pub fn let_leave(&mut self, mut has_ended: impl FnMut(&T) -> bool, mut left: impl FnMut(T) -> Option<Vec<u32>>) {
         for (mut text, owned) in std::mem::take(&mut self.texts) {
-            if has_ended(&owned) {
-                text.leave(&mut self.rows);
-                left(text, owned);
-            } else {
+            if !has_ended(&owned) {
                 self.texts.push((text, owned));
+                continue;
             }
+            match left(owned) {
+                Some(tokens) => self.keep(tokens, text),
+                None => text.leave(&mut self.rows),
+            }
+        }
+    }
+
+    /// Keeps a text that has read `tokens` and has ended, for a prompt that begins with it. A text under a selector is
+    /// not kept, as its keys depend on the whole prompt.
+    pub fn keep(&mut self, tokens: Vec<u32>, mut text: Continuation<'a, B>) {
+        if self.selection.is_some() {
+            text.leave(&mut self.rows);
+            return;
+        }
+        if !text.is_in_row() {
+            self.free_a_row();
+            if self.rows.as_ref().is_some_and(|rows| !rows.has_free()) {
+                return;
+            }
+            text.join(&mut self.rows);
+        }
+        text.stay(&mut self.rows);
+        self.kept.keep(tokens, text);
+    }
+
+    /// Takes the longest kept text that `prompt` begins with, and the number of tokens that it has read. `None` also
+    /// where the rest of the prompt would take longer behind the text's cache than the whole prompt takes.
+    pub fn take_kept(&mut self, prompt: &[u32]) -> Option<(usize, Continuation<'a, B>)> {
+        self.drop_lost();
+        let shape = self.model.shape();
+        let (num_read, mut text) = self.kept.take(prompt, |cached| most_behind::<B>(shape, cached))?;
+        text.go_on(&mut self.rows);
+        Some((num_read, text))
+    }
+
+    /// Drops the oldest kept texts, until no more than `most` are left.
+    pub fn keep_at_most(&mut self, most: usize) {
+        let rows = &mut self.rows;
+        self.kept.all_but(most).for_each(|mut text| text.leave(rows));
+    }
+
+    /// Drops kept texts whose common cache is gone.
+    fn drop_lost(&mut self) {
+        if self.rows.is_none() {
+            self.kept.retain(|text| !text.is_in_row());
         }
     }
 
@@ -232,5 +297,90 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
             token.is_some()
         });
         tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::continuation::most_behind_on_gpu;
+    use crate::test_model::{tiny_model, tiny_shape, words};
+    use burn_flex::{Flex, FlexDevice};
+    use sieve_core::{Attention, DmaShape, MlaShape};
+
+    /// Texts of at most 3 at a time in rows of one cache, as on a GPU. A step on a CPU gives them their own caches.
+    fn in_rows(model: &Qwen3<Flex>) -> OpenTexts<'_, Flex, usize> {
+        let rows = TextRows::beginning_with([2, 8], [3, 40], &FlexDevice);
+        OpenTexts { rows: Some(rows), ..OpenTexts::new(model, [3, 40], None, &FlexDevice) }
+    }
+
+    #[test]
+    fn a_text_that_was_kept_in_its_row_goes_on_as_one_that_was_read_whole() {
+        for attention in [Attention::DENSE, Attention::Dma(DmaShape::published(5)), Attention::swa(7)] {
+            let model = tiny_model(attention, 64);
+            let mut open = in_rows(&model);
+            let prompts = [words(9), words(12).split_off(1), words(14).split_off(2)];
+            for (owned, prompt) in prompts.iter().enumerate() {
+                let text = read(&open, prompt);
+                open.add(text, owned);
+            }
+            let leave = |open: &mut OpenTexts<'_, Flex, usize>, which: usize| {
+                open.let_leave(|&owned| owned == which, |owned| Some(prompts[owned].clone()));
+            };
+            leave(&mut open, 0);
+            leave(&mut open, 2);
+            assert_eq!((open.len(), open.kept.len()), (1, 2));
+            // The third text is longer behind its beginning, and no other is that beginning.
+            let longer = [&prompts[2][..], &[3, 5]].concat();
+            let (num_read, mut text) = open.take_kept(&longer).expect("it was kept");
+            let mut whole = open.before(&longer).expect("a prompt");
+            assert_eq!(num_read, prompts[2].len());
+            assert_eq!(text.read(&longer[num_read..]).expect("it fits"), whole.read(&longer).expect("it fits"));
+            assert!(open.take_kept(&longer).is_none(), "a text goes on once");
+            // Two more texts: the second takes the row of the text that is kept.
+            open.add(text, 7);
+            assert_eq!(open.kept.len(), 1);
+            open.add(whole, 8);
+            assert_eq!((open.len(), open.kept.len()), (3, 0));
+            leave(&mut open, 1);
+            assert_eq!(open.kept.len(), 1);
+            open.keep_at_most(0);
+            assert!(open.rows.as_ref().is_some_and(TextRows::has_free));
+        }
+    }
+
+    fn read<'a>(open: &OpenTexts<'a, Flex, usize>, prompt: &[u32]) -> Continuation<'a, Flex> {
+        let mut text = open.before(prompt).expect("a prompt");
+        text.read(prompt).expect("a prompt");
+        text
+    }
+
+    #[test]
+    fn kept_texts_end_with_the_cache_that_has_their_rows() {
+        let model = tiny_model(Attention::DENSE, 64);
+        let mut open = in_rows(&model);
+        let [first, second] = [words(9), words(11)];
+        let texts = [&first, &second].map(|prompt| read(&open, prompt));
+        let [of_first, of_second] = texts;
+        open.keep(first.clone(), of_first);
+        open.add(of_second, 0);
+        // There is no step for all rows on a CPU: the open text gets its own cache.
+        open.step(|_| Some(3), |_, _| {}).expect("a step");
+        assert!(open.rows.is_none());
+        assert!(open.take_kept(&[&first[..], &[1]].concat()).is_none());
+        open.let_leave(|_| true, |_| Some([&second[..], &[3]].concat()));
+        let longer = [&second[..], &[3, 4]].concat();
+        let (num_read, mut text) = open.take_kept(&longer).expect("it has its own cache");
+        let whole = open.before(&longer).expect("a prompt").read(&longer).expect("it fits");
+        assert_eq!((num_read, text.read(&[4]).expect("it fits")), (12, whole));
+    }
+
+    #[test]
+    fn a_gpu_reads_few_tokens_behind_a_cache_where_each_costs_as_much_as_a_text() {
+        let mla = Attention::Mla(MlaShape::published(8));
+        let most = |attention, cached| most_behind_on_gpu(&tiny_shape(attention, 64), cached);
+        assert_eq!([0, 8000].map(|cached| most(Attention::DENSE, cached)), [usize::MAX; 2]);
+        assert_eq!(most(Attention::Dma(DmaShape::published(5)), 0), usize::MAX);
+        assert_eq!([0, 31, 8000].map(|cached| most(mla, cached)), [0, 0, 250]);
     }
 }

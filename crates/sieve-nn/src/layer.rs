@@ -35,6 +35,8 @@ pub(crate) struct Rows<'a, B: Backend> {
     pub(crate) documents: &'a Documents<B>,
     /// Where the rows begin in the batch: the key under which [`PassState::last_choice`] stores their choice of blocks.
     pub(crate) first: usize,
+    /// Tokens at the beginning of each row whose outputs are not read: they are in a cache.
+    pub(crate) cached: usize,
     /// The query heads that the packed tensors have, with their KV heads: all, or this process's share. Kinds with a
     /// parameter per head take these heads' entries of it.
     pub(crate) heads: Range<usize>,
@@ -45,7 +47,7 @@ pub(crate) struct Rows<'a, B: Backend> {
 impl<'a, B: Backend> Rows<'a, B> {
     /// Rows from the batch's first on, with all query heads.
     fn of_all_heads(documents: &'a Documents<B>, num_heads: usize, context: &'a LayerContext<'a, B>) -> Self {
-        Self { documents, first: 0, heads: 0..num_heads, context }
+        Self { documents, first: 0, cached: 0, heads: 0..num_heads, context }
     }
 }
 

@@ -195,8 +195,8 @@ impl<B: SieveBackend> Qwen3<B> {
     }
 
     /// Logits of the last token, `[batch, vocab_size]`; adds the tokens to the cache. A text may be passed in chunks of
-    /// any sizes: the logits equal the logits of one pass. For dense and NSA layers, chunks after the first cost more
-    /// than one pass over all tokens.
+    /// any sizes: the logits equal the logits of one pass. NSA layers take the tokens of later chunks one by one, and
+    /// latent ones on a GPU attend over latents there, so that such chunks cost more than one pass over all tokens.
     pub fn next_logits(&self, ids: Tensor<B, 2, Int>, cache: &mut KvCache<B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 2>
     where
         B: DeviceBackend,

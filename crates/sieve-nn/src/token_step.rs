@@ -28,19 +28,20 @@ impl<B: DeviceBackend> Qwen3<B> {
     }
 
     /// Logits of the next token of every row of `texts`, `[num_rows, vocab_size]`; adds the tokens `ids`,
-    /// `[num_rows, 1]`, to the texts. A free row's id may be any, and its logits mean nothing. `None`, with nothing
-    /// changed, where the device or the model needs a call for each layer: each text then continues in a cache of its
-    /// own.
+    /// `[num_rows, 1]`, to the texts. The id of a row that is free or kept may be any, and its logits mean nothing.
+    /// `None`, with no text changed, where the device or the model needs a call for each layer: each text then continues
+    /// in a cache of its own.
     ///
-    /// Panics if a text has no room for a token.
+    /// Panics if a text has as many tokens as a text may have.
     pub fn next_logits_of_texts(
         &self,
         ids: &Tensor<B, 2, Int>,
         texts: &mut TextRows<B>,
         rope: &RotaryEmbedding<B>,
     ) -> Option<Tensor<B, 2>> {
-        assert!(texts.have_room(), "a text fits in its row");
-        let before = TokensBefore::Each(&texts.lengths);
+        texts.make_room();
+        let lengths = texts.lengths();
+        let before = TokensBefore::Each(&lengths);
         let logits = self.one_call(ids, &mut texts.cache, before, rope)?;
         texts.count_tokens();
         Some(logits)

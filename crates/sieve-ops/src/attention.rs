@@ -12,8 +12,9 @@ mod tests;
 pub use call::{AttentionCall, AttentionOutput, AttentionSpec};
 
 use crate::tensors::{Float, primitive, tensor};
-use crate::{DeviceBackend, Documents, SieveBackend};
-use burn::tensor::Tensor;
+use crate::{DeviceBackend, DocumentBounds, Documents, SieveBackend};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 
 /// Grouped-query attention, causal: query i sees the keys j <= i of its document, or the last `spec.window_size` of
 /// them and with `spec.far` others farther away.
@@ -50,6 +51,24 @@ pub fn attention_of_last<B: DeviceBackend>(
         None => output,
     };
     tensor::<B, 4>(output.o).narrow(1, first, tokens - first)
+}
+
+/// Queries of a tile, or a multiple of them, in every kernel of dense attention.
+const WHOLE_TILES: usize = 384;
+
+/// Bounds of the same documents, each a whole row, for kernels that compute the output of every token but need not for
+/// those before `first`: these then see themselves alone, which takes no time. Kernels take the first key of a tile of
+/// queries from its first query, so that tokens in the tile of token `first` keep their bounds.
+pub(crate) fn bounds_of_last<B: Backend>([start, end]: DocumentBounds<B>, first: usize) -> DocumentBounds<B> {
+    let alone = first / WHOLE_TILES * WHOLE_TILES;
+    if alone == 0 {
+        return [start, end];
+    }
+    let start = Tensor::<B, 2, Int>::from_primitive(start);
+    let [batch, tokens] = start.dims();
+    let own = Tensor::<B, 1, Int>::arange(0..alone as i64, &start.device()).unsqueeze_dim::<2>(0);
+    let start = Tensor::cat(vec![own.repeat_dim(0, batch), start.narrow(1, alone, tokens - alone)], 1);
+    [start.into_primitive(), end]
 }
 
 /// As [`attention`], with a sink (gpt-oss, arXiv:2508.10925): each query head has one more, learned logit in its

@@ -44,12 +44,35 @@ pub fn choose_key_blocks<B: SieveBackend>(
     spec: AttentionSpec,
     choice: BlockChoice,
 ) -> Tensor<B, 4, Int> {
+    let first = 0;
+    choose_key_blocks_of_last(qkv, documents, spec, choice, first)
+}
+
+/// As [`choose_key_blocks`] for the tokens from `first` on in each row; those before them choose none.
+pub fn choose_key_blocks_of_last<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    first: usize,
+) -> Tensor<B, 4, Int> {
     let x = B::value(primitive(qkv));
     let pooling = NsaCall::new(documents.bounds(), spec, choice.blocks);
     let pooled = B::Inner::nsa_mean_pool(x.clone(), &pooling);
-    let call = ChoiceCall { documents: documents.bounds(), spec, choice };
+    let call = ChoiceCall { documents: documents.bounds(), spec, choice, first };
     let chosen = Tensor::from_primitive(B::Inner::choose_key_blocks(x, pooled, &call));
-    attended_blocks(chosen, documents, choice)
+    attended_blocks(chosen_by_last(chosen, first), documents, choice)
+}
+
+/// `chosen`, `[batch, seq_len, choosers, count]`, without the blocks of the tokens before `first`, so that attention
+/// over chosen blocks computes nothing for them.
+pub fn chosen_by_last<B: Backend>(chosen: Tensor<B, 4, Int>, first: usize) -> Tensor<B, 4, Int> {
+    let [batch, seq_len, choosers, count] = chosen.dims();
+    if first == 0 {
+        return chosen;
+    }
+    let none = Tensor::full([batch, first, choosers, count], -1, &chosen.device());
+    Tensor::cat(vec![none, chosen.narrow(1, first, seq_len - first)], 1)
 }
 
 /// The blocks whose tokens each query of the attention `spec` reads, chosen by an indexer that has one key per block
@@ -66,7 +89,7 @@ pub fn choose_scored_blocks<B: SieveBackend>(
     spec: AttentionSpec,
     choice: BlockChoice,
 ) -> Tensor<B, 4, Int> {
-    let call = ChoiceCall { documents: documents.bounds(), spec: indexer_spec(spec), choice };
+    let call = ChoiceCall { documents: documents.bounds(), spec: indexer_spec(spec), choice, first: 0 };
     let [batch, num_slots, d] = block_keys.dims();
     let keys = B::value(primitive(block_keys.reshape([1, batch * num_slots, d])));
     let chosen = B::Inner::choose_key_blocks(B::value(primitive(index)), keys, &call);

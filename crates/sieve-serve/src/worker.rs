@@ -1,15 +1,16 @@
 //! The thread that owns the model: takes texts from the queue and decodes all open ones as one batch.
 //!
-//! On a CPU a prompt is read in parts between the tokens of the open texts, so that these go on, and the caches of
-//! texts that have ended are kept for prompts that begin with them: there the logits of a text are the same however it
-//! is read. On a GPU they are not, so a prompt is read whole.
+//! A prompt is read in parts between the tokens of the open texts, so that these go on, and the caches of texts that
+//! have ended are kept for prompts that begin with them. On a CPU the logits of a text are the same however it is read;
+//! docs/serving.md says for which kinds they are on a GPU. Kinds that read a part behind a cache slowly there read
+//! their prompts whole.
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::queue::{Piece, Taken, Text, Waiting};
 use crate::server::Engine;
 use sieve_data::Tokenizer;
 use sieve_infer::{
-    Continuation, Drawn, InferError, KeptTexts, NextLogits, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts,
+    Continuation, Drawn, InferError, NextLogits, OpenTexts, Sampler, StoppedText, TokenScore, score_prompts,
 };
 use sieve_ops::DeviceBackend;
 use std::collections::VecDeque;
@@ -21,13 +22,28 @@ use tokio::sync::mpsc::UnboundedSender;
 
 /// Tokens of prompts that are read before the open texts get their next token, where prompts are read whole.
 const PROMPT_TOKENS: usize = 2048;
-/// Fewest and most tokens of a prompt that are read at a time.
-const PART: [usize; 2] = [16, 512];
-/// The time that the open texts wait for a part of a prompt, in steps of their own, and at least. A part of few tokens
-/// takes nearly as long as one of many, because the weights are read for either: parts that end within 0.1 s made a
-/// prompt of 1,500 tokens take eight times as long as one that is read alone.
+/// The time that the open texts wait for a part of a prompt, in steps of their own, and at least.
 const WAIT_STEPS: f64 = 3.0;
-const LEAST_WAIT: Duration = Duration::from_millis(400);
+
+/// No fewer tokens are left for a last part: a GPU has kernels of their own for up to four, which add in another order.
+const LEAST_REST: usize = 8;
+
+/// How long parts of prompts are.
+#[derive(Clone, Copy, Debug)]
+struct Parts {
+    /// The open texts may always wait for so long.
+    least_wait: Duration,
+    /// Fewest and most tokens of a prompt that are read at a time.
+    tokens: [usize; 2],
+}
+
+impl Parts {
+    /// A part of few tokens takes nearly as long as one of many, because the weights are read for either: parts that
+    /// end within 0.1 s made a prompt of 1,500 tokens take eight times as long as one that is read alone.
+    const ON_HOST: Self = Self { least_wait: Duration::from_millis(400), tokens: [16, 512] };
+    /// A pause of 50 ms is hardly seen in a text that streams. Each part reads the keys before it once more.
+    const ON_GPU: Self = Self { least_wait: Duration::from_millis(50), tokens: [256, 8192] };
+}
 
 /// Decodes the texts that requests send through the queue.
 pub(crate) struct Worker<'a, B: DeviceBackend> {
@@ -38,9 +54,8 @@ pub(crate) struct Worker<'a, B: DeviceBackend> {
     waiting: VecDeque<Text>,
     /// The prompt that is being read.
     reading: Option<Reading<'a, B>>,
+    /// The texts that are decoded, and those that have ended and are kept.
     open: OpenTexts<'a, B, Writing<'a>>,
-    /// Texts that have ended, where a later prompt can go on from them.
-    kept: KeptTexts<'a, B>,
     /// Most open and kept texts.
     most_texts: usize,
     pace: Pace,
@@ -54,9 +69,10 @@ struct Reading<'a, B: DeviceBackend> {
     texts: Vec<Writing<'a>>,
 }
 
-/// How long the last steps and parts of prompts took.
-#[derive(Debug, Default)]
+/// How long the last steps and parts of prompts took, and how long a part is that follows from it.
+#[derive(Debug)]
 struct Pace {
+    parts: Parts,
     /// Seconds of a step.
     step: f64,
     /// Seconds of a prompt's token.
@@ -64,16 +80,26 @@ struct Pace {
 }
 
 impl Pace {
-    /// Moves a guess a quarter of the way to a new time; the first time is taken whole.
+    fn new(parts: Parts) -> Self {
+        Self { parts, step: 0.0, token: 0.0 }
+    }
+
+    /// Moves a guess a quarter of the way to a new time. The first time is taken whole, and so is one that is far
+    /// shorter: a GPU's kernels are compiled in the first call.
     fn note(guess: &mut f64, seconds: f64) {
-        *guess = if *guess == 0.0 { seconds } else { 0.75 * *guess + 0.25 * seconds };
+        let is_new = *guess == 0.0 || seconds < *guess / 4.0;
+        *guess = if is_new { seconds } else { 0.75 * *guess + 0.25 * seconds };
+    }
+
+    /// The seconds that open texts wait for prompts.
+    fn wait(&self) -> f64 {
+        (WAIT_STEPS * self.step).max(self.parts.least_wait.as_secs_f64())
     }
 
     /// Tokens of a prompt that are read while the open texts wait.
     fn part(&self) -> usize {
-        let wait = (WAIT_STEPS * self.step).max(LEAST_WAIT.as_secs_f64());
-        let [fewest, most] = PART;
-        if self.token == 0.0 { fewest } else { ((wait / self.token) as usize).clamp(fewest, most) }
+        let [fewest, most] = self.parts.tokens;
+        if self.token == 0.0 { fewest } else { ((self.wait() / self.token) as usize).clamp(fewest, most) }
     }
 }
 
@@ -89,9 +115,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             open: OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device),
             waiting: VecDeque::new(),
             reading: None,
-            kept: KeptTexts::default(),
             most_texts: size[0],
-            pace: Pace::default(),
+            pace: Pace::new(if B::ON_HOST { Parts::ON_HOST } else { Parts::ON_GPU }),
             engine,
             metrics,
             texts,
@@ -99,9 +124,9 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         }
     }
 
-    /// Whether a text has the same logits however it is read.
+    /// Whether the next prompt is read in parts. A GPU reads it whole while no text waits for it.
     fn reads_in_parts(&self) -> bool {
-        B::ON_HOST && self.engine.selection.is_none()
+        self.open.reads_in_parts() && (B::ON_HOST || !self.open.is_empty())
     }
 
     /// Decodes until the queue has ended. Texts that are open then are dropped, which tells their requests that the
@@ -141,22 +166,28 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
     }
 
     /// Reads prompts while texts may join. The open texts wait for no more than about [`PROMPT_TOKENS`], or for a part
-    /// of a prompt.
+    /// of a prompt, and for no prompt after [`Pace::wait`].
     fn begin_waiting(&mut self) {
+        let begun = Instant::now();
         let mut left = match self.reads_in_parts() {
-            true if self.open.is_empty() => PART[1],
+            true if self.open.is_empty() => self.pace.parts.tokens[1],
             true => self.pace.part(),
             false => PROMPT_TOKENS,
         };
-        while left > 0 {
+        while left > 0 && (self.open.is_empty() || begun.elapsed().as_secs_f64() < self.pace.wait()) {
             let Some(reading) = self.reading.take().or_else(|| self.next_prompt(&mut left)) else {
                 return;
             };
-            let num_tokens = if self.reads_in_parts() {
-                left.min(reading.prompt.len() - reading.num_read)
-            } else {
-                reading.prompt.len() - reading.num_read
-            };
+            let mut num_tokens = reading.prompt.len() - reading.num_read;
+            if self.reads_in_parts() {
+                if left < num_tokens.min(self.pace.parts.tokens[0]) {
+                    self.reading = Some(reading);
+                    return;
+                }
+                if num_tokens > left + LEAST_REST {
+                    num_tokens = left;
+                }
+            }
             left = left.saturating_sub(num_tokens);
             let senders = senders(reading.texts.iter().map(|writing| &writing.text));
             self.or_fail(senders, |this| this.read_part(reading, num_tokens));
@@ -255,14 +286,14 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         if begun.is_empty() {
             return Ok(None);
         }
-        let (num_read, text) = match self.kept.take(&prompt) {
+        let (num_read, text) = match self.open.take_kept(&prompt) {
             Some(kept) => kept,
             None => (0, self.open.before(&prompt)?),
         };
         self.metrics.kept_tokens.fetch_add(num_read as u64, Relaxed);
         begun.iter_mut().for_each(|writing| writing.num_kept = num_read);
         // Open and kept texts together have the caches that were planned.
-        self.kept.drop_all_but(self.most_texts.saturating_sub(self.open.len() + begun.len()));
+        self.open.keep_at_most(self.most_texts.saturating_sub(self.open.len() + begun.len()));
         Ok(Some(Reading { prompt, text, num_read, texts: begun }))
     }
 
@@ -296,8 +327,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         }
         // The last text takes the cache, those before it have copies.
         let Some(last) = going_on.pop() else {
-            if self.reads_in_parts() && !has_failed {
-                self.kept.keep(prompt.to_vec(), text);
+            if !has_failed {
+                self.open.keep(prompt.to_vec(), text);
             }
             return Ok(());
         };
@@ -308,17 +339,13 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
 
     /// Lets texts leave that have ended, or whose clients have gone; keeps what a later prompt can go on from.
     fn let_leave(&mut self) {
-        let (metrics, keeps) = (self.metrics, self.reads_in_parts());
-        let kept = &mut self.kept;
+        let metrics = self.metrics;
         self.open.let_leave(
             |writing| writing.has_ended || !writing.is_wanted(metrics),
-            |text, writing| {
-                if keeps && !writing.has_failed {
-                    kept.keep(writing.into_read_tokens(), text);
-                }
-            },
+            |writing| (!writing.has_failed).then(|| writing.into_read_tokens()),
         );
-        self.kept.drop_all_but(self.most_texts.saturating_sub(self.open.len()));
+        let num_read = self.reading.as_ref().map_or(0, |reading| reading.texts.len());
+        self.open.keep_at_most(self.most_texts.saturating_sub(self.open.len() + num_read));
     }
 
     /// Gives each open text its next token.
@@ -498,5 +525,42 @@ impl<'t> Writing<'t> {
     fn fail(&mut self, error: ApiError) {
         (self.has_ended, self.has_failed) = (true, true);
         self.send(Piece::Failed(error));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_prompts_take_the_time_that_open_texts_may_wait() {
+        // Each case: the device, seconds of a step and of a prompt's token, and the tokens of a part.
+        for (parts, step, token, expected) in [
+            (Parts::ON_HOST, 0.01, 0.001, 400),
+            (Parts::ON_HOST, 0.2, 0.002, 300),
+            (Parts::ON_HOST, 0.01, 1.0, 16),
+            (Parts::ON_HOST, 0.01, 1e-5, 512),
+            (Parts::ON_GPU, 0.002, 2e-5, 2500),
+            (Parts::ON_GPU, 0.03125, 1.0 / 32768.0, 3072),
+            (Parts::ON_GPU, 0.002, 1e-3, 256),
+            (Parts::ON_GPU, 0.002, 1e-6, 8192),
+            // Nothing was read yet.
+            (Parts::ON_GPU, 0.0, 0.0, 256),
+        ] {
+            let mut pace = Pace::new(parts);
+            Pace::note(&mut pace.step, step);
+            Pace::note(&mut pace.token, token);
+            assert_eq!(pace.part(), expected, "{parts:?} {step} {token}");
+        }
+    }
+
+    #[test]
+    fn a_first_call_that_compiled_kernels_is_forgotten_at_once_and_others_slowly() {
+        let mut guess = 0.0;
+        let mut noted = |seconds| {
+            Pace::note(&mut guess, seconds);
+            guess
+        };
+        assert_eq!([4.0, 0.5, 0.75, 0.25].map(&mut noted), [4.0, 0.5, 0.5625, 0.484_375]);
     }
 }

@@ -28,13 +28,14 @@ const LONG_ROW: RangeInclusive<usize> = 1025..=1 << 22;
 /// The blocks that each query chooses, i32 `[batch, seq_len, choosers, num_selected_blocks]`, by its logits with pooled
 /// keys, the first half of `pooled`. A chooser is a group of query heads with a choice of its own. `lse` is the
 /// log-sum-exp of these logits; rules that compare scores instead of probabilities do not read it. `shape` are the
-/// sizes of attention of these queries over the pooled keys.
+/// sizes of attention of these queries over the pooled keys. Queries before `first` of each row choose nothing: their
+/// part of the result is not written.
 pub(super) fn nsa_choose(
     queries: &Heads,
     shape: &AttentionShape,
     [pooled, lse]: [&CudaTensor; 2],
     [start, end]: Bounds,
-    choice: BlockChoice,
+    (choice, first): (BlockChoice, usize),
     softmax_scale: f32,
 ) -> Result<CudaTensor, KernelError> {
     let q = queries.with_kernel_strides();
@@ -46,10 +47,11 @@ pub(super) fn nsa_choose(
     let indices = lse.empty_contiguous(&[batch, seq_len, choosers, k], DType::I32);
     let most = IMPORTANCE_BYTES / (batch * choosers * num_blocks * DType::F32.size());
     let q_words = q.require_words(NAME, "q")?;
-    let queries_per_launch = most.clamp(1, seq_len);
+    let queries_per_launch = most.clamp(1, seq_len - first);
     let hopper_tile = if hopper::is_hopper(shape, q.tensor()) { hopper::importance_tile(choice, group) } else { None };
     let importance = lse.empty_contiguous(&[batch, choosers, queries_per_launch, num_blocks], DType::F32);
-    for queries in ranges(seq_len, queries_per_launch) {
+    for queries in ranges(seq_len - first, queries_per_launch) {
+        let queries = first + queries.start..first + queries.end;
         let params = params!(NsaImportanceParams {
             seq_len,
             num_heads: shape.num_heads,

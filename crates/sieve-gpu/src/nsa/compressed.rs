@@ -146,7 +146,7 @@ impl Heads {
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
         let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
         let (bounds, choice) = (documents.each_ref(), BlockChoice::nsa(blocks));
-        let indices = nsa_choose(self, &shape, [&compressed, &result.lse], bounds, choice, softmax_scale)?;
+        let indices = nsa_choose(self, &shape, [&compressed, &result.lse], bounds, (choice, 0), softmax_scale)?;
         Ok((result, indices))
     }
 
@@ -164,10 +164,28 @@ impl Heads {
         choice: BlockChoice,
         softmax_scale: f32,
     ) -> Result<CudaTensor, KernelError> {
+        let first = 0;
+        self.choose_key_blocks_of_last(documents, pooled, choice, softmax_scale, first)
+    }
+
+    /// As [`choose_key_blocks`](Self::choose_key_blocks) for the tokens from `first` on; what the others choose is left
+    /// undefined.
+    ///
+    /// # Errors
+    /// As [`choose_key_blocks`](Self::choose_key_blocks), and no token from `first` on.
+    pub fn choose_key_blocks_of_last(
+        &self,
+        documents: Bounds,
+        pooled: &CudaTensor,
+        choice: BlockChoice,
+        softmax_scale: f32,
+        first: usize,
+    ) -> Result<CudaTensor, KernelError> {
         const NAME: &str = "choose_key_blocks";
         let blocks = choice.blocks;
         let (shape, documents) = require_pooled(NAME, self, documents, pooled, blocks)?;
         no_gap(NAME, choice.cuda_gap(shape.head_dim, shape.group_size()))?;
+        require!(first < shape.seq_len, NAME, "first token": first, "one of the {} of a row", shape.seq_len);
         let pooled = pooled.contiguous();
         let lse = if choice.rule.takes_scores() {
             // Rules that compare scores read no log-sum-exp: this tensor stands in for it.
@@ -177,7 +195,7 @@ impl Heads {
             let placed = Placed::new(self, &shape, &documents, &pooled, blocks, sums)?;
             listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
         };
-        nsa_choose(self, &shape, [&pooled, &lse], documents.each_ref(), choice, softmax_scale)
+        nsa_choose(self, &shape, [&pooled, &lse], documents.each_ref(), (choice, first), softmax_scale)
     }
 
     /// Gradients `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice of

@@ -26,8 +26,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::{BlockChoice, ChoiceRule, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, Documents, Heads, IndexedCall, RotaryEmbedding, SieveBackend, TokenAttention,
-    TokenExtra, indexer_spec,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, SieveBackend,
+    TokenAttention, TokenExtra, indexer_spec,
 };
 
 /// Each query attends to the tokens of the blocks that it chooses, with one exact softmax. The parameters are the same
@@ -121,22 +121,23 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// Chooses blocks by `block_keys` (QSA), else by the indexer's queries and keys, or without an indexer by the
-    /// attention's own.
+    /// attention's own. The first `cached` tokens of a row choose none.
     fn choose(
         &self,
         packed: &Packed<B>,
         block_keys: Option<&Tensor<B, 3>>,
-        documents: &Documents<B>,
+        (documents, cached): (&Documents<B>, usize),
         spec: AttentionSpec,
     ) -> Tensor<B, 4, Int> {
         if let (Some(index), Some(keys)) = (&packed.index, block_keys) {
-            return sieve_ops::choose_scored_blocks(index.clone(), keys.clone(), documents, spec, self.choice);
+            let all = sieve_ops::choose_scored_blocks(index.clone(), keys.clone(), documents, spec, self.choice);
+            return sieve_ops::chosen_by_last(all, cached);
         }
         let (scored, spec) = match &packed.index {
             Some(index) => (index, indexer_spec(spec)),
             None => (&packed.qkv, spec),
         };
-        sieve_ops::choose_key_blocks(scored.clone(), documents, spec, self.choice)
+        sieve_ops::choose_key_blocks_of_last(scored.clone(), documents, spec, self.choice, cached)
     }
 }
 
@@ -169,7 +170,7 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
     fn attend(
         &self,
         packed: Packed<B>,
-        &Rows { documents, first, context, .. }: &Rows<'_, B>,
+        &Rows { documents, first, cached, context, .. }: &Rows<'_, B>,
         state: &mut PassState<B>,
     ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
         let spec = context.under_policy(self.spec());
@@ -180,7 +181,7 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
             (true, _) => None,
             (false, true) => Some(state.last_choice.rows(first)),
             (false, false) => {
-                let chosen = self.choose(&packed, block_keys.as_ref(), documents, spec);
+                let chosen = self.choose(&packed, block_keys.as_ref(), (documents, cached), spec);
                 state.last_choice.set(first, LayerChoice::Rows(chosen.clone()));
                 Some(chosen)
             }
@@ -205,7 +206,7 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
             block_keys,
         };
         let statistics = context.settings.measures_indexers.then(|| {
-            let chooses = || self.choose(&packed, call.block_keys.as_ref(), documents, spec);
+            let chooses = || self.choose(&packed, call.block_keys.as_ref(), (documents, cached), spec);
             let chosen = call.chosen.clone().unwrap_or_else(chooses);
             sieve_ops::index_statistics(qkv.clone(), index.clone(), chosen, &call)
         });
@@ -242,12 +243,13 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
             state.last_choice.set(first, LayerChoice::Token(chosen));
             return o;
         }
-        // The cached tokens have queries of zero, whose outputs are not read.
+        // The cached tokens have queries of zero, whose outputs are not read. On a CPU no query of zero is computed.
         let row = cache.row(&packed);
         let earlier = cache.num_tokens();
         cache.append(&packed, spec);
         let documents = Documents::whole_rows([batch, earlier + new], &row.qkv.device());
-        let rows = Rows { documents: &documents, first, heads: 0..spec.num_heads, context };
+        let cached = if <B::Inner as DeviceBackend>::ON_HOST { 0 } else { earlier };
+        let rows = Rows { documents: &documents, first, cached, heads: 0..spec.num_heads, context };
         let (o, _) = self.attend(row.change(&|x| from_device(x)), &rows, state);
         on_device(o).narrow(1, earlier, new)
     }
@@ -306,7 +308,7 @@ impl<B: SieveBackend> KindLayer<B> for ChosenBlocksAttention<B> {
             (false, false) => {
                 let (packed, documents) = (self.project(x(), context), context.documents);
                 let keys = self.block_keys(&packed, documents, context.rope);
-                Some(self.choose(&packed, keys.as_ref(), documents, self.spec()))
+                Some(self.choose(&packed, keys.as_ref(), (documents, 0), self.spec()))
             }
         }
     }

@@ -254,3 +254,23 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
         assert!(first < len - 64, "only the last keys are kept");
     }
 }
+
+#[test]
+fn tokens_after_cached_ones_read_their_blocks_where_the_cached_ones_choose_none() {
+    use crate::layer::{KindAttention, Rows as AttendedRows};
+    let (len, cached) = (33, 21);
+    for attention in kinds(0.5) {
+        let Attention::Chosen(layer) = layer::<Flex>(attention) else { continue };
+        let rows = Rows::new([2, len], &shape(attention));
+        let context = rows.context();
+        let packed = layer.project(input::<Flex, 3>([2, len, 24], 2), &context);
+        let [all, last] = [0, cached].map(|cached| {
+            let rows = AttendedRows { documents: context.documents, first: 0, cached, heads: 0..6, context: &context };
+            let (o, _) = layer.attend(packed.clone(), &rows, &mut PassState::default());
+            (o.clone().narrow(1, 0, cached.max(1)), o.narrow(1, 21, len - 21))
+        });
+        assert_eq!(values(all.1.flatten::<3>(2, 3)), values(last.1.flatten::<3>(2, 3)), "{attention:?}");
+        // A token that chooses no block reads nothing.
+        assert!(values(last.0.flatten::<3>(2, 3)).iter().all(|&x| x == 0.0), "{attention:?}");
+    }
+}

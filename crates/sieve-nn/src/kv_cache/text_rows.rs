@@ -1,77 +1,202 @@
 //! Texts of different lengths in the rows of one cache, for devices that take a token of all rows in one call.
 //!
-//! The cache has a fixed size. Kernels read each row's length, and a token lies at its position in the text. A text
-//! is copied into a free row in place, so a captured graph stays valid. Where no step takes the model, each text
-//! gets its own cache back.
+//! Kernels read each row's length, and a token lies at its position in the text. A text is copied into a free row in
+//! place, so a captured graph stays valid. The cache begins small and grows when a text has no row or no room; the
+//! graph is then captured anew. Where no step takes the model, each text gets its own cache back.
+//!
+//! A text that has ended may be kept in its row. A step takes the row as free, so that the text costs no time, and
+//! writes its first entries over: these are copied before, and put back when the text goes on.
 use super::KvCache;
+use crate::LayerCache;
 use sieve_ops::{DeviceBackend, RowsOf};
 
-/// One cache with a row for each of several texts. Texts come and leave while the others are decoded: the buffers have
-/// room for every text from the beginning, so that a captured step stays valid.
+/// Rows and tokens of each that a cache begins with, or fewer where fewer are asked for. With two rows and more a step
+/// multiplies by the kernels that whole rows take, so that more rows change no bit of a text.
+const FIRST_SIZE: [usize; 2] = [8, 1024];
+
+/// One cache with a row for each of several texts. Texts come and leave while the others are decoded.
 #[derive(Debug)]
 pub struct TextRows<B: DeviceBackend> {
     /// Its buffers have the rows of [`RowsOf::Texts`]; it has no layers before the first text.
     pub(crate) cache: KvCache<B>,
-    /// Tokens of each row's text; 0: the row is free, and a step takes it as a text without earlier tokens.
-    pub(crate) lengths: Vec<usize>,
+    rows: Vec<Row<B>>,
+    /// Tokens that each row has room for.
     room: usize,
+    /// Most rows, and most tokens of each.
+    most: [usize; 2],
+    device: B::Device,
+}
+
+/// What a row holds.
+#[derive(Debug)]
+enum Row<B: DeviceBackend> {
+    Free,
+    /// A text of so many tokens, which each step makes longer by one.
+    Open(usize),
+    /// A text of so many tokens that no step changes, and what steps overwrite of it, by layer.
+    Kept(usize, Vec<LayerCache<B>>),
+}
+
+impl<B: DeviceBackend> Row<B> {
+    /// Tokens of the row's text; 0 without one.
+    fn tokens(&self) -> usize {
+        match self {
+            Self::Free => 0,
+            Self::Open(tokens) | Self::Kept(tokens, _) => *tokens,
+        }
+    }
 }
 
 impl<B: DeviceBackend> TextRows<B> {
-    /// Free rows for `num_rows` texts of at most `room` tokens each.
-    pub fn new(num_rows: usize, room: usize) -> Self {
-        Self { cache: KvCache::new(0), lengths: vec![0; num_rows], room }
+    /// Free rows for at most `num_rows` texts of at most `room` tokens each.
+    pub fn new(num_rows: usize, room: usize, device: &B::Device) -> Self {
+        let most = [num_rows, room];
+        Self::beginning_with(FIRST_SIZE, most, device)
     }
 
-    /// Number of rows, one for each text.
+    /// As [`new`](Self::new) for `most` texts and tokens, with another size to begin with.
+    pub fn beginning_with([num_rows, room]: [usize; 2], most: [usize; 2], device: &B::Device) -> Self {
+        let rows = (0..num_rows.min(most[0])).map(|_| Row::Free).collect();
+        Self { cache: KvCache::new(0), rows, room: room.min(most[1]), most, device: device.clone() }
+    }
+
+    /// Number of rows that there are now.
     pub fn num_rows(&self) -> usize {
-        self.lengths.len()
+        self.rows.len()
+    }
+
+    /// Tokens that each row has room for now.
+    pub fn room(&self) -> usize {
+        self.room
+    }
+
+    /// Whether one more text may be [put](Self::put) in.
+    pub fn has_free(&self) -> bool {
+        self.free_row().is_some() || self.rows.len() < self.most[0]
+    }
+
+    fn free_row(&self) -> Option<usize> {
+        self.rows.iter().position(|row| matches!(row, Row::Free))
     }
 
     /// Moves a text into a free row and returns the row. `text` keeps only its number of tokens.
     ///
-    /// Panics without a free row, and for a text that is empty, that has a selector's cache or that has no room left.
+    /// Panics where [no row is left](Self::has_free), and for a text that is empty, that has a selector's cache or that
+    /// has more tokens than a text may have.
     pub fn put(&mut self, text: &mut KvCache<B>) -> usize {
         let tokens = text.num_tokens;
-        assert!((1..=self.room).contains(&tokens), "a text has room in its row");
-        let row = self.lengths.iter().position(|&length| length == 0);
-        let row = row.expect("a free row");
-        let (rows, room) = (self.num_rows(), self.room);
+        assert!((1..=self.most[1]).contains(&tokens), "a text has room in its row");
+        let num_rows = match self.free_row() {
+            Some(_) => self.rows.len(),
+            None => (2 * self.rows.len()).min(self.most[0]),
+        };
+        assert!(self.has_free(), "a free row");
+        self.grow(num_rows, tokens);
+        let row = self.free_row().expect("a free row");
         if self.cache.layers.is_empty() {
-            let texts = RowsOf::Texts { rows, tokens: room };
+            let texts = RowsOf::Texts { rows: self.rows.len(), tokens: self.room };
             self.cache.layers = text.layers.iter().map(|layer| layer.rows(texts)).collect();
         }
         for (rows, text) in self.cache.layers.iter_mut().zip(&text.layers) {
-            let rows = rows.as_cache_mut().expect("a text fills every cache");
-            rows.put(row, text, tokens);
+            put(rows, row, text, tokens);
         }
-        self.lengths[row] = tokens;
+        self.rows[row] = Row::Open(tokens);
         *text = KvCache { num_tokens: tokens, ..KvCache::new(text.layers.len()) };
         row
     }
 
     /// Frees a row whose text has ended.
     pub fn free(&mut self, row: usize) {
-        self.lengths[row] = 0;
+        self.rows[row] = Row::Free;
+    }
+
+    /// Keeps the text of a row as it is: steps go on without it.
+    ///
+    /// Panics for a row without a text.
+    pub fn keep(&mut self, row: usize) {
+        let tokens = self.rows[row].tokens();
+        assert!(tokens > 0, "a row with a text");
+        let first = self.cache.layers.iter().map(|layer| layer.rows(RowsOf::First { row })).collect();
+        self.rows[row] = Row::Kept(tokens, first);
     }
 
     /// Moves a row's text into a cache of its own.
     pub fn take(&mut self, row: usize) -> KvCache<B> {
-        let tokens = std::mem::take(&mut self.lengths[row]);
+        let held = std::mem::replace(&mut self.rows[row], Row::Free);
+        let tokens = held.tokens();
+        if let Row::Kept(_, first) = held {
+            for (rows, first) in self.cache.layers.iter_mut().zip(&first) {
+                put(rows, row, first, 1);
+            }
+        }
         let of_row = RowsOf::Text { row, tokens };
         let layers = self.cache.layers.iter().map(|layer| layer.rows(of_row)).collect();
         KvCache { layers, num_tokens: tokens, ..KvCache::new(0) }
     }
 
+    /// Tokens of each row's text; 0 where a step takes the row as a text without earlier tokens: it is free, or its
+    /// text is kept.
+    pub(crate) fn lengths(&self) -> Vec<usize> {
+        let length = |row: &Row<B>| match row {
+            Row::Open(tokens) => *tokens,
+            Row::Free | Row::Kept(..) => 0,
+        };
+        self.rows.iter().map(length).collect()
+    }
+
     /// Counts the token that a step has written to each text.
     pub(crate) fn count_tokens(&mut self) {
-        for length in self.lengths.iter_mut().filter(|length| **length > 0) {
-            *length += 1;
+        for row in &mut self.rows {
+            if let Row::Open(tokens) = row {
+                *tokens += 1;
+            }
         }
     }
 
-    /// Whether each text has room for one more token.
-    pub(crate) fn have_room(&self) -> bool {
-        self.lengths.iter().all(|&length| length < self.room)
+    /// Makes room for one more token of each text.
+    ///
+    /// Panics if a text has as many tokens as a text may have.
+    pub(crate) fn make_room(&mut self) {
+        let longest = self.lengths().into_iter().max().unwrap_or(0);
+        assert!(longest < self.most[1], "a text fits in its row");
+        self.grow(self.rows.len(), longest + 1);
+    }
+
+    /// Grows to `num_rows` rows, and to twice the room until `tokens` fit, but not above the most. The memory of a
+    /// layer's old rows is given back before the next layer grows.
+    fn grow(&mut self, num_rows: usize, tokens: usize) {
+        let mut room = self.room;
+        while room < tokens {
+            room = (2 * room).min(self.most[1]);
+        }
+        if (num_rows, room) == (self.rows.len(), self.room) {
+            return;
+        }
+        // A captured step holds the buffers.
+        self.cache.graph = Default::default();
+        self.cache.scratch = Default::default();
+        let size = RowsOf::Texts { rows: num_rows, tokens: room };
+        let texts = self.rows.iter().map(Row::tokens).enumerate().filter(|(_, tokens)| *tokens > 0);
+        let texts: Vec<_> = texts.collect();
+        for layer in &mut self.cache.layers {
+            let mut larger = layer.rows(size);
+            for &(row, tokens) in &texts {
+                put(&mut larger, row, &layer.rows(RowsOf::Text { row, tokens }), tokens);
+            }
+            *layer = larger;
+            // Copies that were begun may still read the old rows.
+            B::sync(&self.device).unwrap_or_else(|error| panic!("{error}"));
+            B::memory_cleanup(&self.device);
+        }
+        self.rows.resize_with(num_rows, || Row::Free);
+        self.room = room;
     }
 }
+
+/// Copies `text`, a cache of one row of `tokens` tokens, into row `row`.
+fn put<B: DeviceBackend>(rows: &mut LayerCache<B>, row: usize, text: &LayerCache<B>, tokens: usize) {
+    rows.as_cache_mut().expect("a text fills every cache").put(row, text, tokens);
+}
+
+#[cfg(test)]
+mod tests;

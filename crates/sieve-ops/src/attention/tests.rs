@@ -4,7 +4,7 @@ use crate::testing::{
     check_other_documents_change_nothing, check_parity, check_views, documents, float, host, primitive,
 };
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
-use burn::tensor::DType;
+use burn::tensor::{DType, Int, Tensor};
 use burn_flex::Flex;
 use sieve_core::FarKeys;
 
@@ -32,6 +32,31 @@ fn run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
 
 fn reference_run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
     reference::attention::<Ad>(qkv.clone(), &AttentionCall::new(documents.bounds(), spec)).o
+}
+
+#[test]
+fn the_last_tokens_attend_as_ever_where_those_before_them_see_themselves_alone() {
+    let tokens = super::WHOLE_TILES * 2 + 90;
+    for window_size in [None, Some(40), Some(500)] {
+        let spec = spec(2, 16, window_size);
+        let qkv = packed(spec, [2, tokens, 16], 5).untracked(DType::F32);
+        let documents = documents::<Ad>(&[], [2, tokens]);
+        let all = AttentionCall::new(documents.bounds(), spec);
+        let whole = float::<4>(&reference::attention::<Ad>(qkv.clone(), &all).o);
+        for first in [1, 383, 384, 500, 768, 850] {
+            let bounds = super::bounds_of_last::<Ad>(documents.bounds(), first);
+            let last =
+                float::<4>(&reference::attention::<Ad>(qkv.clone(), &AttentionCall::new(bounds.clone(), spec)).o);
+            let [whole, last] = [&whole, &last].map(|o| o.clone().narrow(1, first, tokens - first).into_data());
+            assert_eq!(whole, last, "{window_size:?} {first}");
+            // The other tokens see one key each, up to the tile of the first of the last ones.
+            let start: Vec<i64> =
+                Tensor::<Ad, 2, Int>::from_primitive(bounds[0].clone()).into_data().iter::<i64>().collect();
+            let alone = first / super::WHOLE_TILES * super::WHOLE_TILES;
+            let expected = |at: usize| if at < alone { at as i64 } else { 0 };
+            assert!(start.iter().enumerate().all(|(at, &start)| start == expected(at % tokens)), "{first}");
+        }
+    }
 }
 
 /// Compares attention with its reference, and views with contiguous inputs. `dims` are batch, tokens and head_dim;

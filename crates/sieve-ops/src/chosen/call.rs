@@ -12,6 +12,8 @@ pub struct ChoiceCall<B: Backend> {
     pub spec: AttentionSpec,
     /// Pooled keys, blocks and the rule of the choice.
     pub choice: BlockChoice,
+    /// Choices of tokens before this one of each row are not read, and may be anything.
+    pub first: usize,
 }
 
 /// Operands of the fused kernel for the gradient of an indexer's loss, other than the packed tensors.

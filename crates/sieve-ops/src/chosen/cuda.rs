@@ -17,11 +17,12 @@ pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cud
         return choose_scored(qkv, pooled, call);
     }
     let [start, end] = bounds(&call.documents);
-    let attempt = packed(&qkv, call.spec).q.choose_key_blocks(
+    let attempt = packed(&qkv, call.spec).q.choose_key_blocks_of_last(
         [&start, &end],
         &kernel_tensor(pooled.clone()),
         call.choice,
         call.spec.softmax_scale as f32,
+        call.first,
     );
     let score_matrix = scores(&qkv, call.spec.num_heads);
     kernel_or_scores("choose_key_blocks", attempt.map(ToBurn::burn), score_matrix, || {

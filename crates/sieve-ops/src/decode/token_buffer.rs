@@ -33,6 +33,12 @@ pub enum RowsOf {
         /// Number of tokens of the row's text.
         tokens: usize,
     },
+    /// A copy of what a text of one token would have in a row of [`Texts`](Self::Texts), without room for more. It is
+    /// all that a step overwrites in a row that it takes as free.
+    First {
+        /// Index of the row.
+        row: usize,
+    },
 }
 
 /// Tokens along one axis of a contiguous buffer with room for more, so that most additions do not copy earlier tokens.
@@ -121,15 +127,21 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
                 texts.count(room.max(1));
                 texts
             }
-            RowsOf::Text { row, tokens } => {
-                let [len, room] = size(tokens);
-                let mut text = self.empty_like(1, room.max(1));
-                if len > 0 {
-                    text.append(self.buffer().clone().narrow(0, row, 1).narrow(self.axis, 0, len));
-                }
-                text
+            RowsOf::Text { row, tokens } => self.first_of_row(row, size(tokens)),
+            RowsOf::First { row } => {
+                let [len, _] = size(1);
+                self.first_of_row(row, [len; 2])
             }
         }
+    }
+
+    /// A copy of the first `len` entries of a row, with this room.
+    fn first_of_row(&self, row: usize, [len, room]: [usize; 2]) -> Self {
+        let mut first = self.empty_like(1, room.max(1));
+        if len > 0 {
+            first.append(self.buffer().clone().narrow(0, row, 1).narrow(self.axis, 0, len));
+        }
+        first
     }
 
     /// Writes the entries of `text`, a buffer of one row, into row `row` of this buffer of [`RowsOf::Texts`], where the
@@ -286,6 +298,9 @@ mod tests {
         rows.put(1, &TokenBuffer::empty([1, 2, 1], 2, (&FlexDevice, DType::F32)), 0);
         let taken = |row, tokens| rows.rows(RowsOf::Text { row, tokens }, |n| [n; 2]).tokens();
         assert_eq!(data(taken(2, 4)), data(all.clone().narrow(2, 0, 4)));
+        let first = rows.rows(RowsOf::First { row: 2 }, |n| [2 * n, 9]);
+        assert_eq!((data(first.tokens()), first.room()), (data(all.clone().narrow(2, 0, 2)), 2));
+        assert!(rows.rows(RowsOf::First { row: 2 }, |n| [n / 2, 9]).is_empty());
         assert_eq!(data(taken(0, 8).narrow(2, 5, 3)), data(all.narrow(2, 5, 3)));
     }
 

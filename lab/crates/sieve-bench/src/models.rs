@@ -44,6 +44,12 @@ const LONGER_FROM: usize = 48;
 /// Prompts of texts of different lengths that are decoded together. The third begins when the first has ended.
 const PROMPTS: [usize; 3] = [63, PREFILLED, 50];
 
+/// The token before which the first of these texts is kept until the others have ended.
+const PAUSED_AT: usize = 90;
+
+/// Rows that the common cache begins with, and tokens of each: it grows to a third row, and to [`SEQ_LEN`].
+const FIRST_ROWS: [usize; 2] = [2, 64];
+
 /// The token from which on another thread decodes: in the middle of the row, with the cache that this thread filled; or
 /// the first one, so that the other thread does all.
 const MOVED_AT: [usize; 2] = [72, 0];
@@ -536,8 +542,10 @@ impl Setup {
             let logits = model.next_logits(ids.clone().narrow(1, first, count), cache, &rope);
             floats(logits.into_data())
         };
-        let (mut rows, mut found) = (TextRows::new(PROMPTS.len(), SEQ_LEN), PROMPTS.map(|_| Vec::new()));
+        let (mut rows, mut found) =
+            (TextRows::beginning_with(FIRST_ROWS, [PROMPTS.len(), SEQ_LEN], device), PROMPTS.map(|_| Vec::new()));
         let (mut texts, mut waiting, mut calls) = (Vec::new(), PROMPTS.iter().enumerate(), "one call a step");
+        let mut paused: Option<InRow> = None;
         loop {
             for (text, &at) in waiting.by_ref().take(2 - texts.len()) {
                 let mut cache = KvCache::new(model.layers.len());
@@ -546,13 +554,18 @@ impl Setup {
                 texts.push(InRow { text, row, at });
             }
             if texts.is_empty() {
-                return (found, calls);
+                let Some(InRow { row, .. }) = &mut paused else {
+                    return (found, calls);
+                };
+                let mut text = rows.take(*row);
+                *row = rows.put(&mut text);
+                texts.extend(paused.take());
             }
-            let mut tokens = [0; PROMPTS.len()];
+            let mut tokens = vec![0; rows.num_rows()];
             for InRow { row, at, .. } in &texts {
                 tokens[*row] = self.tokens[*at];
             }
-            let tokens = Tensor::<B, 1, Int>::from_data(tokens, device).unsqueeze_dim(1);
+            let tokens = Tensor::<B, 1, Int>::from_data(tokens.as_slice(), device).unsqueeze_dim(1);
             let logits = model.next_logits_of_texts(&tokens, &mut rows, &rope);
             let logits = logits.map(|logits| floats(logits.into_data()));
             for InRow { text, row, at } in &mut texts {
@@ -571,6 +584,11 @@ impl Setup {
                 }
             }
             texts.retain(|text| text.at < SEQ_LEN);
+            // The first text is kept while the others are decoded: the third one then needs a third row.
+            if let Some(at) = texts.iter().position(|text| text.text == 0 && text.at == PAUSED_AT) {
+                rows.keep(texts[at].row);
+                paused = Some(texts.remove(at));
+            }
         }
     }
 }

@@ -190,7 +190,7 @@ impl Inputs {
         let of = |(name, choice, pooled): (&'static str, BlockChoice, &[f32])| {
             let rows = pooled.len() / 2 / shape.head_dim;
             let pooled = cast::<Flex, 3>(pooled, [2, rows, shape.head_dim], DType::F32, &FlexDevice);
-            let call = ChoiceCall { documents: call.documents.clone(), spec: call.spec, choice };
+            let call = ChoiceCall { documents: call.documents.clone(), spec: call.spec, choice, first: 0 };
             let blocks = indices::<Flex, 4>(Flex::choose_key_blocks(qkv.clone(), pooled, &call));
             Choice { name, rule: choice.rule, blocks }
         };

@@ -88,8 +88,12 @@ pub(crate) fn compressed_attention<B: Backend>(
     call: &NsaCall<B>,
     attend: impl FnOnce(&DmaCall<B>) -> AttentionOutput<B>,
 ) -> NsaCompressed<B> {
-    let choice =
-        ChoiceCall { documents: call.documents.clone(), spec: call.spec, choice: BlockChoice::nsa(call.blocks) };
+    let choice = ChoiceCall {
+        documents: call.documents.clone(),
+        spec: call.spec,
+        choice: BlockChoice::nsa(call.blocks),
+        first: 0,
+    };
     let block_indices = choose_key_blocks::<B>(qkv.clone(), compressed.clone(), &choice);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, _) = upcast::<B, 3>(compressed);
