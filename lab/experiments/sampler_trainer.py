@@ -3,8 +3,8 @@
     sampler_trainer.py SIEVE EXPORT [--texts 32] [--tokens 64] [--prompt TEXT] [--dtypes f32 bf16]
 
 Sieve samples with `generate --json --logprobs`, and `serve` scores the same ids as whole texts (`echo`), with the numbers
-of the trainer's pass. transformers samples from the same folder with its cache, and scores by a pass over whole rows.
-Both draw at temperature 1 from all tokens, on a CPU. A line of JSON for each dtype and program: tokens, how many
+of the trainer's pass. transformers samples from the same folder with its cache, and scores by a pass over whole rows; it
+scores Sieve's texts too, as a trainer in PyTorch on texts of `sieve generate`. Both draw at temperature 1 from all tokens, on a CPU. A line of JSON for each dtype and program: tokens, how many
 log-probabilities differ, the largest difference in nats, and the mean of exp(d) - 1 - d with d the trainer's minus the
 sampler's, an estimate of the KL divergence of the two that is never negative. Needs torch and transformers.
 """
@@ -30,28 +30,38 @@ def line(program, dtype, pairs):
 
 
 def of_sieve(given, dtype):
-    """The ids of the prompt, and the pairs of the tokens that Sieve samples behind it."""
+    """What Sieve samples, an object of JSON a text, and the pairs of its tokens."""
     flags = ["--device", "cpu", "--dtype", dtype]
     command = [given.sieve, "generate", "--checkpoint", given.export, *flags, "--prompt", given.prompt, "--json",
                "--logprobs", "--samples", str(given.texts), "--max-new-tokens", str(given.tokens), "--temperature", "1",
                "--top-p", "1"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    pairs = []
+    texts, pairs = [json.loads(line) for line in printed.splitlines()], []
     server = Server(given.sieve, given.export, flags)
     try:
-        for text in map(json.loads, printed.splitlines()):
+        for text in texts:
             prompt, new = text["prompt_token_ids"], text["token_ids"]
             pairs += zip(text["token_logprobs"], echoed(server, {"prompt": prompt}, new), strict=True)
     finally:
         server.process.terminate()
         server.process.wait()
-    return prompt, pairs
+    return texts, pairs
 
 
-def of_transformers(given, dtype, prompt):
+@torch.no_grad()
+def of_both(model, texts):
+    """The pairs of Sieve's texts, scored by transformers."""
+    pairs = []
+    for text in texts:
+        new = torch.tensor(text["token_ids"])
+        row = torch.tensor([text["prompt_token_ids"] + text["token_ids"]])
+        logits = model(row).logits[0, -len(new) - 1 : -1].float()
+        pairs += zip(text["token_logprobs"], logits.log_softmax(-1).gather(1, new[:, None])[:, 0].tolist(), strict=True)
+    return pairs
+
+
+def of_transformers(model, given, prompt):
     """The pairs of as many tokens that transformers samples behind the prompt."""
-    kind = torch.float32 if dtype == "f32" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(given.export, dtype=kind, trust_remote_code=True).eval()
     torch.manual_seed(1)
     begin = torch.tensor([prompt] * given.texts)
     answer = model.generate(begin, do_sample=True, top_p=1.0, top_k=0, temperature=1.0, max_new_tokens=given.tokens,
@@ -68,7 +78,7 @@ def of_transformers(given, dtype, prompt):
 
 
 def main():
-    """Prints two lines a dtype."""
+    """Prints three lines a dtype."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("sieve")
     words.add_argument("export")
@@ -78,9 +88,12 @@ def main():
     words.add_argument("--dtypes", nargs="+", default=["f32", "bf16"], choices=["f32", "bf16"])
     given = words.parse_args()
     for dtype in given.dtypes:
-        prompt, pairs = of_sieve(given, dtype)
+        texts, pairs = of_sieve(given, dtype)
         line("sieve", dtype, pairs)
-        line("transformers", dtype, of_transformers(given, dtype, prompt))
+        kind = torch.float32 if dtype == "f32" else torch.bfloat16
+        model = AutoModelForCausalLM.from_pretrained(given.export, dtype=kind, trust_remote_code=True).eval()
+        line("sieve samples, transformers trains", dtype, of_both(model, texts))
+        line("transformers", dtype, of_transformers(model, given, texts[0]["prompt_token_ids"]))
 
 
 if __name__ == "__main__":

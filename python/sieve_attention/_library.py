@@ -21,7 +21,7 @@ ABI = 2
 MOST_PLANS = 4096
 
 # Ops whose caches may have any number of keys: a plan serves all numbers up to a multiple of this one.
-GROWING = ("cached_decode",)
+GROWING = ("cached_decode", "attention_decode")
 PLANNED_KEYS = 256
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}

@@ -12,7 +12,8 @@ class Cache:
     """What one layer keeps of the tokens before a call, for rows of equal length: `capacity` tokens at most.
 
     A layer fills it; `length` counts the tokens that it has seen. The tensors are made by the first call, with its
-    batch, type and device. DMA keeps `keep_window_size` tokens of them and needs no capacity.
+    batch, type and device. DMA keeps `keep_window_size` tokens of them and needs no capacity. `decode` says up to which
+    capacity a token's attention has the bits of whole rows.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -24,12 +25,16 @@ class Cache:
         `[batch, heads, tokens, width]`."""
         at, new = self.length if at is None else at, new.transpose(1, 2)
         end = at + new.shape[2]
-        if end > self.capacity:
-            raise SieveError(f"a cache of {self.capacity} tokens gets {end}\n  hint: Cache(capacity) with more")
+        self.check(end)
         if name not in self.tensors:
             self.tensors[name] = new.new_zeros(*new.shape[:2], self.capacity, *new.shape[3:])
         self.tensors[name][:, :, at:end] = new
         return self.tensors[name][:, :, :end]
+
+    def check(self, tokens: int) -> None:
+        """Refuses more tokens than there is room for."""
+        if tokens > self.capacity:
+            raise SieveError(f"a cache of {self.capacity} tokens gets {tokens}\n  hint: Cache(capacity) with more")
 
     def lengths(self, like: Tensor, more: int = 0) -> Tensor:
         """Tokens of each row and `more`, as the decode functions take them."""

@@ -19,6 +19,12 @@ def before(rows, batch, new=0):
     return rows.tables[name]
 
 
+def last(x, rows):
+    """What a cache, [batch, heads, tokens, width], holds of the call's token, [batch, 1, heads, width]."""
+    row = torch.arange(len(x), device=x.device) if torch.is_tensor(rows.first) else slice(None)
+    return x[row, :, rows.first][:, None].contiguous()
+
+
 def whole(x):
     """What a cache holds, [batch, heads, capacity, width], of the part [batch, heads, tokens, width] in use."""
     return x.as_strided((*x.shape[:2], x.stride(1) // x.shape[3], x.shape[3]), x.stride())
@@ -30,14 +36,19 @@ def attention(q, k, v, rows, *, chosen=None, block=None, num_blocks=None, **sett
     chosen: bools `[batch, choosers, 1, key blocks]`, true for at most `num_blocks` blocks of `block` keys: only these
     are read.
     """
-    if chosen is not None:
+    new = None, None
+    if chosen is None and not torch.compiler.is_compiling():
+        # decode has a whole row's bits where it gets the token's key and value, which it writes where they are. Under
+        # torch.compile it cannot: no operator is traced that returns a list and writes to its inputs.
+        new = last(k, rows), last(v, rows)
+    elif chosen is not None:
         chosen = chosen[:, :, 0]
         order = chosen.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., :num_blocks]
         chosen = torch.where(chosen.gather(2, order), order, -1).to(torch.int32)
         if num_blocks > chosen.shape[2]:
             chosen = torch.nn.functional.pad(chosen, (0, num_blocks - chosen.shape[2]), value=-1)
-    length = before(rows, len(q), 1 if chosen is None else 0)
-    given = q.transpose(1, 2), None, None, whole(k), whole(v), length
+    length = before(rows, len(q), int(chosen is None and new[0] is None))
+    given = q.transpose(1, 2), *new, whole(k), whole(v), length
     return functional.decode(*given, chosen=chosen, block=block, **settings).transpose(1, 2)
 
 

@@ -112,7 +112,8 @@ def attention(
     key, `documents` and `select` leave it out). scale: the factor on `q . k`, `1 / sqrt(width)` without one. sinks: bf16
     or f32 `[heads]`, one more logit of each query head, whose value is zero (gpt-oss, arXiv:2508.10925), with a gradient.
     Returns `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0. return_lse: also the
-    log-sum-exp of each query's logits, its sink's among them, f32 `[batch, heads, tokens]` without gradient.
+    log-sum-exp of each query's logits, its sink's among them, f32 `[batch, heads, tokens]` without gradient. `decode`
+    says on which GPUs a token's row of `o` has the bits of its step.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> sieve.attention(q, k, v, window=32, documents=torch.tensor([0, 50, 128])).shape
@@ -450,7 +451,7 @@ def selected_attention(
     block: 16, 32, 64 or 128 tokens. A query without a block gets 0 and no gradient; keys that no query has are not
     read, and their gradients are exactly 0. window and causal=False have no kernel. validate: whether an index or count
     that would count as none is an error that names its place; that waits for the GPU. Widths, groups and other
-    arguments as in `nsa`.
+    arguments as in `nsa`. `decode` with `chosen` adds keys in another order: its last bits are others.
 
     With block_sums also f32 `[batch, tokens, choosers, blocks]` without gradient, what an indexer's loss compares its
     probabilities with: the attention on each index's block, summed over the chooser's heads. It is 0 where an index
@@ -604,8 +605,13 @@ def decode(
     Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the
     last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in
     `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and
-    KV heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
-    of transformers, costs nothing. sinks: as `attention` has them, bf16 alone. No gradient.
+    KV heads the choosers; `length` counts the tokens before. sinks: as `attention` has them, bf16 alone. No gradient.
+    A capacity that grows from call to call, as in a cache of transformers, costs nothing.
+
+    On a Hopper GPU (H100, H200) a call with k and v has the bits of the tokens' rows of `attention`, where heads have 64
+    or 128 columns, values as many, and the caches at most 4,096 places, or the window at most 4,096 keys; places count
+    from the row's first token. A cache may have the token's key already and get it again. Without k and v, in other
+    sizes and on other GPUs the last bits differ, and a call with `chosen` has not the bits of `selected_attention`.
 
     >>> k_cache, v_cache = torch.zeros(2, 1, 2, 16, 64)
     >>> q, k, v = (torch.randn(1, 3, heads, 64) for heads in (4, 2, 2))
@@ -658,7 +664,7 @@ def dma_decode(
     local: int | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it, with
-    the same `preset`, `bias` and `local` and their defaults.
+    the same `preset`, `bias` and `local` and their defaults. Its last bits are others, as it adds keys in another order.
 
     z: f32 `[batch, KV heads]`, the token's rank: `dma_scores`, with its position times `dma_slopes` unless the form has
     no recency. Caches of `keep` places, written in place: k_cache, v_cache bf16
@@ -690,6 +696,7 @@ def mla_decode(
     q: bf16 `[batch, new, heads, width]`; latents: bf16 `[batch, tokens, width]`, whose first `rank` columns are values
     too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. length: int32 `[batch]`, tokens of each row
     before the new ones, where the latents have room behind them. Returns `[batch, new, heads, rank]`. No gradient.
+    Its last bits are not those of `attention` over the keys and values that latents stand for.
 
     >>> q, latents = torch.randn(1, 1, 16, 64 + 32), torch.randn(1, 128, 64 + 32)
     >>> sieve.mla_decode(q, latents, 64, scale=0.1).shape

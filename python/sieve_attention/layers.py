@@ -19,6 +19,8 @@ or first tokens and ends of your own, two int32 `[batch, tokens]`, which serve r
 a document of one token. Padding behind a row's tokens needs neither, as no token sees it. Positions begin at 0 in each
 document.
 cache: a `Cache` of this layer alone, which gets what the call brings; rows in it have equal lengths, and one document.
+Behind it the attention of `DenseAttention` and `WindowAttention` has the bits of whole rows where `decode` has them; the
+projections before and behind it are other products for a token than for a row, and so the output's last bits differ.
 What no kernel does is a SieveError, as of the functions.
 """
 
@@ -180,10 +182,8 @@ class DenseAttention(_Layer):
 
     def step(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The same of one token a row behind a cache."""
-        k, v = self.keys(x, positions)
-        self.keep(cache, k=k, v=v)
         sinks = None if self.sinks is None else cast(self.sinks)
-        return self.read(q, cache, window=self.window_size, sinks=sinks)
+        return self.join(q, *self.keys(x, positions), cache, sinks=sinks)
 
     @staticmethod
     def keep(cache: Cache | None, **new: Tensor) -> None:
@@ -192,11 +192,16 @@ class DenseAttention(_Layer):
             if cache is not None:
                 cache.append(name, x)
 
-    def read(self, q: Tensor, cache: Cache, chosen: Tensor | None = None, **settings: Any) -> Tensor:
-        """Attention of a query over a cache that has its key, all of it or the chosen blocks."""
+    def join(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, sinks: Tensor | None = None) -> Tensor:
+        """Attention of a token over a cache, which gets its key and value: only `decode` with both has `whole`'s bits."""
+        settings: dict[str, Any] = {"window": self.window_size, "scale": self.scale, "sinks": sinks}
         caches = cache.tensors["k"], cache.tensors["v"]
-        length = cache.lengths(q, 1 if chosen is None else 0)
-        return functional.decode(q, None, None, *caches, length, scale=self.scale, chosen=chosen, **settings)
+        if torch.compiler.is_compiling():
+            # torch.compile traces no operator that returns a list and writes to its inputs.
+            self.keep(cache, k=k, v=v)
+            return functional.decode(q, None, None, *caches, cache.lengths(q, 1), **settings)
+        cache.check(cache.length + 1)
+        return functional.decode(q, k, v, *caches, cache.lengths(q), **settings)
 
 
 class WindowAttention(DenseAttention):
@@ -294,7 +299,8 @@ class _BlocksAttention(DenseAttention):
         self.keep(cache, k=k, v=v)
         with torch.no_grad():
             chosen = self.choose(x, q.transpose(1, 2).float(), positions, cache)
-        return self.read(q, cache, chosen, block=self.select_block_size)
+        given = q, None, None, cache.tensors["k"], cache.tensors["v"], cache.lengths(q)
+        return functional.decode(*given, scale=self.scale, chosen=chosen, block=self.select_block_size)
 
     def choose(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The blocks of one query a row, q `[batch, heads, 1, width]`, as `decode` takes them."""
@@ -572,7 +578,7 @@ class NativeSparseAttention(_BlocksAttention):
         """The three branches of one token a row; the token that completes a compressed block adds it to the cache."""
         plain, near = self.branch(x, "compress", positions), self.branch(x, "window", positions)
         far = near if self.shared_kv else self.branch(x, "select", positions)
-        self.keep(cache, plain_k=plain[0], plain_v=plain[1], far_k=far[0], far_v=far[1], k=near[0], v=near[1])
+        self.keep(cache, plain_k=plain[0], plain_v=plain[1], far_k=far[0], far_v=far[1])
         (size, stride, select, _), end = self.blocks.sizes(), cache.length + 1
         if end >= size and (end - size) % stride == 0:
             # This token completes a block.
@@ -589,7 +595,7 @@ class NativeSparseAttention(_BlocksAttention):
         caches = cache.tensors["far_k"], cache.tensors["far_v"]
         given = q, None, None, *caches, cache.lengths(q)
         selected = functional.decode(*given, scale=self.scale, chosen=chosen, block=select)
-        return self.gated(x, coarse, selected, self.read(q, cache, window=self.window_size))
+        return self.gated(x, coarse, selected, self.join(q, *near, cache))
 
 
 class LatentAttention(_Layer):

@@ -18,6 +18,8 @@ def register(name: str = "sieve") -> None:
     Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. One
     token a row behind a cache without padding is read by the decode kernels; other queries behind a cache, and models
     that pass a mask of their own, are computed by torch's SDPA under that mask. MSA layers (MiniMax M3) read the blocks that their indexer chose.
+    In eager mode a token's attention has the bits of whole rows where `decode` has them and the cache has the row's
+    first token: not under torch.compile, and not behind the cache of a window that has dropped keys.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -102,6 +104,13 @@ def attention_forward(
         has_own = chosen is None or getattr(module.indexer, "local_blocks", 0) > 0
         if has_own and not _autograd._tracks(query, key, value, sinks):
             q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling, "sinks": sinks}
+            # torch.compile traces no operator that returns a list and writes to its inputs.
+            may_write = not torch.compiler.is_compiling() and key.is_contiguous() and value.is_contiguous()
+            if chosen is None and may_write:
+                # decode has a whole row's bits where it gets the token's key and value, which it writes where they are.
+                *at, before = _once(module, attention_mask, _last_of)
+                k, v = (x[at[0], :, at[1]][:, None].contiguous() for x in (key, value))
+                return functional.decode(q, k, v, key, value, before, **settings), None
             if chosen is not None:
                 # There the length is without the query's own key.
                 attention_mask = attention_mask - 1
@@ -227,6 +236,12 @@ def _once(module, x, make):
         reference, made = weakref.ref(x, lambda _: _known.pop(key, None)), make(x)
     _known[key] = reference, None if x.is_inference() else x._version, getattr(module, "config", None), layer, made
     return made
+
+
+def _last_of(lengths):
+    """Of keys that queries see, `[batch]`: rows and places of the last ones, and how many are before it, int32."""
+    before = lengths - 1
+    return torch.arange(len(before), device=before.device), before.long(), before
 
 
 def _of_padding(mask):

@@ -16,6 +16,7 @@ import traceback
 import torch
 from empty_launch import empty_launch
 from gpu_generate import generate
+from gpu_steps import steps_of_layers
 from no_gpu import Nothing, traced_without_a_gpu
 from parity import random
 from speed_of_tiles import speed_of_block_sparse
@@ -733,7 +734,7 @@ def host():
 
 CHECKS = (
     side_stream, second_gpu, cuda_graph, capture_of_new_shapes, unaligned, deterministic, long_odd, opcheck, speed,
-    host, tiles, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs,
+    host, tiles, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs, steps_of_layers,
 )  # fmt: skip
 
 

@@ -318,9 +318,10 @@ def test_decode(device):
             assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
 
 
-def test_decode_in_a_cache_that_grows(device):
-    """Caches of transformers, one key longer each call: one plan for all."""
-    tokens, op = 270, functional.ops.IMPLEMENTATIONS["cached_decode"]
+@pytest.mark.parametrize("has_own", [False, True])
+def test_decode_in_a_cache_that_grows(has_own, device):
+    """Caches of transformers, one key longer each call: one plan for all; the token's key is there, or comes too."""
+    tokens, op = 270, functional.ops.IMPLEMENTATIONS["attention_decode" if has_own else "cached_decode"]
     q, k, v = qkv(2, tokens, 4, 2, 64, device=device)
     before = len(op.plans)
     for window, sinks in ((None, None), (100, random(4, device=device, scale=2, seed=5))):
@@ -328,9 +329,12 @@ def test_decode_in_a_cache_that_grows(device):
         plain = definitions.attention(q, k, v, window=window, sinks=sinks)
         for t in (0, 5, 128, 253, 255, 256):
             caches = [x[:, : t + 1].transpose(1, 2).contiguous() for x in (k, v)]
-            length = torch.full((2,), t + 1, dtype=torch.int32, device=device)
-            o = sieve.decode(q[:, t : t + 1], None, None, *caches, length, window=window, sinks=sinks)
+            length = torch.full((2,), t + 1 - has_own, dtype=torch.int32, device=device)
+            token = [x[:, t : t + 1] for x in (k, v)] if has_own else [None, None]
+            o = sieve.decode(q[:, t : t + 1], *token, *caches, length, window=window, sinks=sinks)
             assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
+            for cache, x in zip(caches, (k, v)):
+                assert torch.equal(cache, x[:, : t + 1].transpose(1, 2))
     assert len(op.plans) - before == 4, "a plan for up to 256 keys and one for more, with a window and sinks and without"
 
 

@@ -185,7 +185,7 @@ def test_sinks_of_gpt_oss(monkeypatch):
             logits.append(ours(ids[:, at : at + count], past_key_values=cache, use_cache=True).logits)
             at += count
         whole = exact(ids, use_cache=False).logits
-    assert ran["cached_decode"] == 2 * parts.count(1), ran
+    assert ran["attention_decode"] == 2 * parts.count(1) and not ran["cached_decode"], ran
     error = (torch.cat(logits, 1).float() - whole).norm(dim=-1) / whole.norm(dim=-1)
     assert error.max() < 0.1, error.max()
 
@@ -193,16 +193,16 @@ def test_sinks_of_gpt_oss(monkeypatch):
 @pytest.mark.parametrize("config", [qwen3, window_config])
 def test_generation_decodes_by_kernels(config, monkeypatch):
     """The default cache of generate(), one key longer each token, and few plans; padding goes to SDPA."""
-    ours, op = models(config())[2], functional.ops.IMPLEMENTATIONS["cached_decode"]
+    ours, op = models(config())[2], functional.ops.IMPLEMENTATIONS["attention_decode"]
     monkeypatch.setattr(op, "plans", {})
     ran = count_runs(monkeypatch)
     with torch.no_grad():
         ours.generate(tokens(count=12), max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert ran["cached_decode"] == 7 * 2 and len(op.plans) == 1, (ran, op.plans.keys())
+    assert ran["attention_decode"] == 7 * 2 and len(op.plans) == 1, (ran, op.plans.keys())
     mask = torch.ones(2, 12, dtype=torch.long, device=DEVICE)
     mask[0, :5] = 0
     ours.generate(tokens(count=12), attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert ran["cached_decode"] == 7 * 2, ran
+    assert ran["attention_decode"] == 7 * 2 and not ran["cached_decode"], ran
 
 
 def count_runs(monkeypatch):
@@ -220,7 +220,8 @@ def test_a_step_with_a_gradient_goes_to_sdpa(monkeypatch):
     ran = count_runs(monkeypatch)
     step = ours(tokens()[:, 39:], past_key_values=first.past_key_values, use_cache=True).logits
     step.float().square().mean().backward()
-    assert ours.model.layers[0].self_attn.k_proj.weight.grad.isfinite().all() and not ran["cached_decode"]
+    assert ours.model.layers[0].self_attn.k_proj.weight.grad.isfinite().all()
+    assert not ran["attention_decode"] and not ran["cached_decode"]
     whole = ours(tokens(), use_cache=False).logits[:, 39]
     assert (step[:, 0] - whole).norm() < 0.05 * whole.norm()
 
@@ -450,8 +451,8 @@ def test_exports(kind):
 
 
 DECODING = {
-    "mha": {"cached_decode": 2}, "swa": {"cached_decode": 2}, "dma": {"dma_decode": 2}, "mla": {"mla_decode": 2},
-    "nsa": {"cached_decode": 4}, "infllm_v2": {"cached_decode": 2}, "moba": {"cached_decode": 2},
+    "mha": {"attention_decode": 2}, "swa": {"attention_decode": 2}, "dma": {"dma_decode": 2}, "mla": {"mla_decode": 2},
+    "nsa": {"cached_decode": 2, "attention_decode": 2}, "infllm_v2": {"cached_decode": 2}, "moba": {"cached_decode": 2},
     "msa": {"cached_decode": 2},
 }  # fmt: skip
 
@@ -468,7 +469,7 @@ def test_an_export_with_sinks(monkeypatch):
         first = ours(tokens()[:, :39], use_cache=True)
         step = ours(tokens()[:, 39:], past_key_values=first.past_key_values, use_cache=True).logits
     assert (step[:, 0] - whole[:, 39]).norm() < 0.1 * whole[:, 39].norm()
-    assert ran["cached_decode"] == 2, ran
+    assert ran["attention_decode"] == 2, ran
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -495,7 +496,7 @@ def test_exports_decode_by_kernels(kind, padded, monkeypatch):
                 logits.append(model(ids[:, at : at + count], **given).logits)
                 at += count
         logits_by_name.append(torch.cat(logits, 1))
-        steps = {op: ran[op] for op in ("cached_decode", "dma_decode", "mla_decode") if ran[op]}
+        steps = {op: ran[op] for op in ("attention_decode", "cached_decode", "dma_decode", "mla_decode") if ran[op]}
         assert steps == ({op: times * 26 for op, times in DECODING[kind].items()} if name == "sieve" else {}), steps
     for op in DECODING[kind]:
         plans = len(functional.ops.IMPLEMENTATIONS[op].plans)

@@ -1,7 +1,7 @@
 """An export of each kind in others' trainers: transformers' Trainer and TRL's SFTTrainer, by the kernels and by plain
-PyTorch from the same seed.
+PyTorch from the same seed. And the loop of docs/serving.md that trains on samples, as the page shows it.
 
-    python trainers.py PROGRAM [--steps 5] [--only KIND] [--folder EXPORTS]
+    python trainers.py PROGRAM [--steps 5] [--only KIND|samples] [--folder EXPORTS]
 
 PROGRAM is `sieve`, which makes the exports in --folder; those that are there are taken as they are, so that a machine
 without the program can have them. Without a GPU `on_cpu()` computes. TRL is left out where it is not installed. Prints
@@ -14,6 +14,7 @@ its first weights are moved by a rounding.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -186,11 +187,30 @@ def compared(run, folder, steps):
     return f"{'works' if is_right else 'WRONG'}: {shown}, largest difference {off:.5f}, {speed}", is_right
 
 
+def on_samples(program):
+    """What the loop of docs/serving.md says, and whether it prints the page's lines and scores tokens as they were drawn,
+    but for the roundings of another program."""
+    page = (ROOT / "docs/serving.md").read_text().split("### Training on samples")[1]
+    _, code, _, shown = re.split("```(?:python)?\n", page)[:4]
+    with tempfile.TemporaryDirectory() as folder:
+        os.symlink(ROOT / "checkpoints", f"{folder}/checkpoints")
+        os.symlink(Path(program).resolve(), f"{folder}/sieve")
+        environment = {**os.environ, "PATH": os.pathsep.join([folder, os.environ["PATH"]])}
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return done.stderr[-1000:], False
+    number = r"[\d.]+(?:e-\d+)?"
+    words = [re.sub(number, "N", text) for text in (done.stdout, shown)]
+    apart = [float(x) for x in re.findall(f"most ({number})", done.stdout)]
+    is_right = words[0] == words[1] and len(apart) == 3 and all(0 < x < 1e-3 for x in apart)
+    return f"{'works' if is_right else 'WRONG'}: {done.stdout.splitlines()[-1:]}", is_right
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("program")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", help="one kind")
+    parser.add_argument("--only", help="one kind, or samples")
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     if not IS_GPU:
@@ -205,6 +225,11 @@ def main():
     except ImportError as error:
         print(f"TRL: {error}")
     all_right = True
+    if given.only in (None, "samples") and len(trainers) > 1:
+        said, all_right = on_samples(given.program)
+        print(f"docs/serving.md, training on samples: {said}", flush=True)
+    if given.only == "samples":
+        return not all_right
     for name, folder in made(given.program, given.folder or Path(tempfile.mkdtemp())):
         for trainer, run in trainers.items() if given.only in (None, name) else ():
             said, is_right = compared(run, folder, given.steps)

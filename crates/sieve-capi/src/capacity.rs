@@ -26,7 +26,7 @@ impl Capacity {
     /// Rounds the caches of a request up, so that one plan serves several numbers of keys. `None` if the op does
     /// not decode against a cache, or the request has no `k_cache` whose number of keys can be rounded.
     pub(crate) fn planned(request: &mut Request) -> Option<Self> {
-        let Call::CachedDecode(_) = request.call else {
+        let (Call::CachedDecode(_) | Call::AttentionDecode(_)) = request.call else {
             return None;
         };
         let input = request.tensors.iter().position(|tensor| tensor.name == "k_cache")?;

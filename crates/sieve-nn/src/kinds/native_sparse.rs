@@ -57,7 +57,7 @@ pub struct NativeSparseAttention<B: Backend> {
 /// rotation are clones.
 #[derive(Clone)]
 pub(crate) struct Branches<B: Backend> {
-    compressed: Tensor<B, 4>,
+    pub(super) compressed: Tensor<B, 4>,
     selected: Tensor<B, 4>,
     window: Tensor<B, 4>,
     /// Logits of the gates, before their bias, `[batch, tokens, num_heads, 3]`.
@@ -131,7 +131,7 @@ impl<B: Backend> NativeSparseAttention<B> {
         }
     }
 
-    fn spec(&self) -> AttentionSpec {
+    pub(super) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(Some(self.nsa.window_size))
     }
 }

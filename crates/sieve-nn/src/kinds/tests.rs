@@ -1,4 +1,5 @@
 use super::{Attention, Forward, LayerContext, PassState};
+use crate::layer::KindAttention;
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
 use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, SlotCache, WeightInit};
 use burn::backend::Autodiff;
@@ -18,13 +19,13 @@ fn one_pass<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &L
 }
 
 /// Outputs of the layer for `x`, `[1 or 2, tokens, width]`, processed with a cache in parts of these lengths. After
-/// each part calls `after` with the cache and the number of tokens so far.
+/// each part calls `after` with the cache, what the layer hands on, and the number of tokens so far.
 fn outputs_of_parts(
     layer: &Attention<Flex>,
     x: &Tensor<Flex, 3>,
     context: LayerContext<'_, Flex>,
     parts: impl IntoIterator<Item = usize>,
-    mut after: impl FnMut(&LayerCache<Flex>, usize),
+    mut after: impl FnMut(&LayerCache<Flex>, &PassState<Flex>, usize),
 ) -> (Vec<Tensor<Flex, 3>>, KvCache<Flex>) {
     let (mut cache, mut got, mut done) = (KvCache::new(1), Vec::new(), 0);
     for new in parts {
@@ -39,7 +40,7 @@ fn outputs_of_parts(
         let output = layer.as_layer().forward(tokens, residual, &context, &mut state, Some(&mut cache.layer(0)));
         got.push(output.x);
         done += new;
-        after(&cache.layers[0], done);
+        after(&cache.layers[0], &state, done);
     }
     (got, cache)
 }
@@ -128,7 +129,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             let x = input::<Flex, 3>([2, len, 24], 6);
             let all = one_pass(&layer, &x, &rows.context()).x;
             let what = format!("{attention:?} in parts of {parts:?}");
-            let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |cache, done| {
+            let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |cache, _, done| {
                 if parts[1..].iter().all(|&part| part == 1) {
                     assert_eq!(cache.num_keys(), done.min(most), "{what}");
                 }
@@ -146,6 +147,40 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
 }
 
 #[test]
+fn steps_choose_the_blocks_of_one_pass() {
+    // So that a trainer on a sampler's tokens reads the blocks that the sampler read.
+    let mut compared = [0, 0];
+    for attention in kinds(0.5) {
+        let (layer, rows) = (layer::<Flex>(attention), Rows::new([2, 47], &shape(attention)));
+        let (context, x) = (rows.context(), input::<Flex, 3>([2, 47, 24], 9));
+        let of_rows = layer.as_layer().block_indices(&|| x.clone(), &context, &PassState::default());
+        let Some(of_rows) = of_rows else {
+            continue;
+        };
+        outputs_of_parts(&layer, &x, context.clone(), [vec![5], vec![1; 42]].concat(), |cache, state, done| {
+            if done == 5 {
+                return;
+            }
+            let chosen = match (&layer, cache) {
+                (Attention::Branches(nsa), LayerCache::Blocks(cache)) => {
+                    let (coarse, heads) = (nsa.project(x.clone(), &context).compressed, shape(attention).num_heads);
+                    let token = coarse.narrow(1, done - 1, 1).narrow(2, 0, heads);
+                    cache.choose(token.squeeze_dim(1), nsa.spec())
+                }
+                _ => state.last_choice.token(0),
+            };
+            let expected = of_rows.clone().narrow(1, done - 1, 1).into_data();
+            let expected: Vec<i32> = expected.iter::<i64>().map(|block| block as i32).collect();
+            assert_eq!(chosen.concat(), expected, "{attention:?}, token {}", done - 1);
+            compared[0] += 1;
+            // Blocks were left out.
+            compared[1] += usize::from((done - 1) / 4 + 1 > 3);
+        });
+    }
+    assert_eq!(compared, [8 * 42, 8 * 35], "eight kinds");
+}
+
+#[test]
 fn a_text_in_parts_gives_the_rows_of_one_pass_with_sinks() {
     for attention in [kinds(0.5)[0], kinds(0.5)[1]] {
         let shape = ModelShape { attention_sinks: true, ..shape(attention) };
@@ -156,7 +191,7 @@ fn a_text_in_parts_gives_the_rows_of_one_pass_with_sinks() {
         let rows = Rows::new([2, 23], &shape);
         let all = one_pass(&layer, &x, &rows.context()).x;
         for parts in [vec![3, 7, 1, 12], [vec![4], vec![1; 19]].concat(), vec![1, 22]] {
-            let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |_, _| {});
+            let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |_, _, _| {});
             let what = format!("{attention:?} in parts of {parts:?}");
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all.clone()), 1e-5);
         }
@@ -241,7 +276,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let of_rows = inner.masked(qkv, rows.context().documents, inner.spec());
     // The prompt in two parts, then token by token.
     let parts = [len - new - 9000, 9000].into_iter().chain(vec![1; new]);
-    let (got, cache) = outputs_of_parts(&layer, &x, rows.context(), parts, |_, _| ());
+    let (got, cache) = outputs_of_parts(&layer, &x, rows.context(), parts, |_, _, _| ());
     let last = |y: Tensor<Flex, 3>| y.clone().narrow(1, y.dims()[1] - 1, 1);
     let got = values(Tensor::cat(got.into_iter().skip(1).map(last).collect(), 1));
     let last = all.x.narrow(1, len - new - 1, new + 1);

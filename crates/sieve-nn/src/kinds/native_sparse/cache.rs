@@ -163,12 +163,16 @@ impl<B: DeviceBackend> BlockCache<B> {
         } else {
             attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch)
         };
-        let choice = BlockChoice::nsa(blocks);
-        let pooled = (!self.compressed.is_empty()).then(|| self.compressed.k.tokens());
-        let chosen = chosen_blocks(coarse_q, pooled, self.num_tokens(), choice, spec);
-        let keys = keys_of_blocks(&self.selected, &chosen, choice, spec);
+        let chosen = self.choose(coarse_q, spec);
+        let keys = keys_of_blocks(&self.selected, &chosen, BlockChoice::nsa(blocks), spec);
         let selected = attention_decode(one(q), &keys, None, spec.softmax_scale, scratch);
         let [coarse, selected] = [coarse, selected].map(|o| o.reshape([batch, 1, spec.num_heads, d]));
         [coarse, selected, window]
+    }
+    /// The blocks that the last cached token chooses by its query in the compressed branch,
+    /// `[batch, num_heads, head_dim]`, one list per row and KV head.
+    pub(in crate::kinds) fn choose(&self, coarse_q: Tensor<B, 3>, spec: AttentionSpec) -> Vec<Vec<i32>> {
+        let pooled = (!self.compressed.is_empty()).then(|| self.compressed.k.tokens());
+        chosen_blocks(coarse_q, pooled, self.num_tokens(), BlockChoice::nsa(self.blocks), spec)
     }
 }
