@@ -41,6 +41,8 @@
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads computed at a time
 
+static_assert(!HAS_FAR || !SHARES, "a block has all queries of a tile");
+
 #if SHARES
 typedef float gradient;
 
@@ -93,6 +95,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 #else
     const i32* doc_end,
 #endif
+#if HAS_FAR
+    const i32* doc_start,
+#endif
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
@@ -136,7 +141,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                   (u32)params.v_token_stride, first_key, seq_len);
   int2* entries = (int2*)(shared_memory + ENTRIES_AT);
 #if !TILE_LISTS
-  const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  [[maybe_unused]] const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+#endif
+#if HAS_FAR
+  const FarKeys far(params, kv_head);
 #endif
   for (int at = (int)threadIdx.x; at < BLOCK_KV; at += THREADS) {
     const int key = first_key + at;
@@ -145,6 +153,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (key < seq_len) entry.y = seq_len;
 #else
     if (key < seq_len) entry.y = min(doc_end[(u64)batch * seq_len + key], key + window);
+#endif
+#if HAS_FAR
+    int2 band = {0, 0};
+    if (key < seq_len) {
+      const int end = doc_end[(u64)batch * seq_len + key];
+      entry.y = key < doc_start[(u64)batch * seq_len + key] + far.sinks ? end : min(end, key + far.window);
+      if (far.band < far.band_end && key + far.band < end) band = {key + far.band, min(end, key + far.band_end)};
+    }
+    ((int2*)(shared_memory + BANDS_AT))[at] = band;
 #endif
     entries[at] = entry;
 #if HAS_BIAS
@@ -155,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 #endif
   }
   __syncthreads();  // entries and bias are read by other threads
-#if !TILE_LISTS
+#if !TILE_LISTS && !HAS_FAR
   const int end_query = key_range(entries, BLOCK_KV).last_expire;
 #endif
 
@@ -184,6 +201,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.steps = list.steps;
   block.first_tile = list.begin;
   block.num_tiles = list.end - list.begin;
+#elif HAS_FAR
+  const int last_key = min(first_key + BLOCK_KV, seq_len) - 1;
+  const QueryTiles<BLOCK_Q> tiles(far, doc_start[(u64)batch * seq_len + last_key],
+                                  doc_end[(u64)batch * seq_len + last_key], first_key, last_key);
+  block.first_tile = tiles.first;
+  block.num_tiles = tiles.count();
+  block.num_near = tiles.near_end - tiles.first;
+  block.left_out = tiles.band_first - tiles.near_end;
 #else
   block.first_tile = first_key / BLOCK_Q;
   block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
-    bf16* o, float* lse, const __grid_constant__ AttentionForwardParams params) {
+    bf16* o, float* lse, const __grid_constant__ AttentionFarForwardParams params) {
 #include "common/begin_tile.cuh"
   attention_forward_tile(shared_copy(tile), {o, lse}, stream, shared_memory);
 }

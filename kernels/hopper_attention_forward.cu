@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forwar
 #if RESIDUAL
     short* o_low,
 #endif
-    const __grid_constant__ AttentionForwardParams params) {
+    const __grid_constant__ AttentionFarForwardParams params) {
 #include "common/begin_hopper_tile.cuh"
 #if RESIDUAL
   const ForwardConsumer consumer = {{o, lse, o_low}};
