@@ -9,23 +9,29 @@
 // Layout     as attention_backward
 // Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
 //            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
-//            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_semaphores,)
+//            row_stats, doc_end, (HAS_FAR: doc_start,) (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_semaphores,)
+//            (HAS_FAR: sink_sums f32 [batch, num_kv_heads, blocks of chunks, 128 * (HEAD_DIM + HEAD_DIM_V)], sink_flags
+//            i32 [batch, num_kv_heads, blocks of chunks], zero before the launch,)
 //            dk, dv, (HAS_BIAS: ddelta);
 //            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_semaphores i32
 //            [batch, num_heads, padded_len / 64], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
+//            HAS_FAR (as attention_forward, up to 128 wide; HEAD_BY_HEAD is 1, SHARES 0),
 //            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
 //            ORDERED where there is a window), DQ_BULK, DQ_STAGES (1), SENDERS (1), Q_STAGES, DO_STAGES,
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SHARES (0): as attention_backward
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads * head_shares * query_shares, batch), early keys
-//            (most queries) first (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes =
+//            (most queries) first (block_order.cuh); HAS_FAR: before these the blocks of the chunks of queries that see
+//            first keys (sink_chunk.cuh), ceil(seq_len / chunk_queries) - 1 times sink_tiles of them more in the first
+//            dimension; 384 threads, one block a multiprocessor; dynamic shared bytes =
 //            (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
 //            DQ_BULK * DQ_STAGES * 256 * min(HEAD_DIM, 128)
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024
 //              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1
 //              + 2 * ORDERED * max(DQ_STAGES, SENDERS)) * 8 + 1024
 // Numerics   as attention_backward; ORDERED: tiles of keys add to a tile of dq one after the other, the first stores.
-//            A block waits for blocks with smaller numbers alone, which have started before it.
+//            A block waits for blocks with smaller numbers alone, which have started before it; with HAS_FAR its turn
+//            is its place among the tiles of keys that hold a pair that is seen.
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/attention_params.cuh"
 #include "common/block_order.cuh"

@@ -126,7 +126,11 @@ pub fn check_emulated(
     let mut progress = Progress::new(on_part);
     let extent =
         Extent { magnitude: settings.magnitude, ..Extent::emulated(settings.cases, settings.longest, settings.seed) };
-    for parts in [&OF_A_FAMILY[1..], ONLY_PORTABLE] {
+    let parts: &[&[Part]] = match settings.part {
+        CheckPart::All => &[&OF_A_FAMILY[1..], ONLY_PORTABLE],
+        part => &[part.of_a_family()],
+    };
+    for parts in parts {
         progress.wrappers("emulated", parts, &emulator, &extent)?;
     }
     Ok((progress.report, emulator.kernels()))
@@ -320,6 +324,7 @@ pub fn short_check(
         BenchRows::Sparse | BenchRows::Selectors => &[SELECTIONS, MASKS],
         BenchRows::Decode => TOKENS,
         BenchRows::Nsa => &[NSA],
+        BenchRows::Bands => &[BANDS],
         BenchRows::Latent => &[LATENT],
         BenchRows::Scaling => &[NSA, LATENT, ATTENTION, SELECTION, DECODING],
         BenchRows::Standard | BenchRows::Table2 | BenchRows::Dma => &[ATTENTION, SELECTION, DECODING],
