@@ -13,9 +13,9 @@
 //            accumulators, zero before the launch; SHARES: dk_sum f32 (dv_sum alike)
 //            [batch, num_kv_heads, head_shares * query_shares, padded_len / 16, HEAD_DIM / 8, 32, 4] in the same order,
 //            before the scale, ddelta_sum f32 [head_shares * query_shares, batch, num_kv_heads, seq_len]
-// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,)
+// Buffers    q, k, v, do, row_stats, doc_end, (HAS_FAR: doc_start,) (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,)
 //            (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta); SHARES: dk_sum, dv_sum, ddelta_sum in their places
-// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ
+// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; HAS_FAR (as attention_forward; SHARES is 0); COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ
 //            0 and runs attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with
 //            COMPUTE_DV alone, one without it);
 //            SHARES (0; 1: head_shares * query_shares blocks share a tile of keys (query_share.cuh), and
@@ -29,7 +29,8 @@
 //            NUM_WARPS * 32 threads;
 //            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 +
 //            2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
-//              COMPUTE_DK ? 1 : 0)) + (HAS_BIAS ? 24 : 16) * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128
+//              COMPUTE_DK ? 1 : 0)) + (HAS_BIAS ? 24 : 16) * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : HAS_FAR ? 16 : 8)
+//              + 128
 // Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding,
 //            every element written;
 //            dq_sum: f32 atomics, so its order varies from run to run
@@ -40,6 +41,8 @@
 #include "common/query_share.cuh"
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads computed at a time
+
+static_assert(!HAS_FAR || !SHARES, "a block has all queries of a tile");
 
 #if SHARES
 typedef float gradient;
@@ -93,6 +96,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 #else
     const i32* doc_end,
 #endif
+#if HAS_FAR
+    const i32* doc_start,
+#endif
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
@@ -136,7 +142,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                   (u32)params.v_token_stride, first_key, seq_len);
   int2* entries = (int2*)(shared_memory + ENTRIES_AT);
 #if !TILE_LISTS
-  const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  [[maybe_unused]] const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+#endif
+#if HAS_FAR
+  const FarKeys far(params, kv_head);
 #endif
   for (int at = (int)threadIdx.x; at < BLOCK_KV; at += THREADS) {
     const int key = first_key + at;
@@ -145,6 +154,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (key < seq_len) entry.y = seq_len;
 #else
     if (key < seq_len) entry.y = min(doc_end[(u64)batch * seq_len + key], key + window);
+#endif
+#if HAS_FAR
+    int2 band = {0, 0};
+    if (key < seq_len) {
+      const int end = doc_end[(u64)batch * seq_len + key];
+      entry.y = key < doc_start[(u64)batch * seq_len + key] + far.sinks ? end : min(end, key + far.window);
+      if (far.band < far.band_end && key + far.band < end) band = {key + far.band, min(end, key + far.band_end)};
+    }
+    ((int2*)(shared_memory + BANDS_AT))[at] = band;
 #endif
     entries[at] = entry;
 #if HAS_BIAS
@@ -155,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 #endif
   }
   __syncthreads();  // entries and bias are read by other threads
-#if !TILE_LISTS
+#if !TILE_LISTS && !HAS_FAR
   const int end_query = key_range(entries, BLOCK_KV).last_expire;
 #endif
 
@@ -184,6 +202,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.steps = list.steps;
   block.first_tile = list.begin;
   block.num_tiles = list.end - list.begin;
+#elif HAS_FAR
+  const int last_key = min(first_key + BLOCK_KV, seq_len) - 1;
+  const QueryTiles<BLOCK_Q> tiles(far, doc_start[(u64)batch * seq_len + last_key],
+                                  doc_end[(u64)batch * seq_len + last_key], first_key, last_key);
+  block.first_tile = tiles.first;
+  block.num_tiles = tiles.count();
+  block.num_near = tiles.near_end - tiles.first;
+  block.left_out = tiles.band_first - tiles.near_end;
 #else
   block.first_tile = first_key / BLOCK_Q;
   block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;

@@ -1,6 +1,7 @@
 // attention_forward: dense causal or sliding-window attention inside packed documents, with an optional bias per key.
 // Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the
-//            keys max(doc_start_i, i - window + 1) <= j <= i;
+//            keys max(doc_start_i, i - window + 1) <= j <= i; HAS_FAR: of the document's keys also over its first
+//            sink_tokens ones and those at the distances of the KV head's band (far_keys.cuh);
 //            lse_i = log sum_j exp(logit_ij). delta (HAS_BIAS) is DMA's bias with every key kept (w >= the longest
 //            document), base the largest bias that a row sees (bias_base.cu)
 // Layout     q [batch, seq_len, num_heads, HEAD_DIM], k [.., num_kv_heads, HEAD_DIM], v [.., num_kv_heads, HEAD_DIM_V]
@@ -9,8 +10,8 @@
 //            delta f32 [batch, num_kv_heads, seq_len], base f32 [batch, num_kv_heads, seq_len rounded up to 64]; o bf16
 //            [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
 // Buffers    q, k, v, doc_start, (HAS_BIAS: delta, base,) o, lse
-// Defines    HEAD_DIM (16 .. 256, a multiple of 16), HEAD_DIM_V (default HEAD_DIM, at most it), HAS_BIAS 0|1; the
-//            tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS; HEADS_PER_TILE (1;
+// Defines    HEAD_DIM (16 .. 256, a multiple of 16), HEAD_DIM_V (default HEAD_DIM, at most it), HAS_BIAS 0|1;
+//            HAS_FAR (0; 1 without a bias); the tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS; HEADS_PER_TILE (1;
 //            else a divisor of the group)
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries.
 //            grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch), the longest tiles first
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
-    bf16* o, float* lse, const __grid_constant__ AttentionForwardParams params) {
+    bf16* o, float* lse, const __grid_constant__ AttentionFarForwardParams params) {
 #include "common/begin_tile.cuh"
   attention_forward_tile(shared_copy(tile), {o, lse}, stream, shared_memory);
 }

@@ -15,6 +15,7 @@
 // all keys: it is computed from the dS^T in shared memory one step later, so that the block needs one barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
+#include "common/far_keys.cuh"
 #include "common/key_range.cuh"
 #include "common/nsa_copy_rows.cuh"
 #include "common/quad.cuh"
@@ -75,7 +76,11 @@ constexpr int BLOCK_BYTES = CHOSEN_ROWS ? 192 : 128;
 // With CHOSEN_ROWS memory holds the descriptions of the rows of four steps, from the last step to the one after next.
 constexpr int ROWS_AT = BLOCK_AT + BLOCK_BYTES;
 constexpr int ROWS_BYTES = CHOSEN_ROWS ? 4 * BLOCK_Q * 16 : 0;
-static_assert(ROWS_AT + ROWS_BYTES <= 227 * 1024,
+// HAS_FAR: of each key {first query that has it in its band, first one that no longer does}, or {0, 0}.
+constexpr int BANDS_AT = ROWS_AT + ROWS_BYTES;
+constexpr int BANDS_BYTES = HAS_FAR ? BLOCK_KV * 8 : 0;
+static_assert(!HAS_FAR || !(HAS_BIAS || CHOSEN_ROWS || TILE_LISTS), "keys beyond a window come in one form");
+static_assert(BANDS_AT + BANDS_BYTES <= 227 * 1024,
               "no device gives a block more shared memory; the caller checks its own limit");
 
 // DQ_COLUMN_WARPS x DQ_ROW_WARPS warps compute a dQ tile of BLOCK_Q x HEAD_DIM; the other warps do not take part.
@@ -102,6 +107,9 @@ struct BackwardBlock {
 #if TILE_LISTS
   const int2* steps;
 #endif
+#if HAS_FAR
+  int num_near, left_out;  // tiles before the band's, and tiles between them that see no key
+#endif
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   int batch, kv_head, share, first_key;  // dense: for the stores at the end
 #if CHOSEN_ROWS
@@ -111,6 +119,14 @@ struct BackwardBlock {
 #endif
 };
 static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the description fits its place in shared memory");
+
+// The query tile of a head's step number `at`, with lists or chosen rows that number itself.
+DEVICE int query_tile(const BackwardBlock& block, int at) {
+#if HAS_FAR
+  if (at >= block.num_near) at += block.left_out;
+#endif
+  return block.first_tile + at;
+}
 
 #if TILE_LISTS
 // A step of a block: the query tile (of BLOCK_Q positions) of a head, and which halves of the list's 128 keys it sees.
@@ -316,6 +332,13 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const KeyRange range = key_range((const int2*)(memory + ENTRIES_AT) + threadIdx.x / 64 * 32, 32);
     if (threadIdx.x % 64 == 0) pair_keys[threadIdx.x / 64] = {range};  // read after the first step's barrier
   }
+#if HAS_FAR
+  __shared__ AlignedRange pair_bands[NUM_WARPS / 2];
+  {
+    const KeyRange range = key_range((const int2*)(memory + BANDS_AT) + threadIdx.x / 64 * 32, 32);
+    if (threadIdx.x % 64 == 0) pair_bands[threadIdx.x / 64] = {range};
+  }
+#endif
 
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -352,7 +375,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   __syncthreads();  // every thread copies rows that others described
 #endif
 #if !TILE_LISTS
-  if (block.num_tiles > 0) load_queries(block, memory, shared, 0, 0, block.first_tile);
+  if (block.num_tiles > 0) load_queries(block, memory, shared, 0, 0, query_tile(block, 0));
 #endif
   copy_async_commit();
 
@@ -369,11 +392,15 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #if COMPUTE_DQ
     // head and query tile of the last step
     const int dq_head = tile == 0 ? head - 1 : head,
+#if HAS_FAR
+              dq_tile = query_tile(block, (tile == 0 ? block.num_tiles : tile) - 1);
+#else
               dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;
+#endif
 #define LAST_STEP dq_head, dq_tile
 #endif
 #if !CHOSEN_ROWS
-    const int first_query = (block.first_tile + tile) * BLOCK_Q;
+    const int first_query = query_tile(block, tile) * BLOCK_Q;
 #endif
     if (++tile == block.num_tiles) tile = 0, ++head;
 #endif
@@ -394,7 +421,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     if (step + 1 < block.num_tiles * block.group_size) load_step(step + 1, slot ^ 1);
 #else
     if (head < (CHOSEN_ROWS ? 1 : block.group_size))
-      load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
+      load_queries(block, memory, shared, slot ^ 1, head, query_tile(block, tile));
 #endif
     copy_async_commit();
 #if COMPUTE_DQ
@@ -430,8 +457,15 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #else
     constexpr bool is_listed = true;
 #endif
+#if HAS_FAR
+    const AlignedRange bands = pair_bands[pair];
+    const bool no_band = end_query <= bands.lowest || first_query >= bands.last_expire,
+               whole_band = first_query >= bands.highest && end_query <= bands.first_expire;
+#else
+    constexpr bool no_band = true, whole_band = false;
+#endif
     // no query of the step sees a key of the pair
-    if (end_query <= keys.lowest || first_query >= keys.last_expire || !is_listed) {
+    if (((end_query <= keys.lowest || first_query >= keys.last_expire) && no_band) || !is_listed) {
 #if COMPUTE_DQ
 #pragma unroll
       for (int n = 0; n < HALF_QUERY_TILES; ++n)
@@ -495,11 +529,17 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
       }
     }
     // Mask: needed only if some query of the step does not see some key of the pair.
-    if (first_query < keys.highest || end_query > keys.first_expire) {
+    if ((first_query < keys.highest || end_query > keys.first_expire) && !whole_band) {
       const int2* entries = (const int2*)(memory + ENTRIES_AT) + pair * 32 + g;
+#if HAS_FAR
+      const int2* band_entries = (const int2*)(memory + BANDS_AT) + pair * 32 + g;
+#endif
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int2 entry = entries[r * 8];
+#if HAS_FAR
+        const int2 band = band_entries[r * 8];
+#endif
 #pragma unroll
         for (int n = 0; n < HALF_QUERY_TILES; ++n)
 #pragma unroll
@@ -509,7 +549,11 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #else
             const int i = first_query + half * BLOCK_Q / 2 + n * 8 + 2 * t + x;
 #endif
-            if (!(entry.x <= i && i < entry.y)) p[r / 2][n][r % 2 * 2 + x] = 0.0f;
+            bool sees = entry.x <= i && i < entry.y;
+#if HAS_FAR
+            sees |= band.x <= i && i < band.y;
+#endif
+            if (!sees) p[r / 2][n][r % 2 * 2 + x] = 0.0f;
           }
       }
     }
@@ -590,7 +634,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #if TILE_LISTS
   if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, ListedStep(block, step - 1));
 #else
-  if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, head - 1, block.first_tile + block.num_tiles - 1);
+  if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, head - 1, query_tile(block, block.num_tiles - 1));
 #endif
 #endif
 #if HAS_BIAS

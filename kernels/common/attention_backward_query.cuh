@@ -72,7 +72,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 
   for (int it = 0; it < stream.num_tiles; ++it) {
     stream.advance(it);
-    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
+    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(tile, stream, queries, it);
     if (mask == TILE_EMPTY) continue;
     const u32 k_at = stream.k_slot(stream.slot) + k_columns, v_at = stream.v_slot(stream.slot) + v_columns;
     q_at = opaque(q_at);

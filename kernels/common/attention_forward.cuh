@@ -77,7 +77,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     }
 #endif
     const WarpQueries queries = all_queries[threadIdx.x / 32];
-    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
+    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(tile, stream, queries, it);
     if (mask == TILE_EMPTY) continue;
 
     // Score: S = Q K^T.

@@ -25,12 +25,18 @@ struct AttentionForwardParams : AttentionParams {
   u64 softmax_scale;  // f32 bits
 };
 
+// With HAS_FAR, the keys beyond the window (far_keys.cuh); else 0.
+struct AttentionFarForwardParams : AttentionForwardParams {
+  u64 sink_tokens, first_distance, last_distance, num_bands, first_band;
+};
+
 struct AttentionRowSumsParams : AttentionForwardParams {
   u64 padded_len;  // rows of row_stats a head
 };
 
 struct AttentionBackwardQueryParams : AttentionRowSumsParams {
   u64 dq_offset, dq_token_stride, dq_batch_stride;
+  u64 sink_tokens, first_distance, last_distance, num_bands, first_band;  // as in AttentionFarForwardParams
 };
 
 struct AttentionBackwardParams : AttentionParams {
@@ -41,6 +47,8 @@ struct AttentionBackwardParams : AttentionParams {
   u64 softmax_scale;  // f32 bits
   u64 padded_len;     // rows of row_stats and dq_sum a head
   u64 head_shares, query_shares;  // blocks that share a tile of keys (query_share.cuh)
+  u64 sink_tokens, first_distance, last_distance, num_bands, first_band;  // as in AttentionFarForwardParams
+  u64 chunk_queries, sink_tiles;  // HAS_FAR on Hopper: queries of a chunk, tiles of keys of a block each (sink_chunk.cuh)
 };
 
 struct AttentionBackwardPrepareParams {

@@ -88,7 +88,7 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
       }
     }
     const WarpQueries queries = all_queries[threadIdx.x / 32];
-    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
+    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(tile, stream, queries, it);
     if (mask == TILE_EMPTY) continue;
 
     // Score: S = Q K^T, and dP = dO V^T.

@@ -66,8 +66,19 @@
   stream.num_tiles = ceil_div(max(stream.num_keys, 0), BLOCK_KV);
 #else
   stream.num_keys = seq_len;
+#if HAS_FAR
+  const int start = tile.doc_start[tile.first_query],
+            same = count_of_document(tile.doc_start, start, tile.first_query, tile.end_query - tile.first_query);
+  tile.far = FarKeys(params, kv_head);
+  const KeyTiles<BLOCK_KV> tiles(tile.far, start, tile.first_query, tile.first_query + same - 1, tile.end_query - 1);
+  __shared__ KeyTiles<BLOCK_KV> shared_tiles;  // the loop lacks registers for it
+  if (threadIdx.x == 0) shared_tiles = tiles;  // read behind the barrier of shared_copy
+  stream.tiles = &shared_tiles;
+  stream.num_tiles = tiles.count;
+#else
   const int lowest = max(tile.doc_start[tile.first_query], tile.first_query - tile.window + 1);
   stream.last_tile = (tile.end_query - 1) / BLOCK_KV;
   stream.num_tiles = stream.last_tile - lowest / BLOCK_KV + 1;
+#endif
 #endif
   stream.ring = shared_memory + RING_AT;

@@ -20,6 +20,7 @@
 // on. TILE_LISTS: steps are a list's, in its order, and ORDERED takes the turns that it names.
 // kernels/notes/order-of-a-backward-step.md has what bounds a step, and an order of its GEMMs that was slower.
 #pragma once
+#include "common/far_keys.cuh"
 #include "common/hopper_copy.cuh"
 #include "common/key_range.cuh"
 #include "common/mma.cuh"
@@ -108,6 +109,8 @@ static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with 
 static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
 static_assert(ORDERED || HEAD_BY_HEAD, "all heads at each tile is the order of ordered adds");
 static_assert(!TILE_LISTS || !(IS_WIDE || HAS_BIAS), "lists of steps come in one form");
+static_assert(!HAS_FAR || !(IS_WIDE || HAS_BIAS || TILE_LISTS || !HEAD_BY_HEAD),
+              "keys beyond a window come in one form");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
 // The tensors that a block of keys streams. Pointers are to the batch row and the KV head's first query head.
@@ -125,6 +128,13 @@ struct BackwardBlock {
 #if TILE_LISTS
   const int2* steps;
 #endif
+#if HAS_FAR
+  QueryTiles<BLOCK_Q> tiles;  // the runs that num_tiles counts
+  FarKeys far;
+  const i32* doc_start;       // [seq_len] of the batch row
+  const i32* doc_end;
+  int seq_len;
+#endif
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   const TensorMap* q_map;     // of bf16 [batch, seq_len, num_heads * HEAD_DIM]
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
@@ -138,7 +148,8 @@ struct BackwardBlock {
 #endif
 };
 
-// A kernel's `Keys`: `entry(at)` is {position, expire} of the block's key `at`, 0 .. 127; `row(at)` the row to load (an
+// A kernel's `Keys`: `entry(at)` is {position, expire} of the block's key `at`, 0 .. 127; HAS_FAR: `band(at)` the first
+// query that has it in its band, and the first one that no longer does; `row(at)` the row to load (an
 // initialised one also for padding); `find_tiles(block)` sets first_tile and num_tiles, and all lanes of a warp call
 // it.
 
@@ -189,12 +200,24 @@ struct StepPlace : TileStep {
 struct StepPlace {
   int head, tile;
   // The first step: of the first head the first query tile, or with ORDERED the last.
+#if HAS_FAR
+  DEVICE explicit StepPlace(const BackwardBlock& block)
+      : head(0), tile(ORDERED ? block.tiles.end - 1 : block.tiles.first) {}
+#else
   DEVICE explicit StepPlace(const BackwardBlock& block)
       : head(0), tile(block.first_tile + (ORDERED ? block.num_tiles - 1 : 0)) {}
+#endif
   // Moves on to the next step: the next head at the same tile, or the next tile (ORDERED: the one before) of the same
   // head.
   DEVICE void advance(const BackwardBlock& block) {
-#if !HEAD_BY_HEAD
+#if HAS_FAR && ORDERED
+    // The band's queries first: then those of the window come when the blocks of earlier keys have had them.
+    if (tile == block.tiles.first) tile = block.tiles.end, ++head;
+    if (--tile == block.tiles.band_first - 1) tile = block.tiles.near_end - 1;
+#elif HAS_FAR
+    if (++tile == block.tiles.near_end) tile = block.tiles.band_first;
+    if (tile == block.tiles.end) tile = block.tiles.first, ++head;
+#elif !HEAD_BY_HEAD
     if (++head == block.group_size) head = 0, --tile;
 #elif ORDERED
     if (--tile < block.first_tile) tile += block.num_tiles, ++head;
@@ -202,7 +225,14 @@ struct StepPlace {
     if (++tile == block.first_tile + block.num_tiles) tile = block.first_tile, ++head;
 #endif
   }
-#if ORDERED
+#if ORDERED && HAS_FAR
+  // The block's number in the order of adds to the dQ of this query tile: how many earlier tiles of keys it sees.
+  DEVICE int own_turn(const BackwardBlock& block) const {
+    const int first = tile * BLOCK_Q, last = min(first + BLOCK_Q, block.seq_len) - 1;
+    const KeyTiles<BLOCK_KV> keys(block.far, block.doc_start[first], first, min(last, block.doc_end[first] - 1), last);
+    return keys.rank(block.own_turn);
+  }
+#elif ORDERED
   // Whether no other block adds to the dQ of this query tile before this one.
   DEVICE bool is_first(const BackwardBlock& block) const { return tile >= block.other_end; }
 #endif
@@ -268,8 +298,15 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
   for (int tile = sender; tile < num_tiles; tile += SENDERS) {
     float* to = block.dq_sum + (i64)row_of(place) * HEAD_DIM;
     const u32 staging = shared + DQ_AT + tile % DQ_STAGES * DQ_BYTES;
+#if HAS_FAR
+    const int own_turn = place.own_turn(block);
+    const bool is_first = own_turn == 0;
+#define OWN_TURN own_turn
+#else
     const bool is_first = place.is_first(block);  // no block has written there yet
-#if TILE_LISTS
+#endif
+#if HAS_FAR
+#elif TILE_LISTS
     const int own_turn = place.own_turn;
 #define OWN_TURN own_turn
 #else
@@ -577,6 +614,10 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   const int lane = (int)threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0), g = lane / 4,
             t = lane % 4;
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
+#if HAS_FAR
+  const KeyRange bands = key_range(keys.bands(), warpgroup * 64, 64);
+  int band_end[2];
+#endif
   keys.find_tiles(block);
   const int num_steps = block.group_size * block.num_tiles;
   int key[2], expire[2];
@@ -585,6 +626,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const int2 entry = keys.entry(warpgroup * 64 + warp * 16 + g + 8 * r);
     key[r] = entry.x - 2 * t;  // compared with columns 8n + x of a tile
     expire[r] = entry.y - 2 * t;
+#if HAS_FAR
+    band_end[r] = keys.band(warpgroup * 64 + warp * 16 + g + 8 * r).y - 2 * t;
+#endif
     sums.ddelta[r] = 0.0f;
   }
 #pragma unroll
@@ -610,6 +654,17 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     dq_to = block.dq_sum + (row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
   };
   next_tile();
+#elif !ORDERED && HAS_FAR
+  const u64 first_row = place.tile * BLOCK_Q - block.dq_first + warp * 16;
+  float* dq_to = block.dq_sum + (first_row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+  // As below, over the tiles between the runs.
+  auto next_tile = [&] {
+    const QueryTiles<BLOCK_Q>& tiles = block.tiles;
+    const i64 rows = place.tile == tiles.first        ? block.dq_len - (tiles.end - tiles.first - 1) * BLOCK_Q
+                     : place.tile == tiles.band_first ? (tiles.band_first - tiles.near_end + 1) * BLOCK_Q
+                                                      : BLOCK_Q;
+    dq_to += rows * HEAD_DIM;
+  };
 #elif !ORDERED
   const u64 first_row = place.tile * BLOCK_Q - block.dq_first + warp * 16;
   float* dq_to = block.dq_sum + (first_row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
@@ -647,6 +702,23 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #pragma unroll
       for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 - lse[x % 2]);
     }
+#if HAS_FAR
+    const bool whole_band = first_query >= bands.highest && first_query + BLOCK_Q <= bands.first_expire;
+    if ((first_query < range.highest || first_query + BLOCK_Q > range.first_expire) && !whole_band) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int own = key[r] - first_query;
+        const u32 band = columns_from(own + block.far.band),
+                  seen = (columns_from(own) & ~columns_from(expire[r] - first_query)) |
+                         (band & ~columns_from(band_end[r] - first_query));
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x)
+            if (!(seen >> (2 * n + x) & 1)) scores[4 * n + 2 * r + x] = 0.0f;
+      }
+    }
+#else
     if (first_query < range.highest || first_query + BLOCK_Q > range.first_expire) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -656,6 +728,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
           if (!(key[x / 2] <= i && i < expire[x / 2])) scores[4 * n + x] = 0.0f;
         }
     }
+#endif
 #if TILE_LISTS
     const bool is_seen = place.halves >> warpgroup & 1;
     if (!is_seen) {

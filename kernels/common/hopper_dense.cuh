@@ -8,6 +8,9 @@ struct DenseWork {
   const i32* doc_start;  // [batch, seq_len]
   int seq_len, window, tiles;
   WorkSchedule schedule;
+#if HAS_FAR
+  const AttentionFarForwardParams& params;
+#endif
 
   // For all tiles of TILE_QUERIES queries and HEADS_PER_TILE heads of the launch.
   template <class Params>
@@ -17,7 +20,12 @@ struct DenseWork {
         window((int)(params.window < params.seq_len ? params.window : params.seq_len)),
         tiles(ceil_div(seq_len, TILE_QUERIES)),
         schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
-                 params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES) {}
+                 params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES)
+#if HAS_FAR
+        ,
+        params(params)
+#endif
+  {}
 
   // Loads tile number `done` of the thread block, at `place`. All 128 threads of the producer call it: thread 0 starts
   // the copies, all of them describe the tile and store biases.
@@ -37,9 +45,22 @@ struct DenseWork {
     // Loads that the tile's description needs are issued here and below.
     const int own_start = starts[min(tile.first_query + thread, seq_len - 1)];
 #endif
+#if HAS_FAR
+    {
+      const int start = starts[tile.first_query],
+                same = count_of_document(starts, start, tile.first_query, tile.end_query - tile.first_query);
+      tile.far = FarKeys(params, kv_head);
+      const KeyTiles<BLOCK_KV> stages(tile.far, start, tile.first_query, tile.first_query + same - 1,
+                                      tile.end_query - 1);
+      tile.last_stage = stages.last;
+      tile.num_stages = stages.count;
+      tile.near = stages.near, tile.gap = stages.gap, tile.nearer = stages.nearer, tile.next_gap = stages.next_gap;
+    }
+#else
     const int first_low = max(starts[tile.first_query], tile.first_query - window + 1);
     tile.last_stage = (tile.end_query - 1) / BLOCK_KV;
     tile.num_stages = tile.last_stage - first_low / BLOCK_KV + 1;
+#endif
 #if HAS_BIAS
     const float* delta = tensors.delta + ((u64)place.batch * tensors.num_kv_heads + kv_head) * seq_len;
     const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
@@ -49,7 +70,7 @@ struct DenseWork {
     for (int it = -1; it < tile.num_stages; ++it) {
       if (it + 1 < tile.num_stages) {
         // Keys run one stage ahead of values. Past the end the last key is loaded instead, and masked.
-        const int first_key = (tile.last_stage - it - 1) * BLOCK_KV;
+        const int first_key = tile.first_key(it + 1);
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
         if (HAS_BIAS || thread == 0) barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         if (thread == 0) {
@@ -81,7 +102,7 @@ struct DenseWork {
 #else
           const int start = starts[query];
 #endif
-          ((int*)(described + 32))[at] = max(start, query - window + 1);
+          ((int*)(described + HEAD_BYTES))[at] = HAS_FAR ? start : max(start, query - window + 1);
         }
 #if HAS_BIAS
         store_base(tile_base(shared, done), base, inverse_scale);
@@ -91,7 +112,7 @@ struct DenseWork {
         continue;
       }
       const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * V_STAGE_BYTES;
-      const int first_key = (tile.last_stage - it) * BLOCK_KV;
+      const int first_key = tile.first_key(it);
       if (thread == 0) {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         barrier_expect(full, V_STAGE_BYTES);

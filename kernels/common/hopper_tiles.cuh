@@ -13,6 +13,7 @@
 // A producer thread waits until a stage's slot is empty (its empty barrier), copies, and arrives at the slot's full
 // barrier when its copies are done; each consumer warp arrives at the empty barrier after the GEMMs that read the slot.
 #pragma once
+#include "common/far_keys.cuh"
 #include "common/hopper_copy.cuh"
 #include "common/hopper_schedule.cuh"
 #include "common/mma.cuh"
@@ -44,6 +45,7 @@ static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 &&
 static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps copies 32 keys");
 constexpr int HALF_KV = BLOCK_KV / 2;
 static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
+static_assert(!HAS_FAR || !(GATHER || SPARSE || HAS_BIAS || ROW_SUMS), "keys beyond a window come in one form");
 static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "S of stage k + 1 is computed beside P V of stage k");
 
 static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (NUM_CONSUMERS == 2 ? 3 * 168 : 4 * 128),
@@ -65,7 +67,8 @@ constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : SPARSE ? 32 : 0;
 constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * V_STAGE_BYTES;
 // Two tile descriptions of TILE_BYTES: the producer describes the next tile while the consumers store the last one.
-constexpr int BASES_AT = 32 + (GATHER && !SPARSE ? 0 : TILE_QUERIES * 4);
+constexpr int HEAD_BYTES = HAS_FAR ? 64 : 32;  // of a TileHead
+constexpr int BASES_AT = HEAD_BYTES + (GATHER && !SPARSE ? 0 : TILE_QUERIES * 4);
 constexpr int TILE_BYTES = BASES_AT + (HAS_BIAS ? BLOCK_Q * SPLIT_BYTES : 0);
 static_assert(!HAS_BIAS || BLOCK_Q == 128, "each producer thread loads the base of one row");
 constexpr int TILE_AT = KEYS_AT + NUM_KEY_SLOTS * KEY_BYTES;
@@ -78,8 +81,9 @@ static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with 
 static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 
 // The description of a tile for the consumers, which read its members by their offsets in bytes: batch 0, head 4,
-// first_query 8 and so on. In shared memory it is followed by the lowest key that each query sees (dense) or the
-// position of each query (SPARSE), and by each row's -base / softmax_scale (HAS_BIAS).
+// first_query 8 and so on. In shared memory it is followed by the lowest key that each query sees (dense; HAS_FAR: the
+// first token of its document) or the position of each query (SPARSE), and by each row's -base / softmax_scale
+// (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
   // num_stages: 0 is the end mark, at which the consumers stop. last_stage (dense): stages are visited from this
@@ -88,7 +92,20 @@ struct TileHead {
   int first_is_half;  // HALF_STAGES: the first stage holds HALF_KV keys
   // SPARSE without GATHER: `local` of the window (SparseKeys); its `init` is in last_stage, and num_stages is 1.
   int local;
+#if HAS_FAR
+  int near, gap, nearer, next_gap;  // of KeyTiles: stages that are left out
+  FarKeys far;
+#endif
+  // Dense: the first key of the stage visited as number `it`.
+  DEVICE int first_key(int it) const {
+#if HAS_FAR
+    return (last_stage - it - (it >= near ? gap : 0) - (it >= nearer ? next_gap : 0)) * BLOCK_KV;
+#else
+    return (last_stage - it) * BLOCK_KV;
+#endif
+  }
 };
+static_assert(sizeof(TileHead) == HEAD_BYTES, "what follows it lies behind it");
 
 struct InputTensors {
   const bf16* q;
@@ -217,6 +234,9 @@ struct ConsumerRows {
 #elif !GATHER
   int highest_low;              // the lowest key seen by the last query: keys from here on need no lower bound
   int lowest[2];
+#if HAS_FAR
+  u32 tile;                     // shared address of the tile's description
+#endif
   int last_stage;
 #endif
 };
@@ -262,11 +282,14 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
         (warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * r) % TILE_QUERIES;
     rows.query[r] = first_query + at;
 #if !GATHER
-    rows.lowest[r] = load_shared_int(tile + 32 + at * 4);
+    rows.lowest[r] = load_shared_int(tile + HEAD_BYTES + at * 4);
 #endif
   }
+#if HAS_FAR
+  rows.tile = tile;
+#endif
 #if !GATHER
-  rows.highest_low = load_shared_int(tile + 32 + max(rows.last_query - first_query, 0) * 4);
+  rows.highest_low = load_shared_int(tile + HEAD_BYTES + max(rows.last_query - first_query, 0) * 4);
   rows.last_stage = load_shared_int(tile + 20);
 #endif
   return rows;
@@ -322,6 +345,24 @@ DEVICE void mask_keys(float (&score)[N], const ConsumerRows& rows, int2 first, f
 }
 #endif
 
+#if HAS_FAR
+// The first key of the tile's stage visited as number `it`.
+DEVICE int stage_key(const ConsumerRows& rows, int it) {
+  const uint4 runs = load_shared_128(rows.tile + 32);
+  TileHead tile;
+  tile.last_stage = rows.last_stage;
+  tile.near = (int)runs.x, tile.gap = (int)runs.y, tile.nearer = (int)runs.z, tile.next_gap = (int)runs.w;
+  return tile.first_key(it);
+}
+// What the tile's queries see beyond their window.
+DEVICE FarKeys far_keys(const ConsumerRows& rows) {
+  const uint4 words = load_shared_128(rows.tile + 48);
+  FarKeys far;
+  far.window = (int)words.x, far.band = (int)words.y, far.band_end = (int)words.z, far.sinks = (int)words.w;
+  return far;
+}
+#endif
+
 // Whether some row of the warp does not see some of the stage's first KEYS keys, so that scores must be masked; all
 // lanes get the same answer. `keys` is the shared address of the stage's key slot, `it` the number of the stage in its
 // tile. It does not read the scores, so it runs beside their GEMM.
@@ -338,6 +379,9 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
   return !__all_sync(~0u, sees_all);
 #elif SPARSE
   return keys_are_partial<KEYS>(rows, first_keys(keys));
+#elif HAS_FAR
+  const int first_key = stage_key(rows, it);
+  return !far_keys(rows).all_see(rows.first_query, rows.last_query, rows.highest_low, first_key, first_key + BLOCK_KV);
 #else
   // The stage's last key comes after the first row, or its first key before the lowest that the last row sees.
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
@@ -362,6 +406,22 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
   }
 #elif SPARSE
   mask_keys(score, rows, first_keys(keys), masked);
+#elif HAS_FAR
+  const int first_column = stage_key(rows, it) + 2 * t;
+  const FarKeys far = far_keys(rows);
+  u32 seen[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = rows.query[r] - first_column, start = rows.lowest[r] - first_column;
+    const u32 near = columns_from(query - far.window + 1),
+              band = columns_from(query - far.band_end + 1) & ~columns_from(query - far.band + 1);
+    seen[r] = columns_from(start) & ~columns_from(query + 1) & (near | band | ~columns_from(start + far.sinks));
+  }
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      if (!(seen[x / 2] >> (2 * n + x % 2) & 1)) score[4 * n + x] = masked;
 #else
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
   int last[2], lowest[2];

@@ -21,16 +21,25 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
   }
 }
 
-#if SHARES
-typedef float gradient;
-
-// Writes the warp's 16 rows of 2 N columns of one gradient: the f32 sums of this share of the queries.
+// Writes the warp's 16 rows of 2 N columns of one gradient: the f32 sums of this block's part of the queries.
 template <int N>
 DEVICE void store_sums(const float (&sums)[N], float* to) {
 #pragma unroll
   for (int n = 0; n < N / 4; ++n)
     *(float4*)(to + n * 128) = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
 }
+// Adds what another block's store_sums has written.
+template <int N>
+DEVICE void add_sums(float (&sums)[N], const float* from) {
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n) {
+    const float4 more = __ldcg((const float4*)(from + n * 128));
+    sums[4 * n] += more.x, sums[4 * n + 1] += more.y, sums[4 * n + 2] += more.z, sums[4 * n + 3] += more.w;
+  }
+}
+
+#if SHARES
+typedef float gradient;
 #else
 typedef bf16 gradient;
 #endif

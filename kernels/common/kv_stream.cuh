@@ -7,6 +7,7 @@
 // run NUM_STAGES - 1 tiles further ahead. With SPARSE they come from a selector's mask in place of a list.
 #pragma once
 #include "common/copy_rows.cuh"
+#include "common/far_keys.cuh"
 
 #ifndef HEAD_DIM_V
 #define HEAD_DIM_V HEAD_DIM
@@ -18,6 +19,7 @@
 #define SPARSE 0  // with 1, include sparse_keys.cuh before
 #endif
 static_assert(BLOCK_KV % 16 == 0, "P x V takes 16 keys a step");
+static_assert(!HAS_FAR || !(GATHER || SPARSE || HAS_BIAS), "keys beyond a window come in one form");
 static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
 
 constexpr int K_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
@@ -45,6 +47,9 @@ struct KvStream {
   int num_keys;            // seq_len, or with GATHER the window's length
   int num_tiles;
   int last_tile;           // dense: tiles are visited from this one (by key / BLOCK_KV) downwards
+#if HAS_FAR
+  const KeyTiles<BLOCK_KV>* tiles;  // in place of all from the last one; in shared memory
+#endif
   unsigned char* ring;     // shared memory, KV_STREAM_BYTES
   int slot;                // slot of the tile in use
 
@@ -55,7 +60,13 @@ struct KvStream {
     return (int2*)(ring + NUM_STAGES * KV_STAGE_BYTES + BIAS_BYTES) + (it & (ENTRY_SLOTS - 1)) * BLOCK_KV;
   }
   // Dense: the first key of the it-th tile visited.
-  DEVICE int first_key(int it) const { return (last_tile - it) * BLOCK_KV; }
+  DEVICE int first_key(int it) const {
+#if HAS_FAR
+    return tiles->tile(it) * BLOCK_KV;
+#else
+    return (last_tile - it) * BLOCK_KV;
+#endif
+  }
 
   // Starts the copies of the entries of tile `it`; entries past the window arrive as {0, 0}, which no query sees.
   DEVICE void load_entries(int it) const {

@@ -30,6 +30,9 @@ struct QueryTile {
 #endif
   const i32* doc_start;    // dense: the row's document starts
   int window;
+#if HAS_FAR
+  FarKeys far;             // in place of the window
+#endif
   float scale_log2;        // softmax_scale * log2(e)
   const float* base;       // HAS_BIAS: [padded_len] of the KV head, the largest bias that each query sees
   float bias_unit;         // HAS_BIAS: 1 / softmax_scale
@@ -75,10 +78,10 @@ DEVICE void start_scores(float (&score)[ROWS][BLOCK_KV / 8][4], const float (&ba
 #endif
 
 #if !GATHER
-// The lowest key a query sees; a position outside the row counts as its nearest end.
+// The lowest key a query sees, with HAS_FAR its document's first; a position outside the row counts as its nearest end.
 DEVICE int lowest_key(const QueryTile& tile, int query) {
   query = min(max(query, 0), tile.seq_len - 1);
-  return max(tile.doc_start[query], query - tile.window + 1);
+  return HAS_FAR ? tile.doc_start[query] : max(tile.doc_start[query], query - tile.window + 1);
 }
 #endif
 
@@ -113,9 +116,15 @@ struct alignas(16) WarpQueries {
 
 enum TileMask { TILE_EMPTY, TILE_FULL, TILE_PARTIAL };
 
-// Whether the warp's queries see none, all or some of the keys of tile `it`.
-DEVICE TileMask tile_mask(const KvStream& stream, const WarpQueries& queries, int it) {
-#if GATHER
+// Whether the warp's queries, which are of `tile`, see none, all or some of the keys of the stream's tile `it`.
+DEVICE TileMask tile_mask([[maybe_unused]] const QueryTile& tile, const KvStream& stream, const WarpQueries& queries,
+                          int it) {
+#if HAS_FAR
+  const int key = stream.first_key(it), end = key + BLOCK_KV;
+  if (!tile.far.may_see(queries.first, queries.last, queries.lowest_first, queries.lowest_last, key, end))
+    return TILE_EMPTY;
+  return tile.far.all_see(queries.first, queries.last, queries.lowest_last, key, end) ? TILE_FULL : TILE_PARTIAL;
+#elif GATHER
   const int2* entries = stream.entry_slot(it);
   bool some = false, all = true;
 #pragma unroll
@@ -184,7 +193,11 @@ DEVICE void mask_scores(const QueryTile& tile, const KvStream& stream, int it, i
 #if GATHER
       const bool active = x % 2 ? pair.z <= i && i < pair.w : pair.x <= i && i < pair.y;
 #else
+#if HAS_FAR
+      const bool active = tile.far.sees(i, lowest[x / 2], key + x % 2);
+#else
       const bool active = key + x % 2 <= i && key + x % 2 >= lowest[x / 2];
+#endif
 #endif
       if (!active) score[n][x] = masked;
     }

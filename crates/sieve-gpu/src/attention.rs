@@ -6,6 +6,7 @@ mod bias_base;
 mod by_key;
 pub(crate) mod decode;
 pub(crate) mod decode_scratch;
+pub(crate) mod far;
 pub(crate) mod forward;
 pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
@@ -26,6 +27,7 @@ pub use by_key::TileLists;
 pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps, gradient_params};
 pub(crate) use decode::{DecodeStep, KvCache, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
+pub(crate) use far::{FarWords, SinkChunks};
 pub(crate) use forward::{AttentionResult, launch_forward, require_scale};
 pub(crate) use heads::{Heads, Qkv, ROW_ALIGNMENT, padded_len, token_params};
 pub(crate) use hopper_tiling::{

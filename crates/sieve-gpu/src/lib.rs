@@ -27,6 +27,7 @@ pub use attention::TileLists;
 pub use attention::backward::AttentionGradients;
 pub use attention::decode::{DecodeStep, KvCache, TokenRotation};
 pub use attention::decode_scratch::{DecodeScratch, WARP_KEYS};
+pub use attention::far::sink_sum_bytes;
 pub use attention::forward::AttentionResult;
 pub use attention::heads::{HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim};
 pub use attention::hopper_tiling::KernelFamily;

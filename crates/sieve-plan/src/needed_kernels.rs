@@ -73,6 +73,7 @@ fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeed
     for reads in kind.reads() {
         match reads {
             KeyReads::Neighbours => keys.push(NeededKeys::Neighbours),
+            KeyReads::Bands => keys.push(NeededKeys::Bands),
             KeyReads::Blocks => keys.push(NeededKeys::Blocks),
             KeyReads::Listed(bias) => keys.extend([NeededKeys::Chosen((*bias).into()), NeededKeys::AllBiased]),
         }

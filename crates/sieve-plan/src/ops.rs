@@ -89,6 +89,7 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
 fn needed_keys(reads: KeyReads) -> NeededKeys {
     match reads {
         KeyReads::Neighbours => NeededKeys::Neighbours,
+        KeyReads::Bands => NeededKeys::Bands,
         KeyReads::Listed(bias) => NeededKeys::Chosen(bias.into()),
         KeyReads::Blocks => NeededKeys::Blocks,
     }

@@ -214,6 +214,7 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     }
     let source = match shape.attention.as_kind().reads() {
         [KeyReads::Neighbours, ..] => KeySource::Dense,
+        [KeyReads::Bands, ..] => KeySource::Bands,
         _ => KeySource::Gathered,
     };
     let call = AttentionShape {

@@ -4,8 +4,7 @@
 use super::dense::{grouped_activations, grouped_flops, grouped_projections, key_and_value, output_projection};
 use super::settings::{Settings, Sizes, derived, number, whole};
 use super::{
-    Activations, AttentionOp, BackwardCall, ConfigKey, Cost, Exchanged, Exported, HasFacts, HeadWidths, KeptCall,
-    KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Cost, Exchanged, Exported, HasFacts, KeptCall, KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec,
 };
 use crate::FarKeys;
 use crate::keys::{MAX_COUNT, MAX_SEQ_LEN, keys};
@@ -145,7 +144,7 @@ impl Cost for CowaShape {
     }
 
     fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
-        call.of_neighbours(0, call.seq_len)
+        call.of_bands(self.sink_tokens)
     }
 
     fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
@@ -162,15 +161,11 @@ impl Cost for CowaShape {
 
 impl Launched for CowaShape {
     fn reads(&self) -> &'static [KeyReads] {
-        &[]
+        &[KeyReads::Bands]
     }
 
     fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
         &[AttentionOp::Attention]
-    }
-
-    fn gpu_gap(&self, _layer: &ModelShape, _widths: HeadWidths) -> Option<String> {
-        Some("no kernel reads bands of keys".to_owned())
     }
 }
 

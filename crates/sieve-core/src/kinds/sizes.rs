@@ -41,6 +41,8 @@ choices! {
 pub enum KeyReads {
     /// The keys before it, all or a window's.
     Neighbours,
+    /// A window's keys, its document's first ones, and a band of distances for each KV head.
+    Bands,
     /// Keys gathered by list, whose score enters the logit by this bias.
     Listed(DmaBias),
     /// The keys of chosen blocks.
@@ -89,6 +91,9 @@ pub trait KernelSizes {
     /// Bytes of the partial dk and dv where thread blocks share a tile of keys. `rows` is the number of rows and the
     /// tokens of each; a query sees `window` keys. Queries and keys are `rope_width` wider than values.
     fn key_part_bytes(&self, layer: &ModelShape, rope_width: usize, rows: [usize; 2], window: usize) -> u64;
+    /// Bytes of the partial dk and dv of the first `sink_tokens` keys of documents, which all later queries see. `rows`
+    /// as in [`key_part_bytes`](Self::key_part_bytes).
+    fn sink_sum_bytes(&self, layer: &ModelShape, rows: [usize; 2], sink_tokens: usize) -> u64;
     /// Number of queries of a row whose f32 sums of dq are in memory at a time, in a pass over gathered keys.
     fn dq_sum_queries(&self, seq_len: usize) -> u64;
     /// Bytes of the partial dq, one for each block that a query chose, that exist at a time.
@@ -150,10 +155,20 @@ impl BackwardCall<'_> {
     /// Bytes for a pass over the last `window` keys: f32 sums of dq, and partial dk and dv. Queries and keys are
     /// `rope_width` wider than values.
     pub(super) fn of_neighbours(&self, rope_width: usize, window: usize) -> u64 {
-        let layer = self.layer;
-        let queries = (layer.q_width() + layer.num_heads * rope_width) as u64;
-        let parts = self.sizes.key_part_bytes(layer, rope_width, [self.num_rows, self.seq_len], window);
-        self.row_stats() + times(self.tokens(), F32 * queries) + parts
+        let rows = [self.num_rows, self.seq_len];
+        self.of_queries(rope_width) + self.sizes.key_part_bytes(self.layer, rope_width, rows, window)
+    }
+
+    /// Bytes for a pass over a window and keys beyond it: f32 sums of dq, and partial dk and dv of first keys.
+    pub(super) fn of_bands(&self, sink_tokens: usize) -> u64 {
+        let rows = [self.num_rows, self.seq_len];
+        self.of_queries(0) + self.sizes.sink_sum_bytes(self.layer, rows, sink_tokens)
+    }
+
+    /// Bytes of the statistics of queries and of the f32 sums of dq, `rope_width` wider than values.
+    fn of_queries(&self, rope_width: usize) -> u64 {
+        let queries = (self.layer.q_width() + self.layer.num_heads * rope_width) as u64;
+        self.row_stats() + times(self.tokens(), F32 * queries)
     }
 
     /// Bytes of a partial dq for each block that a query chose, and of lists of these choices, for as many queries as

@@ -1,10 +1,11 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
 use crate::KernelError;
 use crate::attention::{
-    AttentionResult, AttentionShape, Bias, DqSums, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv, QueryPass,
+    AttentionResult, AttentionShape, Bias, DqSums, FarWords, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv, QueryPass,
     SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
 };
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
+use sieve_core::FarKeys;
 
 const NAME: &str = "attention_backward";
 
@@ -36,6 +37,30 @@ impl AttentionGradients<'_> {
         window: Option<usize>,
         bias: Option<&CudaTensor>,
     ) -> Result<Option<CudaTensor>, KernelError> {
+        self.backward(documents, (window, None), bias)
+    }
+
+    /// Gradients of [`far_attention_forward`](crate::Qkv::far_attention_forward) with the same `documents`, `window` and
+    /// `far`.
+    ///
+    /// # Errors
+    /// As [`attention_backward`](Self::attention_backward).
+    pub fn far_attention_backward(
+        self,
+        documents: [&CudaTensor; 2],
+        window: usize,
+        far: FarKeys,
+    ) -> Result<(), KernelError> {
+        self.backward(documents, (Some(window), Some(far)), None).map(drop)
+    }
+
+    /// Gradients of attention over a window of consecutive keys, and over keys beyond it or with a bias.
+    fn backward(
+        self,
+        documents: [&CudaTensor; 2],
+        (window, far): (Option<usize>, Option<FarKeys>),
+        bias: Option<&CudaTensor>,
+    ) -> Result<Option<CudaTensor>, KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let qkv = self.qkv.with_kernel_strides();
         require_gradients(NAME, &self, &shape)?;
@@ -51,11 +76,15 @@ impl AttentionGradients<'_> {
                 Bias::new(bias, self.result.base.as_ref(), keys, &shape)
             })
             .transpose()?;
-        let source = KeySource::of_neighbours(bias.is_some());
+        let source = KeySource::of_neighbours(bias.is_some(), far.is_some());
         let d_o = self.d_o.contiguous();
         let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let steps = KeySteps::Neighbours { doc_end: &doc_end, window };
+        let far_words = FarWords::new(NAME, far)?;
+        let steps = match far {
+            Some(_) => KeySteps::Bands { documents: [&doc_start, &doc_end], window, far: far_words },
+            None => KeySteps::Neighbours { doc_end: &doc_end, window },
+        };
         let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: bias.as_ref(), steps };
         let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
         let base = params!(AttentionForwardParams { base, window, softmax_scale });
@@ -76,7 +105,13 @@ impl AttentionGradients<'_> {
             return Ok(dbias);
         }
         let [[dq_offset, dq_token_stride, dq_batch_stride], _, _] = self.grads.head_words(NAME)?;
-        let params = params!(AttentionBackwardQueryParams { base, dq_offset, dq_token_stride, dq_batch_stride });
+        let params = params!(AttentionBackwardQueryParams {
+            base,
+            dq_offset,
+            dq_token_stride,
+            dq_batch_stride,
+            { sink_tokens, first_distance, last_distance, num_bands, first_band }: far_words,
+        });
         let mut tensors = by_key.inputs(&doc_start);
         tensors.push(self.grads.q.tensor());
         let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;

@@ -80,8 +80,13 @@ impl BackwardTiling {
         let ds_buffers = if set.dq { 2 } else { usize::from(set.dk) };
         let exchanged = keys * queries * BF16 * (usize::from(set.dv) + ds_buffers);
         // Bytes per query: log-sum-exp and row sum of two steps, with a bias also its base. Bytes per key: its list
-        // entry, with a bias also the bias. The last 128 bytes describe the block's work.
-        let (query_bytes, key_bytes) = if source == KeySource::Dense { (16, 8) } else { (24, 12) };
+        // entry, with a bias also the bias, and the queries that have it in their band. The last 128 bytes describe the
+        // block's work.
+        let (query_bytes, key_bytes) = match source {
+            KeySource::Dense => (16, 8),
+            KeySource::Bands => (16, 16),
+            _ => (24, 12),
+        };
         tiles + exchanged + query_bytes * queries + key_bytes * keys + 128
     }
 

@@ -1,8 +1,8 @@
 //! The pass by key tiles of attention's backward kernels: dk, dv, the gradient of a bias, and the sums of dq.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, AttentionShape, BackwardTiling, Bias, KernelFamily, KeySource, PassInputs, Qkv, QueryShares,
-    ROW_ALIGNMENT, convert_sums, dq_sum_shape, padded_len,
+    AttentionGradients, AttentionShape, BackwardTiling, Bias, FarWords, KernelFamily, KeySource, PassInputs, Qkv, QueryShares,
+    ROW_ALIGNMENT, SinkChunks, convert_sums, dq_sum_shape, padded_len,
 };
 use crate::runtime::{AttentionParams, CudaTensor, DType, SourceKernel, SumOrder};
 use crate::step::{column_sums, empty_zero};
@@ -15,6 +15,9 @@ pub(crate) enum KeySteps<'a> {
     /// The queries that see a key of the tile: from the key on, at most `window` of them, up to the end of the key's
     /// document, i32 `[batch, seq_len]`.
     Neighbours { doc_end: &'a CudaTensor, window: usize },
+    /// The same, and the queries that see a key of the tile beyond that window; `documents`: first token and end of each
+    /// token's document.
+    Bands { documents: [&'a CudaTensor; 2], window: usize, far: FarWords },
     /// Steps of a list. The batch has one row, and there is no bias.
     Listed(TileLists<'a>),
 }
@@ -121,12 +124,20 @@ impl KeyPass<'_> {
     pub(crate) fn launch(&self, dq_sums: &DqSums) -> Result<Option<CudaTensor>, KernelError> {
         let Self { call, pass, d_o, bias, steps, .. } = *self;
         let (shape, qkv) = (pass.shape, pass.qkv);
-        let (window, bounds) = match steps {
-            KeySteps::Neighbours { doc_end, window } => (window, doc_end),
-            KeySteps::Listed(lists) => (shape.seq_len, lists.words),
+        let (window, bounds, far) = match steps {
+            KeySteps::Neighbours { doc_end, window } => (window, doc_end, FarWords::default()),
+            KeySteps::Bands { documents: [_, doc_end], window, far } => (window, doc_end, far),
+            KeySteps::Listed(lists) => (shape.seq_len, lists.words, FarWords::default()),
+        };
+        let chunks = SinkChunks::of(pass, far);
+        // The Hopper kernel's blocks of first keys leave sums of theirs.
+        let chunk_sums = match (steps, pass.family()) {
+            (KeySteps::Bands { .. }, KernelFamily::Hopper) => Some(chunks.buffers(shape, d_o)?),
+            _ => None,
         };
         let tiles = pass.key_tiles()?;
         let shares = match (steps, qkv.policy().blocks_per_tile) {
+            (KeySteps::Bands { .. }, _) => QueryShares::ONE,
             (KeySteps::Neighbours { .. }, Some(count)) => QueryShares::of_count(count, shape.group_size()),
             (KeySteps::Neighbours { .. }, None) => QueryShares::of_neighbours(shape, window, tiles),
             (KeySteps::Listed(lists), count) => {
@@ -159,17 +170,23 @@ impl KeyPass<'_> {
                 window,
                 head_shares: shares.heads,
                 query_shares: shares.queries,
+                { sink_tokens, first_distance, last_distance, num_bands, first_band }: far,
+                { chunk_queries, sink_tiles }: chunks,
             });
             let mut tensors = self.inputs(bounds);
+            if let KeySteps::Bands { documents: [doc_start, _], .. } = steps {
+                tensors.push(doc_start);
+            }
             tensors.extend(dq_sums.sums.as_ref().filter(|_| set.dq));
             tensors.extend(&dq_sums.semaphores);
+            tensors.extend(chunk_sums.iter().flatten());
             tensors.extend(set.dk.then_some(dk_to));
             tensors.extend(set.dv.then_some(dv_to));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
             let is_window = matches!(steps, KeySteps::Neighbours { window, .. } if window < shape.seq_len);
-            let head_by_head = pass.source == KeySource::Dense && is_window;
+            let head_by_head = pass.source == KeySource::Bands || (pass.source == KeySource::Dense && is_window);
             let (mut kernel, maps) = pass.by_key(set, shares, head_by_head)?;
-            let blocks = shape.seq_len.div_ceil(tiles.block_kv);
+            let blocks = shape.seq_len.div_ceil(tiles.block_kv) + chunks.num_blocks;
             let mut grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
             if matches!(steps, KeySteps::Listed(_)) {
                 kernel = by_tile_lists(kernel, pass.family());

@@ -1,8 +1,8 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::KernelError;
-use crate::attention::{Bias, KeySource, PassInputs, Qkv, QueryPass, SeenKeys};
+use crate::attention::{Bias, FarWords, KeySource, PassInputs, Qkv, QueryPass, SeenKeys};
 use crate::runtime::{CudaTensor, DType, Params, operands, params, require, require_non_empty};
-use sieve_core::KeepOLow;
+use sieve_core::{FarKeys, KeepOLow};
 
 const NAME: &str = "attention_forward";
 
@@ -37,6 +37,32 @@ impl Qkv {
         softmax_scale: f32,
         bias: Option<(&CudaTensor, KeepOLow)>,
     ) -> Result<AttentionResult, KernelError> {
+        self.forward(doc_start, (window, None), softmax_scale, bias)
+    }
+
+    /// As [`attention_forward`](Self::attention_forward) of a window, whose queries see the keys `far` of their document
+    /// too: its first tokens, and the keys at the distances of their KV head's band.
+    ///
+    /// # Errors
+    /// The errors of [`attention_forward`](Self::attention_forward); no band.
+    pub fn far_attention_forward(
+        &self,
+        doc_start: &CudaTensor,
+        window: usize,
+        far: FarKeys,
+        softmax_scale: f32,
+    ) -> Result<AttentionResult, KernelError> {
+        self.forward(doc_start, (Some(window), Some(far)), softmax_scale, None)
+    }
+
+    /// Attention over a window of consecutive keys, and over keys beyond it or with a bias.
+    fn forward(
+        &self,
+        doc_start: &CudaTensor,
+        (window, far): (Option<usize>, Option<FarKeys>),
+        softmax_scale: f32,
+        bias: Option<(&CudaTensor, KeepOLow)>,
+    ) -> Result<AttentionResult, KernelError> {
         let shape = self.shape(NAME)?;
         let qkv = self.with_kernel_strides();
         require_scale(NAME, softmax_scale)?;
@@ -53,8 +79,12 @@ impl Qkv {
             })
             .transpose()?;
         let q = qkv.q.tensor();
-        let source = KeySource::of_neighbours(bias.is_some());
-        let params = params!(AttentionForwardParams { base: qkv.params(NAME, &shape)?, window, softmax_scale });
+        let source = KeySource::of_neighbours(bias.is_some(), far.is_some());
+        let base = params!(AttentionForwardParams { base: qkv.params(NAME, &shape)?, window, softmax_scale });
+        let params = params!(AttentionFarForwardParams {
+            base,
+            { sink_tokens, first_distance, last_distance, num_bands, first_band }: FarWords::new(NAME, far)?,
+        });
         let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
         tensors.extend(bias.iter().flat_map(Bias::tensors));
         let pass = PassInputs { name: NAME, qkv: &qkv, d_o: None, shape: &shape, source };

@@ -128,13 +128,15 @@ impl HopperTiling {
         let bias = if self.source.has_bias() { 8192 + 2 * rows * 16 } else { 0 };
         // Bytes of the list entries of gathered keys, or of the queries' document starts.
         let (entries, starts) = if self.source.is_gathered() { (4096, 0) } else { (0, self.tile_queries() * 4) };
+        // With bands the runs of stages and what is seen.
+        let head = if self.source == KeySource::Bands { 64 } else { 32 };
         // In this order: q and d_o; stages of 128 keys or values, 256 bytes a column in bf16; bias; entries; the work
         // items of two tiles with their document starts; barriers; the alignment of the buffers.
         rows * self.head_dim * row_bytes
             + 256 * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
             + bias
             + entries
-            + 2 * (32 + starts)
+            + 2 * (head + starts)
             + (2 * stages + 2) * 8
             + 1024
     }
@@ -221,8 +223,8 @@ pub(crate) fn hopper_backward_kernel(
     let stats_bytes = match source {
         KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
         KeySource::GatheredUnbiased => stages * 1024,
-        KeySource::Dense if d == 64 => stages * 1024,
-        KeySource::Dense => do_stages * 512,
+        KeySource::Dense | KeySource::Bands if d == 64 => stages * 1024,
+        KeySource::Dense | KeySource::Bands => do_stages * 512,
     };
     // K and V of 128 keys take 256 bytes a column in bf16, a stage of 64 rows of q or d_o 128. Then two buffers
     // of dS (32768 bytes), the staged dq, statistics, barriers, and the alignment of the buffers.

@@ -13,6 +13,8 @@ const F32: usize = 4;
 pub enum KeySource {
     /// Consecutive keys, without a bias on the logits.
     Dense,
+    /// Consecutive keys, without a bias, and others beyond a window: first tokens and a band for each KV head.
+    Bands,
     /// Consecutive keys with an additive bias each.
     Biased,
     /// Keys gathered from a list, with a bias each.
@@ -22,9 +24,13 @@ pub enum KeySource {
 }
 
 impl KeySource {
-    /// Consecutive keys, with a bias or without.
-    pub(crate) fn of_neighbours(has_bias: bool) -> Self {
-        if has_bias { Self::Biased } else { Self::Dense }
+    /// Consecutive keys, with a bias or without, or beyond a window others.
+    pub(crate) fn of_neighbours(has_bias: bool, has_far: bool) -> Self {
+        match (has_bias, has_far) {
+            (true, _) => Self::Biased,
+            (false, true) => Self::Bands,
+            (false, false) => Self::Dense,
+        }
     }
 
     /// Whether the kernel gathers keys from a list.
@@ -139,7 +145,7 @@ impl QueryTiling {
         let keys = self.num_stages * self.block_kv;
         let tiles = (self.block_rows() * row_width + keys * widths) * BF16;
         let bias = match source {
-            KeySource::Dense => 0,
+            KeySource::Dense | KeySource::Bands => 0,
             _ => keys * F32,
         };
         // A list entry has 8 bytes: a key's position, and `expire`, the first query that no longer sees the key.
@@ -206,10 +212,12 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
     }
 }
 
-/// Adds the `#define` HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0.
+/// Adds the `#define`s HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0, and HAS_FAR
+/// for keys beyond a window.
 pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
     match source {
         KeySource::Gathered => kernel,
+        KeySource::Bands => kernel.define("HAS_BIAS", 0u8).define("HAS_FAR", 1u8),
         source => kernel.define("HAS_BIAS", source.has_bias() as u8),
     }
 }

@@ -120,10 +120,18 @@ mod tests {
             batch: 1usize,
         });
         let softmax_scale = 1.0f32;
-        let params = params!(AttentionForwardParams { softmax_scale, window: 14usize, base });
+        let base = params!(AttentionForwardParams { softmax_scale, window: 14usize, base });
+        let params = params!(AttentionFarForwardParams {
+            base,
+            sink_tokens: 16usize,
+            first_distance: 17usize,
+            last_distance: 18usize,
+            num_bands: 19usize,
+            first_band: 20usize,
+        });
         let words = words_for("attention_forward", &params).expect("its own struct");
         assert_eq!(words[..14], (1..=14).collect::<Vec<u64>>());
-        assert_eq!(words[14..], [0x3f80_0000], "an f32's bits are the low half of a word");
+        assert_eq!(words[14..], [0x3f80_0000, 16, 17, 18, 19, 20], "an f32's bits are the low half of a word");
     }
 
     #[test]

@@ -24,6 +24,8 @@ pub struct AttentionNeeds {
 pub enum NeededKeys {
     /// Consecutive keys: dense or sliding-window attention.
     Neighbours,
+    /// A window of consecutive keys, the first tokens, and a band of distances for each KV head.
+    Bands,
     /// DMA; with the form of its bias in decoding.
     Chosen(ScoreBias),
     /// DMA in rows where every key is kept: consecutive keys with a bias.
@@ -81,16 +83,22 @@ impl AttentionNeeds {
                 dma::choice(calls, shape);
             }
             // No keys are scored; the choice of blocks is among the calls of training.
-            (Part::Choose, NeededKeys::Neighbours | NeededKeys::AllBiased | NeededKeys::Blocks) => {}
+            (
+                Part::Choose,
+                NeededKeys::Neighbours | NeededKeys::Bands | NeededKeys::AllBiased | NeededKeys::Blocks,
+            ) => {}
             (Part::Forward, NeededKeys::Neighbours) => dense::forward(calls, shape),
+            (Part::Forward, NeededKeys::Bands) => dense::far_forward(calls, shape),
             (Part::Forward, NeededKeys::Chosen(_)) => dma::forward(calls, shape),
             // These have no forward pass that is called alone.
             (Part::Forward, NeededKeys::AllBiased | NeededKeys::Blocks) => {}
             (Part::Training(sums), NeededKeys::Neighbours) => dense::training(calls, shape, sums),
+            (Part::Training(sums), NeededKeys::Bands) => dense::far_training(calls, shape, sums),
             (Part::Training(sums), NeededKeys::AllBiased) => dense::biased_training(calls, shape, sums),
             (Part::Training(sums), NeededKeys::Chosen(_)) => dma::training(calls, shape, sums),
             (Part::Training(sums), NeededKeys::Blocks) => blocks::training(calls, shape, sums),
-            (Part::Decode, NeededKeys::Neighbours) => {
+            // A token reads the keys that its cache has gathered.
+            (Part::Decode, NeededKeys::Neighbours | NeededKeys::Bands) => {
                 let has_sinks = false;
                 dense::decoding(calls, shape, has_sinks);
             }

@@ -8,7 +8,7 @@ use crate::attention::AttentionShape;
 use crate::dma::ScoreBias;
 use crate::runtime::{KernelFamilies, SourceKernel, SumOrder};
 use KernelFamilies::{All, Portable};
-use NeededKeys::{AllBiased, Blocks, Neighbours};
+use NeededKeys::{AllBiased, Bands, Blocks, Neighbours};
 use Part::{Choose, Decode, Forward, Masked, MaskedTraining, Sinks, Training};
 use SumOrder::{Any, Fixed};
 
@@ -45,6 +45,8 @@ const SHIPPED: &[(KernelFamilies, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, TRAINED, PAIRS, &[Training(Any)]),
     (Portable, Neighbours, WIDE, PAIRS, &[Training(Fixed), Masked]),
     (Portable, Neighbours, USUAL, PAIRS, &[Decode, Sinks, MaskedTraining(Any), MaskedTraining(Fixed)]),
+    (Portable, Bands, USUAL, PAIRS, &[Training(Any)]),
+    (Portable, Bands, WIDE, PAIRS, &[Training(Fixed)]),
     (Portable, AllBiased, USUAL, PAIRS, &[Training(Any)]),
     (Portable, DMA, OTHER, PAIRS, &[Forward]),
     (Portable, DMA, USUAL, UP_TO_FOUR, &[Forward]),
@@ -57,6 +59,7 @@ const SHIPPED: &[(KernelFamilies, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (All, Neighbours, LATENT, SINGLE, &[Training(Any), Training(Fixed)]),
     (All, Neighbours, USUAL, PAIRS, &[Training(Any), Training(Fixed), Masked]),
     (All, Neighbours, USUAL, PAIRS, &[MaskedTraining(Any), MaskedTraining(Fixed)]),
+    (All, Bands, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
     (All, AllBiased, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
     (All, DMA, USUAL, ONE_OR_TWO, &[Training(Any), Training(Fixed)]),
     (All, Blocks, USUAL, SEVERAL, &[Training(Any), Training(Fixed)]),

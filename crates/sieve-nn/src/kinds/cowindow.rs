@@ -6,7 +6,7 @@ use crate::pass::{LayerContext, PassState};
 use crate::{Linear, QkvProjection, RmsNorm, WeightInit, attention_weights};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 use sieve_core::{CowaShape, FarKeys, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, KeyCache, RowsOf, SieveBackend, TokenAttention,
@@ -77,9 +77,7 @@ impl<B: SieveBackend> KindAttention<B> for CoWindowAttention<B> {
         let [q, k, v] = split_heads(qkv, spec.num_kv_heads);
         if k.dims()[1] == 1 {
             cache.append([k, v]);
-            let (keys, delta) = cache.seen();
-            return attention_decode(q.squeeze_dim(1), &keys, delta, spec.softmax_scale, cached.rows.scratch)
-                .unsqueeze_dim(1);
+            return cache.attend_token(&q.squeeze_dim(1), spec.softmax_scale, cached.rows.scratch).unsqueeze_dim(1);
         }
         let o = cache.attend_row([&q, &k, &v], spec);
         cache.append([k, v]);
@@ -125,9 +123,6 @@ pub struct BandCache<B: Backend> {
 // The axes of the heads and of the tokens in a cache's `[batch, num_kv_heads, tokens, head_dim]`.
 const HEAD_AXIS: usize = 1;
 const KEY_AXIS: usize = 2;
-
-/// The bias of a slot without a key, whose probability is 0.
-const NO_KEY: f32 = -1e30;
 
 impl<B: Backend> BandCache<B> {
     /// A cache without a token, for keys like `k`, `[batch, tokens, num_kv_heads, head_dim]`.
@@ -181,39 +176,31 @@ impl<B: Backend> BandCache<B> {
         Tensor::cat(sinks.into_iter().chain(later).collect(), KEY_AXIS)
     }
 
-    /// The keys that the last token reads, by rising position, in as many slots for every head as the head with the
-    /// most needs; the bias of the slots, `[batch, num_kv_heads, slots]`, is [`NO_KEY`] in those without a key. `None`:
-    /// every slot has a key.
-    fn seen(&self) -> (KeyCache<B>, Option<Tensor<B, 3>>) {
-        let sinks = self.sinks.len();
-        let counts: Vec<usize> = (0..self.later.len())
-            .map(|head| sinks + self.ranges(head).iter().map(ExactSizeIterator::len).sum::<usize>())
-            .collect();
-        let slots = counts.iter().copied().max().unwrap_or(0);
-        let gather = |of: fn(&KeyCache<B>) -> Tensor<B, 4>| {
-            let heads = counts.iter().enumerate().map(|(head, &count)| {
-                let seen = self.tokens(head, self.ranges(head), of);
-                if count == slots {
-                    return seen;
-                }
-                let [batch, _, _, head_dim] = seen.dims();
-                let none = Tensor::zeros([batch, 1, slots - count, head_dim], (&seen.device(), seen.dtype()));
-                Tensor::cat(vec![seen, none], KEY_AXIS)
-            });
-            Tensor::cat(heads.collect(), HEAD_AXIS)
-        };
-        let [k, v] = [gather(|keys| keys.k.tokens()), gather(|keys| keys.v.tokens())];
-        let delta = counts.iter().any(|&count| count < slots).then(|| {
-            let of_head = |&count: &usize| [vec![0.0_f32; count], vec![NO_KEY; slots - count]].concat();
-            let biases: Vec<f32> = counts.iter().flat_map(of_head).collect();
-            let biases = Tensor::<B, 3>::from_data(TensorData::new(biases, [1, counts.len(), slots]), &k.device());
-            biases.repeat_dim(0, k.dims()[0])
-        });
-        (KeyCache::with_capacity(k, v, Some(slots)), delta)
+    /// Number of keys that a head's last token reads.
+    fn num_seen(&self, head: usize) -> usize {
+        self.sinks.len() + self.ranges(head).iter().map(ExactSizeIterator::len).sum::<usize>()
     }
 }
 
 impl<B: DeviceBackend> BandCache<B> {
+    /// Attention of one token, which is in the cache, `q` `[batch, num_heads, head_dim]`: over the keys that each KV
+    /// head reads, by rising position. Neighbouring heads that read equally many attend together.
+    fn attend_token(&self, q: &Tensor<B, 3>, softmax_scale: f64, scratch: &mut B::DecodeScratch) -> Tensor<B, 3> {
+        let heads: Vec<usize> = (0..self.later.len()).collect();
+        let group = q.dims()[1] / heads.len();
+        let runs = heads.chunk_by(|&one, &next| self.num_seen(one) == self.num_seen(next)).map(|run| {
+            let gather = |of: fn(&KeyCache<B>) -> Tensor<B, 4>| {
+                let keys = run.iter().map(|&head| self.tokens(head, self.ranges(head), of));
+                Tensor::cat(keys.collect(), HEAD_AXIS)
+            };
+            let [k, v] = [gather(|keys| keys.k.tokens()), gather(|keys| keys.v.tokens())];
+            let keys = KeyCache::with_capacity(k, v, Some(self.num_seen(run[0])));
+            let queries = q.clone().narrow(HEAD_AXIS, run[0] * group, run.len() * group);
+            attention_decode(queries, &keys, None, softmax_scale, scratch)
+        });
+        Tensor::cat(runs.collect(), HEAD_AXIS)
+    }
+
     /// Attention of several new tokens, `[batch, new, heads, head_dim]` each, before they are appended. Each head's
     /// tokens attend in a row of their own: the cached tokens, then the new ones. Where tokens are missing between the
     /// first ones and the others, no query of the row would read them.

@@ -57,6 +57,11 @@ impl AttentionSpec {
         Self { far: self.far.map(|far| far.of_heads_from(kv_head)), ..self }
     }
 
+    /// The window and the keys beyond it; `None`: a query sees no others.
+    pub(crate) fn far_window(&self) -> Option<(usize, FarKeys)> {
+        self.window_size.zip(self.far)
+    }
+
     /// Number of keys before its own that a query may see; `None`: all.
     pub(crate) fn reach(&self) -> Option<usize> {
         // A window includes the query's own token.

@@ -103,15 +103,6 @@ pub(crate) fn with_gradients<T>(
     Ok((dqkv.burn(), returned))
 }
 
-/// Refuses keys beyond the window: kernels read all keys, or the last ones.
-fn require_no_far_keys(spec: AttentionSpec) -> Result<(), KernelError> {
-    let words = "no kernel reads bands of keys";
-    match spec.far {
-        None => Ok(()),
-        Some(_) => Err(KernelError::Refused { kernel: "attention".to_owned(), words: words.to_owned() }),
-    }
-}
-
 /// The forward kernel. `bias` is the bias of each key, and whether the kernel stores `o_low`.
 pub(crate) fn forward(
     qkv: &Float,
@@ -119,9 +110,12 @@ pub(crate) fn forward(
     bias: Option<(&CudaTensor, KeepOLow)>,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
     let ([start, _], spec) = (bounds(&call.documents), call.spec);
-    require_no_far_keys(spec)?;
-    let scale = spec.softmax_scale as f32;
-    packed(qkv, spec).attention_forward(&start, spec.window_size, scale, bias).map(output)
+    let (qkv, scale) = (packed(qkv, spec), spec.softmax_scale as f32);
+    let result = match spec.far_window() {
+        Some((window, far)) => qkv.far_attention_forward(&start, window, far, scale),
+        None => qkv.attention_forward(&start, spec.window_size, scale, bias),
+    };
+    result.map(output)
 }
 
 /// Gradients `(dqkv, dbias)` of an attention call; dbias is `None` without a bias.
@@ -132,7 +126,9 @@ pub(crate) fn backward(
     output: &AttentionOutput<Cuda>,
     d_o: &Float,
 ) -> Result<(Float, Option<CudaTensor>), KernelError> {
-    let ([start, end], window) = (bounds(&call.documents), call.spec.window_size);
-    require_no_far_keys(call.spec)?;
-    with_gradients(qkv, call.spec, output, d_o, |gradients| gradients.attention_backward([&start, &end], window, bias))
+    let ([start, end], spec) = (bounds(&call.documents), call.spec);
+    with_gradients(qkv, spec, output, d_o, |gradients| match spec.far_window() {
+        Some((window, far)) => gradients.far_attention_backward([&start, &end], window, far).map(|()| None),
+        None => gradients.attention_backward([&start, &end], spec.window_size, bias),
+    })
 }

@@ -9,7 +9,7 @@ use sieve_core::recipe::{Recipe, TrainingSection};
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::logit_rows;
 use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource, key_part_bytes};
+use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource, key_part_bytes, sink_sum_bytes};
 
 /// Bytes of an f32, and of an i32.
 pub(super) const F32: u64 = 4;
@@ -110,6 +110,12 @@ impl KernelSizes for Target {
         let call = AttentionShape::new(num_rows, seq_len, heads, widths);
         // The GPU is assumed to be an H100 or H200.
         key_part_bytes(&call, window, Hardware::HOPPER.num_multiprocessors) as u64
+    }
+
+    fn sink_sum_bytes(&self, layer: &ModelShape, [num_rows, seq_len]: [usize; 2], sink_tokens: usize) -> u64 {
+        let heads = [layer.num_heads, layer.num_kv_heads];
+        let call = AttentionShape::new(num_rows, seq_len, heads, [layer.head_dim; 2]);
+        sink_sum_bytes(&call, sink_tokens) as u64
     }
 
     fn dq_sum_queries(&self, seq_len: usize) -> u64 {

@@ -1,5 +1,5 @@
 //! Checks the portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
-//! [LONGEST] [SEED]`.
+//! [LONGEST] [SEED] [bands]`, with the last word only attention with bands.
 //!
 //! The launch wrappers run as they do on a GPU. The emulator compiles the kernels that they launch with g++ into
 //! target/emulator and runs them on the CPU.
@@ -11,10 +11,11 @@ use std::process::ExitCode;
 
 /// Fails where a number is not one, g++ is missing, or a row of the report fails.
 fn main() -> ExitCode {
-    let mut numbers = std::env::args().skip(1).map(|word| word.parse());
+    let (names, numbers): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|word| word == "bands");
+    let mut numbers = numbers.into_iter().map(|word| word.parse());
     let mut next = |default| numbers.next().unwrap_or(Ok(default));
     let (Ok(cases), Ok(longest), Ok(seed)) = (next(10), next(130), next(1)) else {
-        println!("usage: emulate [CASES] [LONGEST] [SEED]");
+        println!("usage: emulate [CASES] [LONGEST] [SEED] [bands]");
         return ExitCode::FAILURE;
     };
     let settings = CheckSettings {
@@ -24,7 +25,7 @@ fn main() -> ExitCode {
         magnitude: None,
         portable: true,
         arrivals: Arrivals::default(),
-        part: CheckPart::All,
+        part: if names.is_empty() { CheckPart::All } else { CheckPart::Bands },
         gemms: false,
     };
     let mut print = |part| println!("{part}");

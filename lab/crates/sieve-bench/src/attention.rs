@@ -330,7 +330,7 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
 pub(crate) const ORDERS: Tolerance = Tolerance::new(0.0, Tolerance::FLOOR, 1.0 / 128.0);
 
 /// Runs both sum orders and compares their gradients.
-fn orders_agree(call: &OnDevice<'_>) -> Outcome {
+pub(super) fn orders_agree(call: &OnDevice<'_>) -> Outcome {
     let lists = call.lists(KeyLists::TILE_QUERIES)?;
     let any = call.run(lists.as_ref(), SumOrder::Any)?;
     let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;

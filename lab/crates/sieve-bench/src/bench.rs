@@ -1,4 +1,5 @@
 //! `sieve kernels bench`: times and memory of the attention kernels on this GPU.
+mod bands;
 mod decode;
 mod fit;
 mod generator;
@@ -39,6 +40,7 @@ pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(B
         BenchRows::Selectors => select::rows(&mut bench)?,
         BenchRows::Decode => decode::rows(&mut bench)?,
         BenchRows::Nsa => nsa::rows(&mut bench)?,
+        BenchRows::Bands => bands::rows(&mut bench)?,
     }
     Ok(bench.finish())
 }

@@ -3,7 +3,7 @@ use crate::error::{Result, refused};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, values_of};
 use burn::tensor::backend::Backend;
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, FarKeys};
 use sieve_cpu::{Documents, dma_select, extend_expire};
 use sieve_kernels::{AttentionShape, KernelPolicy};
 use sieve_ops::AttentionSpec;
@@ -22,6 +22,8 @@ pub(crate) enum Keys {
     Biased,
     /// The last this many keys, the query's own included.
     Window(usize),
+    /// The last this many keys, and others farther away.
+    Far(usize, FarKeys),
     /// DMA's choice of this many keys, with a bias each.
     Chosen(DmaWindow),
 }
@@ -56,6 +58,7 @@ impl Keys {
             Self::Dense => "",
             Self::Biased => ", bias",
             Self::Window(_) => ", window",
+            Self::Far(..) => ", bands",
             Self::Chosen(window) if window.local_window_size > 0 => ", local window",
             Self::Chosen(_) => "",
         }
@@ -68,6 +71,11 @@ impl std::fmt::Display for Keys {
             Self::Dense => out.write_str("all keys"),
             Self::Biased => out.write_str("all keys, biased"),
             Self::Window(window) => write!(out, "window {window}"),
+            Self::Far(window, far) => {
+                let FarKeys { sink_tokens, distances: [first, end], num_bands, first_band } = far;
+                write!(out, "window {window}, the first {sink_tokens}, {num_bands} bands of {first}..{end}")?;
+                write!(out, " from number {first_band}")
+            }
             Self::Chosen(window) => {
                 write!(out, "keep {}", window.keep_window_size)?;
                 match window.local_window_size {
@@ -115,7 +123,8 @@ pub(crate) struct Case {
     pub(crate) doc_start: Vec<i32>,
     /// End of each token's document, `[batch, seq_len]`.
     pub(crate) doc_end: Vec<i32>,
-    /// The mask `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`, by the CPU's definition.
+    /// The mask `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`, by the CPU's definition; with
+    /// [`Keys::Far`] the end of each key's document.
     pub(crate) expire: Vec<i32>,
     /// Kernel family and order of sums that the ops use.
     pub(crate) policy: KernelPolicy,
@@ -186,7 +195,7 @@ impl Case {
     /// Most keys that a query sees; the length of a row where all keys are seen.
     pub(crate) fn window(&self) -> usize {
         match self.keys {
-            Keys::Dense | Keys::Biased => self.shape.seq_len,
+            Keys::Dense | Keys::Biased | Keys::Far(..) => self.shape.seq_len,
             Keys::Window(window) => window,
             Keys::Chosen(window) => window.keep_window_size,
         }

@@ -1,5 +1,6 @@
 //! `sieve kernels check`: every kernel and gradient on this device against references on the host.
 use crate::attention;
+use crate::bands;
 use crate::device::{Device, Gpu, portable_only};
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
@@ -52,6 +53,7 @@ impl CheckPart {
         let mut list = match self {
             Self::All | Self::Attention => all_kernels(gpu),
             Self::Sparse => sparse::sparse_kernels(gpu),
+            Self::Bands => bands::kernels(gpu),
             Self::Nsa => nsa::nsa_check_kernels(gpu),
             Self::Mla => latent::latent_kernels(gpu),
             Self::Sinks => token_kernels(gpu),
@@ -67,6 +69,7 @@ impl BenchRows {
         match self {
             Self::Sparse | Self::Selectors => CheckPart::Sparse.kernels(gpu),
             Self::Nsa => CheckPart::Nsa.kernels(gpu),
+            Self::Bands => CheckPart::Bands.kernels(gpu),
             Self::Latent => CheckPart::Mla.kernels(gpu),
             Self::Decode => token_kernels(gpu),
             Self::Standard | Self::Table2 | Self::Scaling | Self::Step | Self::Dma => CheckPart::All.kernels(gpu),
@@ -123,7 +126,11 @@ pub fn check_emulated(
     let mut progress = Progress::new(on_part);
     let extent =
         Extent { magnitude: settings.magnitude, ..Extent::emulated(settings.cases, settings.longest, settings.seed) };
-    for parts in [&OF_A_FAMILY[1..], ONLY_PORTABLE] {
+    let parts: &[&[Part]] = match settings.part {
+        CheckPart::All => &[&OF_A_FAMILY[1..], ONLY_PORTABLE],
+        part => &[part.of_a_family()],
+    };
+    for parts in parts {
         progress.wrappers("emulated", parts, &emulator, &extent)?;
     }
     Ok((progress.report, emulator.kernels()))
@@ -133,6 +140,7 @@ pub fn check_emulated(
 type Part = (&'static str, fn(&mut Report, &dyn Device, &Extent) -> Result<()>);
 
 const ATTENTION: Part = ("attention", attention::check_wrappers);
+const BANDS: Part = ("attention with bands", bands::check_wrappers);
 const SELECTIONS: Part = ("selectors", select::check_wrappers);
 const MASKS: Part = ("attention under masks", sparse::check_wrappers);
 const LATENT: Part = ("latent attention", latent::check_wrappers);
@@ -147,6 +155,7 @@ const SINKS: Part = ("sinks", step::check_sinks);
 const OF_A_FAMILY: &[Part] = &[
     ("long rows", attention::check_long_row),
     ATTENTION,
+    BANDS,
     DECODING,
     MASKS,
     ("large biases", biases::check_wrappers),
@@ -166,6 +175,7 @@ impl CheckPart {
         match self {
             Self::All => OF_A_FAMILY,
             Self::Attention => &[ATTENTION],
+            Self::Bands => &[BANDS],
             Self::Sparse => &[SELECTIONS, MASKS],
             Self::Nsa => &[NSA],
             Self::Mla => &[LATENT],
@@ -314,6 +324,7 @@ pub fn short_check(
         BenchRows::Sparse | BenchRows::Selectors => &[SELECTIONS, MASKS],
         BenchRows::Decode => TOKENS,
         BenchRows::Nsa => &[NSA],
+        BenchRows::Bands => &[BANDS],
         BenchRows::Latent => &[LATENT],
         BenchRows::Scaling => &[NSA, LATENT, ATTENTION, SELECTION, DECODING],
         BenchRows::Standard | BenchRows::Table2 | BenchRows::Dma => &[ATTENTION, SELECTION, DECODING],
@@ -352,6 +363,7 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
 /// Every specialisation that ships or that the checks of all groups launch.
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
+    list.extend(bands::kernels(gpu));
     list.extend(latent::latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));

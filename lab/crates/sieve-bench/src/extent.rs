@@ -24,6 +24,8 @@ pub enum CheckPart {
     All,
     /// Kernels of dense, windowed and dynamic mask attention.
     Attention,
+    /// Kernels of a window, first keys and bands, and their model.
+    Bands,
     /// Attention under selectors' masks, on a GPU.
     Sparse,
     /// Kernels of native sparse attention.

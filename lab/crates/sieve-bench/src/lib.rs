@@ -29,6 +29,7 @@ mod timed;
 mod on_device;
 
 mod attention;
+mod bands;
 mod biases;
 mod decode;
 mod latent;

@@ -88,6 +88,7 @@ const KINDS: &str = r"
     swa => attention => neighbours => kind = 'swa'\nsliding_window = 16
     mha with sinks => attention => neighbours => kind = 'mha'
     swa with sinks => attention => neighbours => kind = 'swa'\nsliding_window = 16
+    cowa => bands => neighbours => kind = 'cowa'\nsink_tokens = 3\nnear_window = 12\nfar_reach = 60\nnum_bands = 2
     dma as published => attention => chosen => kind = 'dma'\npreset = 'paper'\nkeep_window_size = 24
     dma => attention => chosen => kind = 'dma'\nkeep_window_size = 24\nbias = 'linear'\nrecency = 'slope'\n\
         local_window_size = 3
@@ -270,6 +271,7 @@ fn has_sinks(kind: &Kind) -> bool {
 fn part_of(kind: &Kind) -> CheckPart {
     match kind[1] {
         "attention" => CheckPart::Attention,
+        "bands" => CheckPart::Bands,
         "blocks" => CheckPart::Nsa,
         "latents" => CheckPart::Mla,
         other => unreachable!("{other}: no part"),
@@ -280,7 +282,7 @@ fn part_of(kind: &Kind) -> CheckPart {
 fn of_part(part: CheckPart) -> impl Iterator<Item = (Kind, HeadSizes)> {
     let is_of_part = move |kind: &Kind| match part {
         CheckPart::All => true,
-        CheckPart::Attention | CheckPart::Nsa | CheckPart::Mla => part_of(kind) == part,
+        CheckPart::Attention | CheckPart::Bands | CheckPart::Nsa | CheckPart::Mla => part_of(kind) == part,
         CheckPart::Sinks => has_sinks(kind),
         CheckPart::Sparse => false,
     };

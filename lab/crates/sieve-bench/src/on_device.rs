@@ -16,6 +16,7 @@ use sieve_kernels::{
 pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
     let source = match case.keys {
         Keys::Dense | Keys::Window(_) => KeySource::Dense,
+        Keys::Far(..) => KeySource::Bands,
         Keys::Biased => KeySource::Biased,
         Keys::Chosen(_) => KeySource::Gathered,
     };
@@ -89,9 +90,10 @@ impl<'a> OnDevice<'a> {
 
     /// Runs the forward pass of attention.
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
-        match lists {
-            Some(lists) => self.inputs.dma_forward(&self.delta, lists),
-            None => self.inputs.forward(self.case.sliding_window(), self.bias()),
+        match (lists, self.case.keys) {
+            (Some(lists), _) => self.inputs.dma_forward(&self.delta, lists),
+            (None, Keys::Far(window, far)) => self.inputs.far_forward(window, far),
+            (None, _) => self.inputs.forward(self.case.sliding_window(), self.bias()),
         }
     }
 
@@ -109,9 +111,13 @@ impl<'a> OnDevice<'a> {
         order: SumOrder,
     ) -> Result<Outputs, KernelError> {
         let inputs = Inputs { grads: nan_like(&self.inputs.qkv, self.case.shape), ..self.inputs.clone() };
-        let ddelta = match lists {
-            Some(lists) => Some(inputs.dma_backward(result, &self.delta, lists, order)?),
-            None => inputs.backward(result, self.case.sliding_window(), self.bias(), order)?,
+        let ddelta = match (lists, self.case.keys) {
+            (Some(lists), _) => Some(inputs.dma_backward(result, &self.delta, lists, order)?),
+            (None, Keys::Far(window, far)) => {
+                inputs.far_backward(result, window, far, order)?;
+                None
+            }
+            (None, _) => inputs.backward(result, self.case.sliding_window(), self.bias(), order)?,
         };
         let read = |x: &CudaTensor| self.device.floats(x);
         let mut outputs = Outputs {

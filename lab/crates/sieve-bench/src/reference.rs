@@ -1,6 +1,6 @@
 //! Reference results of a case: attention and its gradients by their definition, in f64 or rounded as plain bf16 code
 //! would.
-use crate::case::Case;
+use crate::case::{Case, Keys};
 use crate::outputs::Outputs;
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{Documents, Mask, ScaledShape};
@@ -27,7 +27,10 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
         v: Heads::new(&case.v, num_kv_heads, head_dim_v),
         d_o: Heads::new(&case.d_o, num_heads, head_dim_v),
         documents: Documents::new(&case.doc_start, &case.doc_end),
-        mask: Mask::Expire { expire: &case.expire, delta: if has_bias { &case.delta } else { &no_bias } },
+        mask: match case.keys {
+            Keys::Far(window, far) => Mask::Far(window, far),
+            _ => Mask::Expire { expire: &case.expire, delta: if has_bias { &case.delta } else { &no_bias } },
+        },
     };
     let results = call.run(rounding);
     Reference {

@@ -45,6 +45,8 @@ pub enum BenchRows {
     Nsa,
     /// DMA alone, as published and in the recipes' form.
     Dma,
+    /// A window, first keys and bands, beside dense attention.
+    Bands,
 }
 
 /// Which kernels a benchmark times, and at which sizes.

@@ -2,7 +2,7 @@
 use super::{Calls, EPSILON, ROW, SCALE, Token};
 use crate::runtime::{DType, SumOrder};
 use crate::{AttentionResult, AttentionShape, DecodeStep, TokenRotation};
-use sieve_core::KeepOLow;
+use sieve_core::{FarKeys, KeepOLow};
 
 /// A forward pass without a bias.
 pub(in crate::specialisations) fn forward(calls: &mut Calls, shape: &AttentionShape) {
@@ -20,6 +20,27 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
                 continue;
             };
             calls.note(row.gradients(&result).attention_backward([start, end], window, None));
+        }
+    });
+}
+
+/// Any keys beyond a window of [`WINDOW`].
+const FAR: FarKeys = FarKeys { sink_tokens: 64, distances: [WINDOW, ROW], num_bands: 1, first_band: 0 };
+const WINDOW: usize = ROW / 4;
+
+/// A forward pass over a window and keys beyond it.
+pub(in crate::specialisations) fn far_forward(calls: &mut Calls, shape: &AttentionShape) {
+    let row = calls.row(shape, ROW);
+    calls.note(row.qkv.far_attention_forward(&row.documents[0], WINDOW, FAR, SCALE));
+}
+
+/// Forward and backward passes over a window and keys beyond it.
+pub(in crate::specialisations) fn far_training(calls: &mut Calls, shape: &AttentionShape, sums: SumOrder) {
+    calls.with_shares(sums, |calls| {
+        let row = calls.row(shape, ROW);
+        let [start, end] = &row.documents;
+        if let Some(result) = calls.note(row.qkv.far_attention_forward(start, WINDOW, FAR, SCALE)) {
+            calls.note(row.gradients(&result).far_attention_backward([start, end], WINDOW, FAR));
         }
     });
 }

@@ -2,7 +2,7 @@
 use crate::device::{Device, Gpu};
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{Distribution, Tensor};
-use sieve_core::{DmaBias, DmaWindow, KeepOLow};
+use sieve_core::{DmaBias, DmaWindow, FarKeys, KeepOLow};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, KernelError, KernelPolicy, KeyLists,
     MlaPack, Qkv, Selection, SumOrder, burn_dtype, dma_select,
@@ -136,6 +136,22 @@ impl Inputs {
         order: SumOrder,
     ) -> Result<Option<CudaTensor>, KernelError> {
         self.call(&self.qkv.in_order(order), result).attention_backward(self.documents(), window, bias)
+    }
+
+    /// Forward pass over a window and keys beyond it.
+    pub(crate) fn far_forward(&self, window: usize, far: FarKeys) -> Result<AttentionResult, KernelError> {
+        self.qkv.far_attention_forward(&self.doc_start, window, far, self.scale)
+    }
+
+    /// Backward pass of [`far_forward`](Self::far_forward) into `grads`.
+    pub(crate) fn far_backward(
+        &self,
+        result: &AttentionResult,
+        window: usize,
+        far: FarKeys,
+        order: SumOrder,
+    ) -> Result<(), KernelError> {
+        self.call(&self.qkv.in_order(order), result).far_attention_backward(self.documents(), window, far)
     }
 
     /// First position and end of each token's document.

@@ -52,6 +52,9 @@ pub struct CheckArgs {
     /// Check only dense, windowed and dynamic mask attention, in every family of this GPU
     #[arg(long, group = "part")]
     pub(super) attention: bool,
+    /// Check only attention over a window, first keys and bands, in every family of this GPU
+    #[arg(long, group = "part")]
+    pub(super) bands: bool,
     /// Check only attention under selectors' masks, in every family of this GPU
     #[arg(long, group = "part")]
     pub(super) sparse: bool,
@@ -92,6 +95,7 @@ impl CheckArgs {
     pub(super) fn part(&self) -> CheckPart {
         let parts = [
             (self.attention, CheckPart::Attention),
+            (self.bands, CheckPart::Bands),
             (self.sparse, CheckPart::Sparse),
             (self.nsa, CheckPart::Nsa),
             (self.mla, CheckPart::Mla),
@@ -181,6 +185,9 @@ struct BenchRowsArgs {
     /// Only DMA: as published, and with the recipes' slope and local window
     #[arg(long)]
     dma: bool,
+    /// A window, first keys and bands, compared with dense attention
+    #[arg(long, conflicts_with = "scores")]
+    bands: bool,
     /// Latent attention, its tensors and its decoding
     #[arg(long, conflicts_with = "scores")]
     mla: bool,
@@ -199,6 +206,7 @@ impl BenchArgs {
             (of.decode, BenchRows::Decode),
             (of.nsa, BenchRows::Nsa),
             (of.dma, BenchRows::Dma),
+            (of.bands, BenchRows::Bands),
             (of.mla, BenchRows::Latent),
         ];
         let asked = rows.into_iter().find(|(is_asked, _)| *is_asked);
