@@ -1,8 +1,8 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
 use crate::KernelError;
 use crate::attention::{
-    AttentionResult, AttentionShape, Bias, DqSums, FarWords, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv, QueryPass,
-    SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
+    AttentionResult, AttentionShape, Bias, DqSums, FarWords, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv,
+    QueryPass, SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
 };
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use sieve_core::FarKeys;

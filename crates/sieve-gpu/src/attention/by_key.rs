@@ -1,8 +1,8 @@
 //! The pass by key tiles of attention's backward kernels: dk, dv, the gradient of a bias, and the sums of dq.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, AttentionShape, BackwardTiling, Bias, FarWords, KernelFamily, KeySource, PassInputs, Qkv, QueryShares,
-    ROW_ALIGNMENT, SinkChunks, convert_sums, dq_sum_shape, padded_len,
+    AttentionGradients, AttentionShape, BackwardTiling, Bias, FarWords, KernelFamily, KeySource, PassInputs, Qkv,
+    QueryShares, ROW_ALIGNMENT, SinkChunks, convert_sums, dq_sum_shape, padded_len,
 };
 use crate::runtime::{AttentionParams, CudaTensor, DType, SourceKernel, SumOrder};
 use crate::step::{column_sums, empty_zero};
