@@ -14,14 +14,15 @@ tokens that were not read again. With --turn-tokens the turns are prompts of tok
 import argparse
 import io
 import json
+import os
 import pathlib
 import statistics
 import subprocess
 import threading
-from concurrent.futures import ThreadPoolExecutor
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 
 class Server:
@@ -70,9 +71,10 @@ class Server:
 
 
 def gpu_mib():
-    """The memory of the first GPU that is in use, in MiB; None without a GPU."""
+    """The memory of the first GPU that programs see which is in use, in MiB; None without a GPU."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     try:
-        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
         return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError, ValueError):
         return None
