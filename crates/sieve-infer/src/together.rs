@@ -28,9 +28,9 @@ pub struct BatchGenerator<'a, B: DeviceBackend> {
 #[derive(Debug)]
 enum Prompts<'a, B: DeviceBackend> {
     /// One prompt, which is read once; then its cache is repeated.
-    Shared(Start<'a, B>),
+    Shared(Box<Start<'a, B>>),
     /// The prompt of each text, and the texts that still get tokens, by their indices.
-    Own(Vec<Vec<u32>>, OpenTexts<'a, B, usize>),
+    Own(Vec<Vec<u32>>, Box<OpenTexts<'a, B, usize>>),
 }
 
 impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
@@ -53,7 +53,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         };
         let start = Start::new(model, prompt, config, device)?;
         let samplers = (0..num_texts).map(of_text).collect::<Result<_, _>>()?;
-        Ok(Self::with(start.config, samplers, Prompts::Shared(start)))
+        Ok(Self::with(start.config, samplers, Prompts::Shared(Box::new(start))))
     }
 
     /// Prepares a text of each of several prompts, all with the seed of `config`. Checks everything before the model
@@ -75,7 +75,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         let open = OpenTexts::new(model, size, no_selector, device);
         let config = starts.first().map_or(config, |start| start.config);
         let prompts = starts.into_iter().map(|start| start.prompt).collect();
-        Ok(Self::with(config, samplers, Prompts::Own(prompts, open)))
+        Ok(Self::with(config, samplers, Prompts::Own(prompts, Box::new(open))))
     }
 
     /// A generator of one text a sampler, before any token.
@@ -132,7 +132,8 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             }
         };
         match prompts {
-            Prompts::Shared(Start { text, prompt, .. }) if last.is_empty() => {
+            Prompts::Shared(start) if last.is_empty() => {
+                let Start { text, prompt, .. } = &mut **start;
                 // One row of logits serves all texts.
                 let logits = text.read_next(prompt)?;
                 if needs_more {
@@ -140,11 +141,11 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
                 }
                 (0..num_texts).for_each(|at| draw(at, &logits));
             }
-            Prompts::Shared(Start { text, .. }) => {
+            Prompts::Shared(start) => {
                 let draws = samplers.iter_mut().zip(&*is_done).map(|(sampler, is_done)| sampler.draw_unless(*is_done));
                 let draws: Vec<Draw> = draws.collect();
                 let tokens: Vec<u32> = last.iter().map(|last| last.token.unwrap_or(0)).collect();
-                let next = text.read_rows_drawn(&tokens, &draws, wanted).into_iter().zip(&*is_done);
+                let next = start.text.read_rows_drawn(&tokens, &draws, wanted).into_iter().zip(&*is_done);
                 drawn = next.map(|(next, is_done)| if *is_done { Drawn::NONE } else { next }).collect();
             }
             Prompts::Own(prompts, open) if last.is_empty() => {

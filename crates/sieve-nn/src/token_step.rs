@@ -29,7 +29,7 @@ impl<B: DeviceBackend> Qwen3<B> {
 
     /// Logits of the next token of every row of `texts`, `[num_rows, vocab_size]`; adds the tokens `ids`,
     /// `[num_rows, 1]`, to the texts. The id of a row that is free or kept may be any, and its logits mean nothing.
-    /// `None`, with no text changed, where the device or the model needs a call for each layer: each text then continues
+    /// `None`, with no text changed, where the device or the model needs a call for each layer: each text then goes on
     /// in a cache of its own.
     ///
     /// Panics if a text has as many tokens as a text may have.

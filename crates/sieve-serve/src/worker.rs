@@ -101,6 +101,16 @@ impl Pace {
         let [fewest, most] = self.parts.tokens;
         if self.token == 0.0 { fewest } else { ((self.wait() / self.token) as usize).clamp(fewest, most) }
     }
+
+    /// How many of the last `rest` tokens of a prompt are read next, where `left` tokens may be read before the open
+    /// texts go on. 0: the prompt waits, because so few are not worth a part.
+    fn of_rest(&self, rest: usize, left: usize) -> usize {
+        match rest {
+            _ if left < rest.min(self.parts.tokens[0]) => 0,
+            rest if rest <= left + LEAST_REST => rest,
+            _ => left,
+        }
+    }
 }
 
 impl<'a, B: DeviceBackend> Worker<'a, B> {
@@ -180,12 +190,12 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             };
             let mut num_tokens = reading.prompt.len() - reading.num_read;
             if self.reads_in_parts() {
-                if left < num_tokens.min(self.pace.parts.tokens[0]) {
-                    self.reading = Some(reading);
-                    return;
-                }
-                if num_tokens > left + LEAST_REST {
-                    num_tokens = left;
+                match self.pace.of_rest(num_tokens, left) {
+                    0 => {
+                        self.reading = Some(reading);
+                        return;
+                    }
+                    some => num_tokens = some,
                 }
             }
             left = left.saturating_sub(num_tokens);
@@ -551,6 +561,24 @@ mod tests {
             Pace::note(&mut pace.step, step);
             Pace::note(&mut pace.token, token);
             assert_eq!(pace.part(), expected, "{parts:?} {step} {token}");
+        }
+    }
+
+    #[test]
+    fn no_part_is_so_short_that_kernels_for_few_tokens_read_it() {
+        let pace = Pace::new(Parts::ON_GPU);
+        // Each case: tokens of the rest, tokens that may be read, tokens that are read.
+        for (rest, left, expected) in [
+            (30_000, 8192, 8192),
+            (8192, 8192, 8192),
+            (8200, 8192, 8200),
+            (8201, 8192, 8192),
+            (30_000, 255, 0),
+            (100, 255, 100),
+            (100, 99, 0),
+            (1, 1, 1),
+        ] {
+            assert_eq!(pace.of_rest(rest, left), expected, "{rest} {left}");
         }
     }
 
