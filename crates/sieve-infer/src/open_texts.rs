@@ -9,6 +9,11 @@ use sieve_core::Draw;
 use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
+/// A GPU keeps no shorter texts: it reads so few tokens in one pass, in about the time that keeping a text takes. When 16
+/// clients of an 85M model on an H200 asked for 256 tokens behind 128, keeping each text cost 4 % (dense) to 20 % (DMA)
+/// of their tokens a second.
+const LEAST_KEPT_ON_GPU: usize = 1024;
+
 /// Texts that are being decoded, each with data of its owner, a `T`.
 #[derive(Debug)]
 pub struct OpenTexts<'a, B: DeviceBackend, T> {
@@ -129,9 +134,10 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     }
 
     /// Keeps a text that has read `tokens` and has ended, for a prompt that begins with it. A text under a selector is
-    /// not kept, as its keys depend on the whole prompt.
+    /// not kept, as its keys depend on the whole prompt, nor one that a GPU reads as soon again.
     pub fn keep(&mut self, tokens: Vec<u32>, mut text: Continuation<'a, B>) {
-        if self.selection.is_some() {
+        let is_short = !B::ON_HOST && tokens.len() < LEAST_KEPT_ON_GPU;
+        if self.selection.is_some() || is_short {
             text.leave(&mut self.rows);
             return;
         }

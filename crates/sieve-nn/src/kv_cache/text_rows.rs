@@ -10,7 +10,7 @@ use super::KvCache;
 use crate::LayerCache;
 use sieve_ops::{DeviceBackend, RowsOf};
 
-/// Rows and tokens of each that a cache begins with, or fewer where fewer are asked for. With two rows and more a step
+/// Rows and tokens of each that a cache begins with, or fewer where fewer are asked for. With four rows and more a step
 /// multiplies by the kernels that whole rows take, so that more rows change no bit of a text.
 const FIRST_SIZE: [usize; 2] = [8, 1024];
 
