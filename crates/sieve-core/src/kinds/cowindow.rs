@@ -4,7 +4,8 @@
 use super::dense::{grouped_activations, grouped_flops, grouped_projections, key_and_value, output_projection};
 use super::settings::{Settings, Sizes, derived, number, whole};
 use super::{
-    Activations, AttentionOp, BackwardCall, ConfigKey, Cost, Exchanged, Exported, HasFacts, KeptCall, KeyReads, Kind, KindFacts, Launched, LayerFlops, ParamSpec,
+    Activations, AttentionOp, BackwardCall, ConfigKey, Cost, Exchanged, Exported, HasFacts, KeptCall, KeyReads, Kind,
+    KindFacts, Launched, LayerFlops, ParamSpec,
 };
 use crate::FarKeys;
 use crate::keys::{MAX_COUNT, MAX_SEQ_LEN, keys};

@@ -1,8 +1,8 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
 use crate::KernelError;
 use crate::attention::{
-    AttentionResult, AttentionShape, Bias, DqSums, FarWords, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv, QueryPass,
-    SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
+    AttentionResult, AttentionShape, Bias, DqSums, FarWords, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv,
+    QueryPass, SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
 };
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use sieve_core::FarKeys;
@@ -40,8 +40,8 @@ impl AttentionGradients<'_> {
         self.backward(documents, (window, None), bias)
     }
 
-    /// Gradients of [`far_attention_forward`](crate::Qkv::far_attention_forward) with the same `documents`, `window` and
-    /// `far`.
+    /// Gradients of [`far_attention_forward`](crate::Qkv::far_attention_forward) with the same `documents`, `window`
+    /// and `far`.
     ///
     /// # Errors
     /// As [`attention_backward`](Self::attention_backward).

@@ -53,6 +53,7 @@ impl SinkChunks {
         }
     }
 
+    /// The chunks of a row, for a document that begins anywhere.
     fn new(seq_len: usize, sink_tokens: usize) -> Self {
         // A document may begin at the last token of a tile.
         let sink_tiles = match sink_tokens.min(seq_len) {
@@ -76,8 +77,8 @@ impl SinkChunks {
     }
 }
 
-/// Bytes of the sums of dk and dv that the blocks of a document's first `sink_tokens` keys leave in a backward pass on a
-/// Hopper GPU.
+/// Bytes of the sums of dk and dv that the blocks of a document's first `sink_tokens` keys leave in a backward pass on
+/// a Hopper GPU.
 pub fn sink_sum_bytes(shape: &AttentionShape, sink_tokens: usize) -> usize {
     SinkChunks::new(shape.seq_len, sink_tokens).num_sums(shape) * DType::F32.size()
 }

@@ -83,10 +83,8 @@ impl AttentionNeeds {
                 dma::choice(calls, shape);
             }
             // No keys are scored; the choice of blocks is among the calls of training.
-            (
-                Part::Choose,
-                NeededKeys::Neighbours | NeededKeys::Bands | NeededKeys::AllBiased | NeededKeys::Blocks,
-            ) => {}
+            (Part::Choose, NeededKeys::Neighbours | NeededKeys::Bands | NeededKeys::AllBiased | NeededKeys::Blocks) => {
+            }
             (Part::Forward, NeededKeys::Neighbours) => dense::forward(calls, shape),
             (Part::Forward, NeededKeys::Bands) => dense::far_forward(calls, shape),
             (Part::Forward, NeededKeys::Chosen(_)) => dma::forward(calls, shape),

@@ -5,8 +5,8 @@ use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, PassState};
 use crate::{Linear, QkvProjection, RmsNorm, WeightInit, attention_weights};
 use burn::module::Module;
-use burn::tensor::backend::Backend;
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 use sieve_core::{CowaShape, FarKeys, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, KeyCache, RowsOf, SieveBackend, TokenAttention,

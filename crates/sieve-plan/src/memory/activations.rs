@@ -9,7 +9,9 @@ use sieve_core::recipe::{Recipe, TrainingSection};
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::logit_rows;
 use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource, key_part_bytes, sink_sum_bytes};
+use sieve_kernels::{
+    AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource, key_part_bytes, sink_sum_bytes,
+};
 
 /// Bytes of an f32, and of an i32.
 pub(super) const F32: u64 = 4;

@@ -57,6 +57,7 @@ const REPEATED: [(Draw, usize); 3] = [
 ];
 
 impl Draw {
+    /// Draws sizes that no tile divides, and sizes at the edges of tiles.
     fn random(extent: &Extent, random: &mut Random) -> Self {
         let drawn = random.between(2, extent.longest.max(3));
         let seq_len = random.one_of(&[1, 15, 63, 64, 65, 127, 129, drawn, drawn, drawn]);
