@@ -13,9 +13,11 @@
 //            accumulators, zero before the launch; SHARES: dk_sum f32 (dv_sum alike)
 //            [batch, num_kv_heads, head_shares * query_shares, padded_len / 16, HEAD_DIM / 8, 32, 4] in the same order,
 //            before the scale, ddelta_sum f32 [head_shares * query_shares, batch, num_kv_heads, seq_len]
-// Buffers    q, k, v, do, row_stats, doc_end, (HAS_FAR: doc_start,) (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,)
-//            (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta); SHARES: dk_sum, dv_sum, ddelta_sum in their places
-// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; HAS_FAR (as attention_forward; SHARES is 0); COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ
+// Buffers    q, k, v, do, row_stats, doc_end, (HAS_FAR: doc_start,) (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,)
+//            (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta); SHARES: dk_sum, dv_sum, ddelta_sum
+//            in their places
+// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; HAS_FAR (as attention_forward; SHARES is 0); COMPUTE_DQ, COMPUTE_DK,
+//            COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ
 //            0 and runs attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with
 //            COMPUTE_DV alone, one without it);
 //            SHARES (0; 1: head_shares * query_shares blocks share a tile of keys (query_share.cuh), and

@@ -6,7 +6,8 @@
 //            contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2] from attention_backward_prepare; dq bf16
 //            with strides and an offset like q
 // Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta, base,) dq
-// Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HAS_FAR (as attention_forward), HEADS_PER_TILE (1); tiling NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS
+// Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HAS_FAR (as attention_forward), HEADS_PER_TILE (1); tiling
+//            NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS
 // Tiling     BLOCK_Q = 16 * NUM_WARPS rows = HEADS_PER_TILE heads x TILE_QUERIES queries: grid
 //            (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch); NUM_WARPS * 32 threads; dynamic shared
 //            bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2

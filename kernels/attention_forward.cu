@@ -11,7 +11,8 @@
 //            [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
 // Buffers    q, k, v, doc_start, (HAS_BIAS: delta, base,) o, lse
 // Defines    HEAD_DIM (16 .. 256, a multiple of 16), HEAD_DIM_V (default HEAD_DIM, at most it), HAS_BIAS 0|1;
-//            HAS_FAR (0; 1 without a bias); the tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS; HEADS_PER_TILE (1;
+//            HAS_FAR (0; 1 without a bias); the tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS,
+//            Q_IN_REGISTERS; HEADS_PER_TILE (1;
 //            else a divisor of the group)
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries.
 //            grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch), the longest tiles first

@@ -17,7 +17,8 @@
 //            (multiprocessors, 1, 1), any number works;
 //            128 + NUM_CONSUMERS * 128 threads, one block a multiprocessor; dynamic shared bytes =
 //            BLOCK_Q * HEAD_DIM * 2 + 256 * (K_STAGES * HEAD_DIM + V_STAGES * HEAD_DIM_V)
-//              + (HAS_BIAS ? 12288 : 0) + 2 * ((HAS_FAR ? 64 : 32) + TILE_QUERIES * 4) + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
+//              + (HAS_BIAS ? 12288 : 0) + 2 * ((HAS_FAR ? 64 : 32) + TILE_QUERIES * 4)
+//              + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as attention_forward. RESIDUAL 1 (0): o_low i16, laid out as o, receives the lower 16 bits of o in f32
 //            (bf16_rest.cuh); with it hopper_attention_backward_prepare's D is as good as attention_row_sums' (one more
 //            tensor to keep, no pass over keys)

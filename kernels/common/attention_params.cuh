@@ -48,7 +48,7 @@ struct AttentionBackwardParams : AttentionParams {
   u64 padded_len;     // rows of row_stats and dq_sum a head
   u64 head_shares, query_shares;  // blocks that share a tile of keys (query_share.cuh)
   u64 sink_tokens, first_distance, last_distance, num_bands, first_band;  // as in AttentionFarForwardParams
-  u64 chunk_queries, sink_tiles;  // HAS_FAR on Hopper: queries of a chunk, tiles of keys of a block each (sink_chunk.cuh)
+  u64 chunk_queries, sink_tiles;  // HAS_FAR on Hopper: queries of a chunk, tiles of its blocks (sink_chunk.cuh)
 };
 
 struct AttentionBackwardPrepareParams {

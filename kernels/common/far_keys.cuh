@@ -1,5 +1,5 @@
 // far_keys: which keys a query sees beside its window: the first tokens of its document, and a band of distances that
-// each KV head has for itself (CoWindow, arXiv:2609.32704); and which tiles of keys or queries hold a pair that is seen.
+// each KV head has for itself (CoWindow, arXiv:2609.32704); and which tiles of keys or queries hold a seen pair.
 // Defines    HAS_FAR (0): 1 where kernels read such keys; doc_start is then an operand of the backward kernels, too
 #pragma once
 #include "common/types.cuh"
@@ -71,8 +71,8 @@ struct KeyTiles {
   int nearer, next_gap;        // tiles of the first two runs, and tiles left out behind them
 
   KeyTiles() = default;
-  // Of the queries `first` .. `last_query`; those up to `last_of_document` are of the first one's document, which begins
-  // at `start`.
+  // Of the queries `first` .. `last_query`; those up to `last_of_document` are of the first one's document, which
+  // begins at `start`.
   DEVICE KeyTiles(const FarKeys& far, int start, int first, int last_of_document, int last_query) {
     const int lowest = max(start, first - far.window + 1) / TILE, first_sink = start / TILE,
               last_sink = far.sinks > 0 ? min(min(start + far.sinks - 1, first) / TILE, lowest - 1) : first_sink - 1;
@@ -112,8 +112,8 @@ struct QueryTiles {
   int band_first, end;  // the second run, behind it; empty: both are near_end
 
   QueryTiles() = default;
-  // Of the keys from `key` to `last`, the last key's document being `start` .. `document_end`. Queries that see a key of
-  // an earlier document are in the tiles of the keys themselves.
+  // Of the keys from `key` to `last`, the last key's document being `start` .. `document_end`. Queries that see a key
+  // of an earlier document are in the tiles of the keys themselves.
   DEVICE QueryTiles(const FarKeys& far, int start, int document_end, int key, int last) {
     const int first_key = max(key, start);
     const bool has_sinks = first_key < start + far.sinks;

@@ -9,7 +9,7 @@ set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
 kinds=("$@")
-[ "$#" -gt 0 ] || kinds=(mha swa dma nsa mla infllm_v2 moba msa)
+[ "$#" -gt 0 ] || kinds=(mha swa dma nsa mla infllm_v2 moba msa cowa)
 device="${DEVICE:-cuda}" steps="${STEPS:-30}"
 here="$(cd "$(dirname "$0")/../.." && pwd)"
 mkdir -p "$out"

@@ -263,9 +263,7 @@ mod tests {
             let paths = paths(is_hopper);
             assert_eq!(paths.len(), AttentionKind::ALL.len());
             for (kind, paths) in paths {
-                // No kernel reads bands of keys.
-                let expected = if kind == "cowa" && is_hopper.is_some() { "reference" } else { at_128 };
-                assert_eq!(paths[4], expected, "{kind}, {is_hopper:?}");
+                assert_eq!(paths[4], at_128, "{kind}, {is_hopper:?}");
             }
         }
         let portable = paths(Some(true));

@@ -40,8 +40,8 @@ impl AttentionGradients<'_> {
         self.backward(documents, (window, None), bias)
     }
 
-    /// Gradients of [`far_attention_forward`](crate::Qkv::far_attention_forward) with the same `documents`, `window` and
-    /// `far`.
+    /// Gradients of [`far_attention_forward`](crate::Qkv::far_attention_forward) with the same `documents`, `window`
+    /// and `far`.
     ///
     /// # Errors
     /// As [`attention_backward`](Self::attention_backward).

@@ -15,8 +15,8 @@ pub(crate) enum KeySteps<'a> {
     /// The queries that see a key of the tile: from the key on, at most `window` of them, up to the end of the key's
     /// document, i32 `[batch, seq_len]`.
     Neighbours { doc_end: &'a CudaTensor, window: usize },
-    /// The same, and the queries that see a key of the tile beyond that window; `documents`: first token and end of each
-    /// token's document.
+    /// The same, and the queries that see a key of the tile beyond that window; `documents`: first token and end of
+    /// each token's document.
     Bands { documents: [&'a CudaTensor; 2], window: usize, far: FarWords },
     /// Steps of a list. The batch has one row, and there is no bias.
     Listed(TileLists<'a>),

@@ -40,9 +40,9 @@ pub(crate) struct SinkChunks {
     pub(crate) num_blocks: usize,
 }
 
-/// A block of 4096 queries takes as long as two or three blocks of a tile of keys at usual sizes, and leaves 128 KiB of
-/// sums at a head_dim of 128.
-const CHUNK_QUERIES: usize = 4096;
+/// A block of 2048 queries takes about as long as a block of a tile of keys at usual sizes, whose other blocks wait for
+/// its sums of dq. It leaves 128 KiB of sums at a head_dim of 128.
+const CHUNK_QUERIES: usize = 2048;
 
 impl SinkChunks {
     /// The chunks of a pass by key tiles; none where the portable kernels run.
@@ -53,6 +53,7 @@ impl SinkChunks {
         }
     }
 
+    /// The chunks of a row, for a document that begins anywhere.
     fn new(seq_len: usize, sink_tokens: usize) -> Self {
         // A document may begin at the last token of a tile.
         let sink_tiles = match sink_tokens.min(seq_len) {
@@ -76,8 +77,8 @@ impl SinkChunks {
     }
 }
 
-/// Bytes of the sums of dk and dv that the blocks of a document's first `sink_tokens` keys leave in a backward pass on a
-/// Hopper GPU.
+/// Bytes of the sums of dk and dv that the blocks of a document's first `sink_tokens` keys leave in a backward pass on
+/// a Hopper GPU.
 pub fn sink_sum_bytes(shape: &AttentionShape, sink_tokens: usize) -> usize {
     SinkChunks::new(shape.seq_len, sink_tokens).num_sums(shape) * DType::F32.size()
 }
@@ -89,9 +90,9 @@ mod tests {
     #[test]
     fn first_keys_get_blocks_for_each_chunk_but_the_first() {
         let blocks = |seq_len, sinks| SinkChunks::new(seq_len, sinks).num_blocks;
-        assert_eq!([(1, 64), (4096, 64), (4097, 64), (32768, 64)].map(|(n, sinks)| blocks(n, sinks)), [0, 0, 2, 14]);
-        assert_eq!([0, 1, 2, 129, 130].map(|sinks| blocks(5000, sinks)), [0, 1, 2, 2, 3]);
+        assert_eq!([(1, 64), (4096, 64), (4097, 64), (32768, 64)].map(|(n, sinks)| blocks(n, sinks)), [0, 2, 4, 30]);
+        assert_eq!([0, 1, 2, 129, 130].map(|sinks| blocks(5000, sinks)), [0, 2, 4, 4, 6]);
         let shape = AttentionShape::new(2, 32768, [16, 8], [128; 2]);
-        assert_eq!(sink_sum_bytes(&shape, 64), 2 * 8 * 14 * 128 * 256 * 4);
+        assert_eq!(sink_sum_bytes(&shape, 64), 2 * 8 * 30 * 128 * 256 * 4);
     }
 }

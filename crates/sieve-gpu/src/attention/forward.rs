@@ -40,8 +40,8 @@ impl Qkv {
         self.forward(doc_start, (window, None), softmax_scale, bias)
     }
 
-    /// As [`attention_forward`](Self::attention_forward) of a window, whose queries see the keys `far` of their document
-    /// too: its first tokens, and the keys at the distances of their KV head's band.
+    /// As [`attention_forward`](Self::attention_forward) of a window, whose queries see the keys `far` of their
+    /// document too: its first tokens, and the keys at the distances of their KV head's band.
     ///
     /// # Errors
     /// The errors of [`attention_forward`](Self::attention_forward); no band.

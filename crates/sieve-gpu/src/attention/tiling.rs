@@ -212,8 +212,8 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
     }
 }
 
-/// Adds the `#define`s HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0, and HAS_FAR
-/// for keys beyond a window.
+/// Adds the `#define`s HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0, and
+/// HAS_FAR for keys beyond a window.
 pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
     match source {
         KeySource::Gathered => kernel,

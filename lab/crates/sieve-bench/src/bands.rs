@@ -57,6 +57,7 @@ const REPEATED: [(Draw, usize); 3] = [
 ];
 
 impl Draw {
+    /// Draws sizes that no tile divides, and sizes at the edges of tiles.
     fn random(extent: &Extent, random: &mut Random) -> Self {
         let drawn = random.between(2, extent.longest.max(3));
         let seq_len = random.one_of(&[1, 15, 63, 64, 65, 127, 129, drawn, drawn, drawn]);
@@ -141,4 +142,50 @@ pub(crate) fn kernels(gpu: &DeviceReport) -> NeededKernels {
         add_attention(&mut list, gpu, AttentionShape::new(1, 1, [2, 1], [width; 2]), &[NeededKeys::Bands]);
     }
     list
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    /// Headers whose index arithmetic the Hopper kernels share with the portable ones.
+    const HEADERS: [&str; 2] = [
+        include_str!("../../../../kernels/common/far_keys.cuh"),
+        include_str!("../../../../kernels/common/sink_chunk.cuh"),
+    ];
+    const PROGRAM: &str = include_str!("../../../../tests/gpu/emulator/far_tiles.cpp");
+    /// What the headers use of C++ and of CUDA.
+    const BEFORE: &str = r"
+        #include <algorithm>
+        #include <cstdio>
+        #include <cstdlib>
+        #include <vector>
+        using std::max;
+        using std::min;
+        typedef unsigned u32;
+        typedef unsigned long long u64;
+        typedef int i32;
+        #define DEVICE inline
+        struct { int x; } threadIdx;
+        inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+        inline int __popc(u32 x) { return __builtin_popcount(x); }
+        inline u32 __ballot_sync(u32, bool x) { return x; }
+    ";
+
+    #[test]
+    fn tiles_hold_a_seen_pair_and_blocks_never_wait_for_each_other() {
+        let own = |line: &&str| !line.starts_with("#include") && !line.starts_with("#pragma");
+        let headers = HEADERS.map(|text| text.lines().filter(own).collect::<Vec<_>>().join("\n")).join("\n");
+        let text = PROGRAM.replace("// HEADERS\n", &format!("{BEFORE}\n{headers}\n"));
+        let folder = std::env::temp_dir().join(format!("sieve-far-tiles-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let [source, program] = ["far_tiles.cpp", "far_tiles"].map(|name| folder.join(name));
+        std::fs::write(&source, text).expect("written");
+        let built = Command::new("g++").args(["-std=c++17", "-O1", "-w", "-o"]).args([&program, &source]).output();
+        let built = built.expect("g++ starts");
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        let ran = Command::new(&program).output().expect("it starts");
+        assert_eq!(String::from_utf8_lossy(&ran.stdout), "good\n");
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
 }
