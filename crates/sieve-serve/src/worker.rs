@@ -35,14 +35,17 @@ struct Parts {
     least_wait: Duration,
     /// Fewest and most tokens of a prompt that are read at a time.
     tokens: [usize; 2],
+    /// Whether a part that is not the last has a power of two of tokens, so that few shapes occur: a GPU prepares the
+    /// GEMMs of each.
+    is_power: bool,
 }
 
 impl Parts {
     /// A part of few tokens takes nearly as long as one of many, because the weights are read for either: parts that
     /// end within 0.1 s made a prompt of 1,500 tokens take eight times as long as one that is read alone.
-    const ON_HOST: Self = Self { least_wait: Duration::from_millis(400), tokens: [16, 512] };
+    const ON_HOST: Self = Self { least_wait: Duration::from_millis(400), tokens: [16, 512], is_power: false };
     /// A pause of 50 ms is hardly seen in a text that streams. Each part reads the keys before it once more.
-    const ON_GPU: Self = Self { least_wait: Duration::from_millis(50), tokens: [256, 8192] };
+    const ON_GPU: Self = Self { least_wait: Duration::from_millis(50), tokens: [256, 8192], is_power: true };
 }
 
 /// Decodes the texts that requests send through the queue.
@@ -99,7 +102,11 @@ impl Pace {
     /// Tokens of a prompt that are read while the open texts wait.
     fn part(&self) -> usize {
         let [fewest, most] = self.parts.tokens;
-        if self.token == 0.0 { fewest } else { ((self.wait() / self.token) as usize).clamp(fewest, most) }
+        if self.token == 0.0 {
+            return fewest;
+        }
+        let tokens = ((self.wait() / self.token) as usize).clamp(fewest, most);
+        if self.parts.is_power { 1 << tokens.ilog2() } else { tokens }
     }
 
     /// How many of the last `rest` tokens of a prompt are read next, where `left` tokens may be read before the open
@@ -550,8 +557,8 @@ mod tests {
             (Parts::ON_HOST, 0.2, 0.002, 300),
             (Parts::ON_HOST, 0.01, 1.0, 16),
             (Parts::ON_HOST, 0.01, 1e-5, 512),
-            (Parts::ON_GPU, 0.002, 2e-5, 2500),
-            (Parts::ON_GPU, 0.03125, 1.0 / 32768.0, 3072),
+            (Parts::ON_GPU, 0.002, 2e-5, 2048),
+            (Parts::ON_GPU, 0.03125, 1.0 / 65536.0, 4096),
             (Parts::ON_GPU, 0.002, 1e-3, 256),
             (Parts::ON_GPU, 0.002, 1e-6, 8192),
             // Nothing was read yet.
