@@ -2,8 +2,8 @@
 // (arXiv:1904.09751).
 // Math       w_i = floor(2^44 exp2((x[r, i] - max_j x[r, j]) * scale_r)); tokens in order of falling logit, of equal
 //            ones by id; K: the first top_k tokens with w >= least; N: the fewest first ones of K whose w reach
-//            top_p * sum(K); the drawn token is the first whose prefix sum of w exceeds random * sum(N) / 2^64; -1 where an
-//            x[r, j] is NaN or infinite
+//            top_p * sum(K); the drawn token is the first whose prefix sum of w exceeds random * sum(N) / 2^64; -1
+//            where an x[r, j] is NaN or infinite
 // Layout     x bf16 [rows, width], rows x_stride apart; draws u32 [rows, 8]: scale's bits, top_k (0: all), and the
 //            lower and upper halves of top_p (all ones: 1), of least (0: all) and of the random number; ids i32 [rows]
 // Buffers    x, draws, ids

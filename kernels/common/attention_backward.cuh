@@ -633,8 +633,10 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #if COMPUTE_DQ
 #if TILE_LISTS
   if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, ListedStep(block, step - 1));
-#else
+#elif HAS_FAR
   if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, head - 1, query_tile(block, block.num_tiles - 1));
+#else
+  if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, head - 1, block.first_tile + block.num_tiles - 1);
 #endif
 #endif
 #if HAS_BIAS

@@ -9,9 +9,9 @@ use sieve_core::Draw;
 use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
-/// A GPU keeps no shorter texts: it reads so few tokens in one pass, in about the time that keeping a text takes. When 16
-/// clients of an 85M model on an H200 asked for 256 tokens behind 128, keeping each text cost 4 % (dense) to 20 % (DMA)
-/// of their tokens a second.
+/// A GPU keeps no shorter texts: it reads so few tokens in one pass, in about the time that keeping a text takes. When
+/// 16 clients of an 85M model on an H200 asked for 256 tokens behind 128, keeping each text cost 4 % (dense) to 20 %
+/// (DMA) of their tokens a second.
 const LEAST_KEPT_ON_GPU: usize = 1024;
 
 /// Texts that are being decoded, each with data of its owner, a `T`.

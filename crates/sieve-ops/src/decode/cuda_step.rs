@@ -711,8 +711,8 @@ fn project(
 }
 
 /// Whether rows, `[.., width]`, are few enough for the kernel of single rows, which adds in another order than whole
-/// rows do: of texts of their own, whose tokens have the same bits among any number of others, not four. On an H200 four
-/// texts of an 85M model were as fast with a GEMM; two were slower by a third.
+/// rows do. Four texts of their own are not, so that their tokens have the same bits among any number of others. On an
+/// H200 four texts of an 85M model were as fast with a GEMM; two were slower by a third.
 fn is_vectors(before: TokensBefore<'_>, rows: &CudaTensor) -> bool {
     let most = match before {
         TokensBefore::Same(_) => MAX_VECTORS,
