@@ -9,10 +9,14 @@ use sieve_core::Draw;
 use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
-/// A GPU keeps no shorter texts: it reads so few tokens in one pass, in about the time that keeping a text takes. When
-/// 16 clients of an 85M model on an H200 asked for 256 tokens behind 128, keeping each text cost 4 % (dense) to 20 %
-/// (DMA) of their tokens a second.
-const LEAST_KEPT_ON_GPU: usize = 1024;
+/// Tokens from which a GPU keeps a text: as many as it reads again in the time that going on from the kept text takes,
+/// which is spent on launches in each layer. On an H200 that was 1.5 ms a layer of a dense model of 85M parameters, in
+/// which a layer reads 2.5e10 / width^2 tokens at 400 TFLOP/s; 8,000 tokens were read again in 14 ms and behind the kept
+/// text in 19 ms.
+fn least_kept_on_gpu(width: usize) -> usize {
+    const LEAST: usize = 1024;
+    (25_000_000_000 / (width * width).max(1)).max(LEAST)
+}
 
 /// Texts that are being decoded, each with data of its owner, a `T`.
 #[derive(Debug)]
@@ -136,7 +140,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     /// Keeps a text that has read `tokens` and has ended, for a prompt that begins with it. A text under a selector is
     /// not kept, as its keys depend on the whole prompt, nor one that a GPU reads as soon again.
     pub fn keep(&mut self, tokens: Vec<u32>, mut text: Continuation<'a, B>) {
-        let is_short = !B::ON_HOST && tokens.len() < LEAST_KEPT_ON_GPU;
+        let is_short = !B::ON_HOST && tokens.len() < least_kept_on_gpu(self.model.shape().d_model);
         if self.selection.is_some() || is_short {
             text.leave(&mut self.rows);
             return;
@@ -379,6 +383,11 @@ mod tests {
         let (num_read, mut text) = open.take_kept(&longer).expect("it has its own cache");
         let whole = open.before(&longer).expect("a prompt").read(&longer).expect("it fits");
         assert_eq!((num_read, text.read(&[4]).expect("it fits")), (12, whole));
+    }
+
+    #[test]
+    fn a_gpu_keeps_texts_that_take_longer_to_read_again() {
+        assert_eq!([64, 768, 2048, 4096, 8192].map(least_kept_on_gpu), [6_103_515, 42_385, 5_960, 1_490, 1_024]);
     }
 
     #[test]

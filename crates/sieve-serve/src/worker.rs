@@ -35,17 +35,18 @@ struct Parts {
     least_wait: Duration,
     /// Fewest and most tokens of a prompt that are read at a time.
     tokens: [usize; 2],
-    /// Whether a part that is not the last has a power of two of tokens, so that few shapes occur: a GPU prepares the
+    /// Whether parts begin with the fewest tokens and double while they end soon, instead of following from the time of
+    /// a token: a part takes a GPU a time of its own, whatever its tokens. Few sizes occur so, and a GPU prepares the
     /// GEMMs of each.
-    is_power: bool,
+    doubles: bool,
 }
 
 impl Parts {
     /// A part of few tokens takes nearly as long as one of many, because the weights are read for either: parts that
     /// end within 0.1 s made a prompt of 1,500 tokens take eight times as long as one that is read alone.
-    const ON_HOST: Self = Self { least_wait: Duration::from_millis(400), tokens: [16, 512], is_power: false };
+    const ON_HOST: Self = Self { least_wait: Duration::from_millis(400), tokens: [16, 512], doubles: false };
     /// A pause of 50 ms is hardly seen in a text that streams. Each part reads the keys before it once more.
-    const ON_GPU: Self = Self { least_wait: Duration::from_millis(50), tokens: [256, 8192], is_power: true };
+    const ON_GPU: Self = Self { least_wait: Duration::from_millis(50), tokens: [256, 8192], doubles: true };
 }
 
 /// Decodes the texts that requests send through the queue.
@@ -80,11 +81,13 @@ struct Pace {
     step: f64,
     /// Seconds of a prompt's token.
     token: f64,
+    /// Tokens of a part, where parts double.
+    size: usize,
 }
 
 impl Pace {
     fn new(parts: Parts) -> Self {
-        Self { parts, step: 0.0, token: 0.0 }
+        Self { parts, step: 0.0, token: 0.0, size: parts.tokens[0] }
     }
 
     /// Moves a guess a quarter of the way to a new time. The first time is taken whole, and so is one that is far
@@ -92,6 +95,20 @@ impl Pace {
     fn note(guess: &mut f64, seconds: f64) {
         let is_new = *guess == 0.0 || seconds < *guess / 4.0;
         *guess = if is_new { seconds } else { 0.75 * *guess + 0.25 * seconds };
+    }
+
+    /// Takes the time of a part. One as long as parts are makes the next one longer if it took less than two thirds of
+    /// [`wait`](Self::wait), and shorter if it took more.
+    fn note_part(&mut self, tokens: usize, seconds: f64) {
+        Self::note(&mut self.token, seconds / tokens.max(1) as f64);
+        let [fewest, most] = self.parts.tokens;
+        if tokens >= self.size {
+            if seconds < self.wait() / 1.5 {
+                self.size = (2 * self.size).min(most);
+            } else if seconds > self.wait() {
+                self.size = (self.size / 2).max(fewest);
+            }
+        }
     }
 
     /// The seconds that open texts wait for prompts.
@@ -102,11 +119,11 @@ impl Pace {
     /// Tokens of a prompt that are read while the open texts wait.
     fn part(&self) -> usize {
         let [fewest, most] = self.parts.tokens;
-        if self.token == 0.0 {
-            return fewest;
+        match self.token {
+            _ if self.parts.doubles => self.size,
+            0.0 => fewest,
+            token => ((self.wait() / token) as usize).clamp(fewest, most),
         }
-        let tokens = ((self.wait() / self.token) as usize).clamp(fewest, most);
-        if self.parts.is_power { 1 << tokens.ilog2() } else { tokens }
     }
 
     /// How many of the last `rest` tokens of a prompt are read next, where `left` tokens may be read before the open
@@ -324,7 +341,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         let begun = Instant::now();
         let part = reading.num_read..reading.num_read + num_tokens;
         let logits = reading.text.read_next(&reading.prompt[part.clone()])?;
-        Pace::note(&mut self.pace.token, begun.elapsed().as_secs_f64() / num_tokens.max(1) as f64);
+        self.pace.note_part(num_tokens, begun.elapsed().as_secs_f64());
         reading.num_read = part.end;
         if part.end < reading.prompt.len() {
             self.reading = Some(reading);
@@ -551,23 +568,39 @@ mod tests {
 
     #[test]
     fn parts_of_prompts_take_the_time_that_open_texts_may_wait() {
-        // Each case: the device, seconds of a step and of a prompt's token, and the tokens of a part.
-        for (parts, step, token, expected) in [
-            (Parts::ON_HOST, 0.01, 0.001, 400),
-            (Parts::ON_HOST, 0.2, 0.002, 300),
-            (Parts::ON_HOST, 0.01, 1.0, 16),
-            (Parts::ON_HOST, 0.01, 1e-5, 512),
-            (Parts::ON_GPU, 0.002, 2e-5, 2048),
-            (Parts::ON_GPU, 0.03125, 1.0 / 65536.0, 4096),
-            (Parts::ON_GPU, 0.002, 1e-3, 256),
-            (Parts::ON_GPU, 0.002, 1e-6, 8192),
-            // Nothing was read yet.
-            (Parts::ON_GPU, 0.0, 0.0, 256),
-        ] {
-            let mut pace = Pace::new(parts);
+        // Each case: seconds of a step and of a prompt's token, and the tokens of a part.
+        for (step, token, expected) in [(0.01, 0.001, 400), (0.2, 0.002, 300), (0.01, 1.0, 16), (0.01, 1e-5, 512)] {
+            let mut pace = Pace::new(Parts::ON_HOST);
+            assert_eq!(pace.part(), 16, "nothing was read yet");
             Pace::note(&mut pace.step, step);
-            Pace::note(&mut pace.token, token);
-            assert_eq!(pace.part(), expected, "{parts:?} {step} {token}");
+            pace.note_part(16, 16.0 * token);
+            assert_eq!(pace.part(), expected, "{step} {token}");
+        }
+    }
+
+    #[test]
+    fn parts_double_while_they_end_soon_also_where_each_takes_a_time_of_its_own() {
+        // Each case: seconds of a step, of any part, and of a prompt's token; the tokens of parts one after another.
+        for (step, of_part, token, expected) in [
+            (0.002, 0.03, 1e-6, [256, 512, 1024, 2048, 4096, 8192, 8192]),
+            (0.002, 0.0, 1e-5, [256, 512, 1024, 2048, 4096, 4096, 4096]),
+            (0.002, 0.0, 1e-3, [256; 7]),
+            (0.04, 0.0, 2e-5, [256, 512, 1024, 2048, 4096, 4096, 4096]),
+        ] {
+            let mut pace = Pace::new(Parts::ON_GPU);
+            Pace::note(&mut pace.step, step);
+            let mut next = || {
+                let tokens = pace.part();
+                pace.note_part(tokens, of_part + token * tokens as f64);
+                tokens
+            };
+            assert_eq!(std::array::from_fn(|_| next()), expected, "{step} {of_part} {token}");
+            // A short prompt says nothing about parts, and a part that compiles kernels makes the next one shorter.
+            let size = pace.part();
+            pace.note_part(100, 1.0);
+            assert_eq!(pace.part(), size);
+            pace.note_part(size, 2.0);
+            assert_eq!(pace.part(), (size / 2).max(256));
         }
     }
 
