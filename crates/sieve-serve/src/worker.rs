@@ -582,7 +582,7 @@ mod tests {
     fn parts_double_while_they_end_soon_also_where_each_takes_a_time_of_its_own() {
         // Each case: seconds of a step, of any part, and of a prompt's token; the tokens of parts one after another.
         for (step, of_part, token, expected) in [
-            (0.002, 0.03, 1e-6, [256, 512, 1024, 2048, 4096, 8192, 8192]),
+            (0.002, 0.025, 1e-6, [256, 512, 1024, 2048, 4096, 8192, 8192]),
             (0.002, 0.0, 1e-5, [256, 512, 1024, 2048, 4096, 4096, 4096]),
             (0.002, 0.0, 1e-3, [256; 7]),
             (0.04, 0.0, 2e-5, [256, 512, 1024, 2048, 4096, 4096, 4096]),
