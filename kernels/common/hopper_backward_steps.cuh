@@ -74,7 +74,8 @@ struct StepPlace {
   // head.
   DEVICE void advance(const BackwardBlock& block) {
 #if HAS_FAR && ORDERED
-    // The band's queries first: then those of the window come when the blocks of earlier keys have had them.
+    // The band's queries come first, because the blocks of earlier keys have had the window's queries by the time that
+    // this block reaches them.
     if (tile == block.tiles.first) tile = block.tiles.end, ++head;
     if (--tile == block.tiles.band_first - 1) tile = block.tiles.near_end - 1;
 #elif HAS_FAR

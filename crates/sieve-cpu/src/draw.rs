@@ -48,7 +48,7 @@ pub fn draw(logits: &[f32], draw: &Draw) -> Option<u32> {
     } else {
         (Vec::new(), u64::MAX)
     };
-    // The tokens that have the least weight are the first of all, as those of `top_k` are.
+    // Tokens of at least this weight come first in the order, as the `top_k` likeliest do.
     let total = most.min(weights.iter().filter(|weight| **weight >= draw.least_weight).sum());
     let mut kept = total;
     let target = |kept| upper(draw.random, kept) + 1;
@@ -180,6 +180,22 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn min_p_leaves_tokens_of_a_share_of_the_largest_probability() {
+        // Probabilities 0.6, 0.3, 0.09, 0.01: the largest random number draws the last token that is left.
+        let logits = [0.6f32, 0.3, 0.09, 0.01].map(f32::ln);
+        let left = |temperature, min_p| {
+            let last = Draw::new(temperature, None, 1.0, u64::MAX).above(min_p);
+            draw(&logits, &last).map(|token| token + 1)
+        };
+        for (min_p, expected) in [(0.0, 4), (0.01, 4), (0.1, 3), (0.49, 2), (0.51, 1), (1.0, 1)] {
+            assert_eq!(left(1.0, min_p), Some(expected), "{min_p}");
+        }
+        // A higher temperature makes the tokens more alike, and at 0 the likeliest is taken.
+        assert_eq!([0.49, 0.35].map(|min_p| left(2.0, min_p)), [Some(2), Some(3)]);
+        assert_eq!(left(0.0, 0.49), Some(1));
     }
 
     #[test]

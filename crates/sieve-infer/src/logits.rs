@@ -41,6 +41,11 @@ impl<B: DeviceBackend> NextLogits<B> {
         Self { on_host: on_host(on_device.clone()), rows, on_device }
     }
 
+    /// One row of logits, `[1, vocab_size]`, which is on the host already.
+    pub(crate) fn of_one(on_device: Tensor<B, 2>, on_host: Vec<f32>) -> Self {
+        Self { on_device, rows: vec![0], on_host }
+    }
+
     /// Copies only `rows`, ascending, to the host: all rows of a batch may be as large as the model's weights.
     pub(crate) fn with_rows(on_device: Tensor<B, 2>, rows: Vec<usize>) -> Self {
         if rows.len() == on_device.dims()[0] {

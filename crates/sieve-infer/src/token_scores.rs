@@ -121,7 +121,7 @@ fn score_row<B: DeviceBackend>(
         for (position, logits) in (first..).zip(logits.chunks(model.shape().vocab_size)) {
             if position + 1 == end[position] as usize {
                 let on_device = on_device.clone().narrow(0, position - first, 1);
-                let next = NextLogits::new(on_device);
+                let next = NextLogits::of_one(on_device, logits.to_vec());
                 found.push(PromptScores { tokens: std::mem::take(&mut of_prompt), next });
                 continue;
             }

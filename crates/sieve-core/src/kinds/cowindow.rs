@@ -109,7 +109,7 @@ impl Kind for CowaShape {
     fn pairs(&self, seq_len: usize) -> f64 {
         let far = self.far_keys();
         let rest = seq_len - self.sink_tokens.min(seq_len);
-        // The pairs with keys behind the sinks are those of a document that begins there.
+        // Behind the first tokens there are as many pairs as in a document that begins there.
         let nearer = |distance: usize| window_pairs(distance, rest);
         let of_sinks = window_pairs(seq_len, seq_len) - nearer(rest);
         let of_bands: f64 = (0..self.num_bands).map(|at| nearer(far.band(at).end) - nearer(far.band(at).start)).sum();
