@@ -7,13 +7,14 @@ Run from the repository's root. A run trains recipes/quickstart.toml's model in 
 attention that reads 128 keys a query (learning_table.py's set "recall"), on its text; the kinds that choose read 8 blocks
 of 16. Then `sieve eval needle --phases 16` asks each of --needles needles at all 16 positions modulo a block. Dense
 attention and windows, which have no blocks, are the controls. OUT/phases.jsonl gets a line for each finished run; runs
-that have one are not repeated. Without --sieve the table of the lines is printed. Needs nothing but Python.
+that have one are not repeated. Without --sieve the table of the lines is printed, and --draw FILE.svg draws them by
+phase. Needs nothing but Python.
 """
 
 import subprocess
 
 from learning_table import ROWS, base, restated_numbers
-from runs import (device_name, evaluated, finished, named, parsed, parser_of, prepare, scores, table_text, train_missing,
+from runs import (chart, device_name, evaluated, finished, named, parsed, parser_of, prepare, scores, table_text, train_missing,
                   trained)
 
 KINDS = ["dense", "InfLLM-V2", "MoBA", "MSA", "NSA", "DMA 128, slope, r 32", "window 128"]
@@ -60,6 +61,19 @@ def print_table(rows):
     print(table_text(head, lines))
 
 
+def drawn(rows):
+    """A panel for the needles found and one for the log-likelihood, over the phase: a line a kind, a dot a seed."""
+    kinds = [kind for kind in KINDS if any(key[0] == kind for key in rows)]
+
+    def series(score, factor):
+        of_kind = {kind: [row[score]["means"] for key, row in rows.items() if key[0] == kind] for kind in kinds}
+        return {kind: [(phase, [factor * mean for mean in means]) for phase, means in enumerate(zip(*of_seeds))]
+                for kind, of_seeds in of_kind.items()}
+
+    return chart([("found in %", series("found", 100), "linear", "phase", "{:.0f}"),
+                  ("log-likelihood, nats a token", series("log_likelihood", 1), "linear", "phase", "{:.2f}")], kinds)
+
+
 def main():
     """Trains and asks what has no line yet where --sieve is given; prints the table of these steps and needles."""
     parser = parser_of(__doc__, "phases.jsonl", reads_text=False)
@@ -70,6 +84,9 @@ def main():
     parser.add_argument("--needles", type=int, default=24)
     parser.add_argument("--phases", type=int, default=16)
     arguments = parsed(parser)
+    # Refused here, since they are used after the training alone.
+    if arguments.needles < 1 or arguments.phases < 2:
+        parser.error(f"--needles {arguments.needles} --phases {arguments.phases}: ask at least one needle at two phases")
     arguments.recall_length, arguments.needle_lengths = arguments.length, [arguments.length + 64]
     path = arguments.out / "phases.jsonl"
     rows, same = finished(path, KEY), (arguments.steps, arguments.length, arguments.needles, arguments.phases)
@@ -84,6 +101,8 @@ def main():
     if not rows:
         parser.error(f"{path} has no run of these --steps, --length, --needles and --phases: {', '.join(map(str, same))}")
     print_table(rows)
+    if arguments.draw:
+        arguments.draw.write_text(drawn(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
