@@ -26,9 +26,28 @@ impl Exit {
         self as i32
     }
 
-    /// Ends the process with this exit code.
+    /// Ends the process with this exit code; for the thread that runs the command.
     pub fn now(self) -> ! {
         std::process::exit(self.code())
+    }
+
+    /// Ends the process with this exit code and cleans nothing up; for every other thread, a signal handler's among
+    /// them. A usual exit would run the C library's exit handlers, CUDA's too, and free what other threads still use
+    /// ("corrupted double-linked list"), or wait for a GPU that waits for a lost rank. What is printed is flushed line
+    /// by line.
+    pub fn at_once(self) -> ! {
+        #[cfg(unix)]
+        {
+            unsafe extern "C" {
+                // SAFETY: `_exit` is in every C library, takes any code and does not return.
+                safe fn _exit(code: std::ffi::c_int) -> !;
+            }
+            _exit(self.code())
+        }
+        #[cfg(not(unix))]
+        {
+            std::process::abort()
+        }
     }
 }
 

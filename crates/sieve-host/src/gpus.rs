@@ -127,7 +127,7 @@ fn limit_connecting(mesh: &Arc<Mesh>, events: &OnEvent) -> Result<Sender<()>> {
             if rank == 0 {
                 events.tell(Event::Failed, &text);
             }
-            end_now(Exit::Failed);
+            Exit::Failed.at_once();
         }
     })
 }
@@ -176,7 +176,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
                         events.tell(Event::Failed, &text);
                     }
                     mesh.fail(&text);
-                    end_now(other_lost());
+                    other_lost().at_once();
                 }
             }
             drop(mesh);
@@ -321,23 +321,6 @@ fn pending(work: Result<NcclWork, KernelError>) -> Result<Pending<Autodiff<Cuda>
 /// can distinguish a lost rank from a signal to stop.
 pub fn other_lost() -> Exit {
     variable(LAUNCHED).map_or(Exit::StoppedEarly, |_| Exit::OtherLost)
-}
-
-/// Ends this process without cleaning up: its GPU may wait for a lost rank, and a normal exit would wait for the GPU.
-pub fn end_now(exit: Exit) -> ! {
-    #[cfg(unix)]
-    {
-        unsafe extern "C" {
-            // SAFETY: `_exit` is in every C library, takes any code and does not return.
-            safe fn _exit(code: std::ffi::c_int) -> !;
-        }
-        _exit(exit.code())
-    }
-    #[cfg(not(unix))]
-    {
-        let _ = exit;
-        std::process::abort()
-    }
 }
 
 #[cfg(test)]

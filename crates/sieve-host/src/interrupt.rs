@@ -59,12 +59,12 @@ impl Interrupt {
                 if prints {
                     terminal::line("stopped before the first step; nothing is lost, the same command starts again");
                 }
-                Exit::Interrupted.now();
+                Exit::Interrupted.at_once();
             }
             match signals.count() {
                 Asked::Stop => stop.store(true, Ordering::Relaxed),
                 Asked::Same => return,
-                Asked::QuitAtOnce => Exit::Interrupted.now(),
+                Asked::QuitAtOnce => Exit::Interrupted.at_once(),
             }
             if prints {
                 terminal::line("stopping after this step and writing a checkpoint; once more to quit at once");

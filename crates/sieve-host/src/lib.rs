@@ -24,6 +24,7 @@ pub mod kernels_ahead;
 pub mod out_of_memory;
 
 pub mod loaded;
+pub mod same_bits;
 pub mod selector;
 
 pub mod gpus;

@@ -1,7 +1,7 @@
 //! A command as one of several ranks: which of them prints an error, and how all end.
 use crate::environment::{LAUNCHED, variable};
 use crate::exit::Exit;
-use crate::gpus::{end_now, other_lost};
+use crate::gpus::other_lost;
 use crate::on_event::{Event, OnEvent};
 use crate::stopped::{is_unsaved, passes_by_itself, stopped_by};
 use crate::terminal;
@@ -30,7 +30,7 @@ pub fn joined(
     let late = events.clone();
     let give_up = move |failure: &Failure| {
         tell(rank, failure, (&late, hint));
-        end_now(other_lost());
+        other_lost().at_once();
     };
     let timeouts = Timeouts {
         silence: Duration::from_secs(patience),

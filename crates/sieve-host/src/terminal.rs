@@ -365,7 +365,7 @@ pub fn install_panic_message(full_memory: fn(&str) -> Option<String>) {
             // This may be CubeCL's device thread. The thread that waits for it would hang or report a second error, so
             // the process ends here.
             errors(&format!("error: {message}\n"));
-            Exit::Failed.now();
+            Exit::Failed.at_once();
         }
         let place = panic.location().map(|l| format!(" at {}:{}", l.file(), l.line()));
         let what = panic.payload_as_str().unwrap_or("no message");

@@ -5,12 +5,12 @@
 //! (`token_step.rs`) does not take models with residual scales, which run layer by layer.
 use crate::pass::rope_dim;
 use crate::whole_weights::{WeightSource, WholeWeights};
-use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, PassState, RmsNorm, WeightInit};
+use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, PassSettings, PassState, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::ModelShape;
-use sieve_ops::{DeviceBackend, Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents, KernelPolicy, RotaryEmbedding, SieveBackend, SumOrder};
 use std::convert::Infallible;
 
 /// Embedding of token ids as rows of a matrix.
@@ -77,6 +77,9 @@ pub struct Qwen3<B: Backend> {
     shape: ModelShape,
     #[module(skip)]
     weights: WeightSource,
+    /// Which kernels passes with a cache may use.
+    #[module(skip)]
+    pub(crate) cached: KernelPolicy,
 }
 
 impl<B: Backend> Qwen3<B> {
@@ -95,7 +98,14 @@ impl<B: Backend> Qwen3<B> {
             head: LmHead { norm, lm_head },
             shape: shape.clone(),
             weights: WeightSource::default(),
+            cached: KernelPolicy::default(),
         }
+    }
+
+    /// The model that adds a new token's sums in the order of whole rows, whatever the number of texts and the length
+    /// of their caches, where a GPU would take a faster kernel with another order. On a CPU every model does.
+    pub fn with_same_bits(self) -> Self {
+        Self { cached: KernelPolicy { sums: SumOrder::Fixed, ..self.cached }, ..self }
     }
 
     /// The model with whole weights from `source` in every pass. Its own parameters are then read for their types and
@@ -258,6 +268,7 @@ impl<B: SieveBackend> Qwen3<B> {
         let seen = TensorData::new(seen, [caches.len(), 1]);
         let context = LayerContext {
             positions: documents.positions.clone() + Tensor::from_data(seen, &device),
+            settings: PassSettings { policy: self.cached, ..PassSettings::default() },
             ..LayerContext::new(&documents, rope)
         };
         let mut state = PassState::default();

@@ -81,6 +81,7 @@ impl<B: DeviceBackend> Qwen3<B> {
             output: self.head.weight(&self.embed_tokens),
             epsilon: self.head.norm.epsilon,
             rope,
+            policy: self.cached,
         };
         token_step::<B>(step, graph)
     }

@@ -287,7 +287,7 @@ impl Answering {
             // A second signal during one answer ends the program, in case a token takes long.
             if !handled.is_on.load(Relaxed) || handled.stop.swap(true, Relaxed) {
                 terminal::text("\n");
-                Exit::Interrupted.now();
+                Exit::Interrupted.at_once();
             }
         };
         ctrlc::set_handler(stop).context("installing the signal handler")?;

@@ -3,11 +3,12 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
-use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel};
+use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel, peek_model};
 use sieve_host::environment::{LAUNCHED, variable};
 use sieve_host::exit::Exit;
 use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
 use sieve_host::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
+use sieve_host::same_bits::SameBitsArgs;
 use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{
     BatchGenerator, Drawn, GenerateConfig, Generator, Sampler, Sampling, Selection, StopTexts, StoppedText, prompt_part,
@@ -80,6 +81,8 @@ pub(crate) struct GenerateArgs {
     #[command(flatten)]
     sparse: selector::SelectorArgs,
     #[command(flatten)]
+    same_bits: SameBitsArgs,
+    #[command(flatten)]
     place: PlaceArgs,
 }
 
@@ -137,6 +140,8 @@ fn run_as(mut args: GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
             ..InferenceSize::rows_of(part, part)
         }
     })?;
+    let (_, shape) = peek_model(&args.checkpoint)?;
+    args.same_bits.check(&shape, &place.device, args.sparse.selector.is_some())?;
     on_device!(place, run_on(&args, &prompts, chats.as_deref(), ranks))
 }
 
@@ -182,7 +187,8 @@ fn run_on<B: ModelBackend>(
     device: &B::Device,
     kept: Kept,
 ) -> Result<()> {
-    let placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
+    let mut placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
+    placed.loaded = args.same_bits.of(placed.loaded);
     let loaded = &placed.loaded;
     let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe, &loaded.shape)?;
     // The text on standard output may be another program's input.

@@ -6,6 +6,7 @@ use sieve_host::device::Place;
 use sieve_host::interrupt::{Asked, Signals};
 use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
 use sieve_host::out_of_memory::inference_plan;
+use sieve_host::same_bits::SameBitsArgs;
 use sieve_host::{hub, loaded, selector, terminal};
 
 use sieve_hf::{ChatTemplate, Kept, SamplingDefaults, peek_model};
@@ -65,6 +66,8 @@ pub(crate) struct ServeArgs {
     log_requests: bool,
     #[command(flatten)]
     sparse: selector::SelectorArgs,
+    #[command(flatten)]
+    same_bits: SameBitsArgs,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -168,6 +171,7 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
         args.host
     );
     let place = args.place.place(&args.checkpoint)?;
+    args.same_bits.check(&shape, &place.device, args.sparse.selector.is_some())?;
     let max_texts = args.texts(&shape, context, &place);
     let of_all = |_: &Recipe, shape: &ModelShape| work(shape, [context, max_texts]);
     let planned = args.place.memory.check_inference(&args.checkpoint, &place, of_all);
@@ -195,6 +199,7 @@ fn run_on<B: DeviceBackend>(
     kept: Kept,
 ) -> Result<()> {
     let (loaded, own) = loaded::load::<B>(&args.checkpoint, device, kept)?;
+    let loaded = args.same_bits.of(loaded);
     let tokenizer = match &args.tokenizer {
         Some(path) => loaded::tokenizer(path, &loaded.recipe, &loaded.shape)?,
         None => own,
@@ -325,7 +330,7 @@ fn stop_at_signals(stop: &Stop) -> Result<()> {
             terminal::line("stopping when the open requests are answered; once more to quit at once");
         }
         Asked::Same => {}
-        Asked::QuitAtOnce => sieve_host::exit::Exit::Interrupted.now(),
+        Asked::QuitAtOnce => sieve_host::exit::Exit::Interrupted.at_once(),
     };
     ctrlc::set_handler(ask).context("installing the signal handler")
 }

@@ -3,7 +3,7 @@ use crate::KernelError;
 use crate::attention::decode::{DecodeForm, DecodeStep, SeenOperands};
 use crate::attention::hopper_tiling::BLOCK_KV;
 use crate::attention::{AttentionShape, KernelFamily, KeySource, token_params};
-use crate::runtime::{CudaTensor, SourceKernel, params};
+use crate::runtime::{CudaTensor, SourceKernel, SumOrder, params};
 
 const NAME: &str = "hopper_attention_token";
 
@@ -24,7 +24,15 @@ pub(crate) fn takes(
     keys: usize,
 ) -> bool {
     let is_hopper = KernelFamily::of(shape, KeySource::Dense, q) == KernelFamily::Hopper;
-    is_hopper && shape.head_dim == shape.head_dim_v && form.joins() && step.num_first == 0 && keys <= MOST_KEYS
+    is_hopper && shape.head_dim == shape.head_dim_v && form.joins() && step.num_first == 0 && keys <= most_keys(q)
+}
+
+/// Keys up to which a query takes this kernel: all of them if sums have a fixed order.
+fn most_keys(q: &CudaTensor) -> usize {
+    match q.policy().sums {
+        SumOrder::Any => MOST_KEYS,
+        SumOrder::Fixed => usize::MAX,
+    }
 }
 
 /// The operands of a launch, which [`decode`](crate::attention::decode) has checked.

@@ -29,7 +29,7 @@ pub fn watch() {
     // Without a handler a signal ends the program as it always does.
     let _ = ctrlc::set_handler(|| {
         so_far().end().iter().for_each(|line| terminal::fault(line));
-        Exit::Interrupted.now();
+        Exit::Interrupted.at_once();
     });
 }
 

@@ -4,7 +4,7 @@ use crate::tensors::Float;
 use crate::{AttentionSpec, DmaLayer, QkNorm, RotaryEmbedding};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::{BlockChoice, NsaBlocks};
+use sieve_core::{BlockChoice, KernelPolicy, NsaBlocks};
 
 /// What [`dma_decode`](crate::dma_decode) reads of one new token of every sequence.
 #[derive(Clone, Debug)]
@@ -52,6 +52,8 @@ pub struct TokenStep<'a, B: Backend> {
     pub epsilon: f64,
     /// Rotary tables for every position that the step's tokens may have.
     pub rope: &'a RotaryEmbedding<B>,
+    /// Which kernels the step may take: with sums in a fixed order, those with the order of whole rows.
+    pub policy: KernelPolicy,
 }
 
 /// Weights of one block: attention and feed-forward layer.

@@ -18,7 +18,7 @@ use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
 use crate::{Cuda, DmaLayer, QkNorm, RotaryEmbedding};
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockChoice, NsaBlocks, TokenKeys};
+use sieve_core::{BlockChoice, KernelPolicy, NsaBlocks, SumOrder, TokenKeys};
 use sieve_kernels::step::{
     Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, residual_add, rms_norm_forward, rope,
     swiglu_forward,
@@ -214,6 +214,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
             tables: still.as_ref().filter(|_| !layer.rotates).unwrap_or(&tables).each_ref(),
             epsilon,
             before: step.before,
+            policy: step.policy,
             tape,
             layer,
             attention: &layer.attention,
@@ -221,7 +222,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
         x = layer.run(x, cache, &mut scratch)?;
     }
     let (norm, output) = (tape.noted(&of(&step.norm)), tape.noted(&of(&step.output)));
-    let logits = project(step.before, Vectors::Normed(&x, &norm, epsilon), &output, Epilogue::Stored)?;
+    let logits = project((step.before, step.policy), Vectors::Normed(&x, &norm, epsilon), &output, Epilogue::Stored)?;
     let [batch, _, vocab_size] = logits.dims(NAME, "logits")?;
     Ok((inputs, logits.reshaped(NAME, "logits", &[batch, vocab_size])?))
 }
@@ -236,6 +237,7 @@ struct Layer<'s> {
     epsilon: f32,
     /// Tokens before this one when the step is recorded.
     before: TokensBefore<'s>,
+    policy: KernelPolicy,
     tape: &'s StepTape,
     layer: &'s TokenLayer<Cuda>,
     attention: &'s TokenAttention<Cuda>,
@@ -258,7 +260,9 @@ impl Layer<'_> {
         let weight = self.noted(&self.attention.qkv);
         let qkv = match &bias {
             None => self.project(normed, &weight, Epilogue::Stored)?,
-            Some(bias) if is_vectors(self.before, &x) => self.project(normed, &weight, Epilogue::Added(bias))?,
+            Some(bias) if is_vectors((self.before, self.policy), &x) => {
+                self.project(normed, &weight, Epilogue::Added(bias))?
+            }
             // As in whole rows, the bias is added to the rounded product.
             Some(bias) => residual_add(bias, &self.project(normed, &weight, Epilogue::Stored)?)?,
         };
@@ -284,7 +288,7 @@ impl Layer<'_> {
 
     /// As the function [`project`], for the rows of this step.
     fn project(&self, rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
-        project(self.before, rows, weight, finish)
+        project((self.before, self.policy), rows, weight, finish)
     }
 
     /// The tensor as an operand of launches that the tape records.
@@ -531,7 +535,7 @@ impl Layer<'_> {
         let heads = spec.num_heads + 2 * spec.num_kv_heads;
         let head_dim = qkv.num_elements() / (self.batch() * heads);
         let qkv = qkv.reshaped(NAME, "qkv", &[self.batch(), 1, heads, head_dim])?;
-        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
+        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads).under(self.policy);
         let weights = norm.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let weights = weights.as_ref().map(|weights| weights.each_ref());
         let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
@@ -545,7 +549,7 @@ impl Layer<'_> {
         } else {
             // On an H200 four texts took 3 to 6 % longer without a launch for the rotation; two were not measured.
             let rotated = self.rotated(&qkv, norm, &self.inputs.position, spec.num_kv_heads)?;
-            let token = Qkv::packed(&rotated, spec.num_heads, spec.num_kv_heads);
+            let token = Qkv::packed(&rotated, spec.num_heads, spec.num_kv_heads).under(self.policy);
             kv.attention_decode(&token, &length, step, &buffers)?
         };
         o.reshaped(NAME, "o", &[self.batch(), 1, spec.num_heads * head_dim])
@@ -689,13 +693,13 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 /// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
 /// separate kernels before and after it, which have the bits of whole rows.
 fn project(
-    before: TokensBefore<'_>,
+    step: (TokensBefore<'_>, KernelPolicy),
     rows: Vectors<'_>,
     weight: &CudaTensor,
     finish: Epilogue<'_>,
 ) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
-    if is_vectors(before, x) {
+    if is_vectors(step, x) {
         return matrix_vector(rows, weight, finish);
     }
     let h = match rows {
@@ -712,9 +716,11 @@ fn project(
 
 /// Whether rows, `[.., width]`, are few enough for the kernel of single rows, which adds in another order than whole
 /// rows do. Four texts of their own are not, so that their tokens have the same bits among any number of others. On an
-/// H200 four texts of an 85M model were as fast with a GEMM; two were slower by a third.
-fn is_vectors(before: TokensBefore<'_>, rows: &CudaTensor) -> bool {
+/// H200 four texts of an 85M model were as fast with a GEMM; two were slower by a third, so only a policy of sums in a
+/// fixed order takes the GEMM for them.
+fn is_vectors((before, policy): (TokensBefore<'_>, KernelPolicy), rows: &CudaTensor) -> bool {
     let most = match before {
+        _ if policy.sums == SumOrder::Fixed => 0,
         TokensBefore::Same(_) => MAX_VECTORS,
         TokensBefore::Each(_) => MAX_VECTORS - 1,
     };

@@ -1,0 +1,109 @@
+//! `--same-bits`: new tokens with the bits of whole rows, where a GPU would take faster kernels with other sums.
+use crate::device::Device;
+use anyhow::{Result, ensure};
+use clap::Args;
+use sieve_core::ModelShape;
+use sieve_core::recipe::AttentionKind;
+use sieve_hf::LoadedModel;
+use sieve_ops::DeviceBackend;
+
+/// Kinds of attention whose kernels for a token add in the order of whole rows, and their heads' widths.
+const KINDS: [AttentionKind; 2] = [AttentionKind::Mha, AttentionKind::Swa];
+const HEAD_DIMS: [usize; 2] = [64, 128];
+
+/// The compute capability of the GPUs that have these kernels.
+const HOPPER: (u32, u32) = (9, 0);
+
+/// `--same-bits`.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct SameBitsArgs {
+    /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
+    /// any length and in a whole row; for models of dense attention and windows, slower with few or long texts. On a
+    /// CPU every model does
+    #[arg(long)]
+    same_bits: bool,
+}
+
+impl SameBitsArgs {
+    /// Checks that the model can hold it on this device, before the model is loaded.
+    ///
+    /// # Errors
+    /// A GPU that is no Hopper GPU; kinds of attention or widths of heads without such kernels; a selector.
+    pub fn check(self, shape: &ModelShape, device: &Device, has_selector: bool) -> Result<()> {
+        let Device::Cuda(gpu) = device else { return Ok(()) };
+        if !self.same_bits {
+            return Ok(());
+        }
+        const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so for every model";
+        ensure!(
+            (gpu.major, gpu.minor) == HOPPER,
+            "--same-bits needs an H100 or H200, and cuda:{} is {}{HINT}",
+            gpu.index,
+            gpu.name
+        );
+        ensure!(!has_selector, "--same-bits is for a model's own attention, and --selector replaces it{HINT}");
+        for part in shape.by_kind() {
+            let kind = part.attention.kind();
+            ensure!(
+                KINDS.contains(&kind),
+                "--same-bits is for layers of kind mha and swa on a GPU, and this model has {} layers{HINT}",
+                kind.name()
+            );
+        }
+        ensure!(
+            HEAD_DIMS.contains(&shape.head_dim),
+            "--same-bits is for heads of 64 or 128 columns on a GPU, and this model has heads of {}{HINT}",
+            shape.head_dim
+        );
+        Ok(())
+    }
+
+    /// The model as the flag wants it.
+    pub fn of<B: DeviceBackend>(self, loaded: LoadedModel<B>) -> LoadedModel<B> {
+        if self.same_bits { LoadedModel { model: loaded.model.with_same_bits(), ..loaded } } else { loaded }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_core::model::Attention;
+    use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_mla, tiny_nsa};
+    use sieve_kernels::DeviceReport;
+
+    fn gpu(major: u32, name: &str) -> Device {
+        let name = name.to_owned();
+        Device::Cuda(DeviceReport {
+            index: 0,
+            name,
+            major,
+            minor: 0,
+            num_multiprocessors: 132,
+            total_memory_bytes: 1 << 37,
+        })
+    }
+
+    #[test]
+    fn what_cannot_have_equal_bits_is_refused_by_name() {
+        let wanted = SameBitsArgs { same_bits: true };
+        let (hopper, ampere) = (gpu(9, "NVIDIA H100"), gpu(8, "NVIDIA A100"));
+        let dense = qwen3_0_6b();
+        let window = ModelShape { attention: Attention::swa(4), ..dense.clone() };
+        let wide = ModelShape { head_dim: 256, ..dense.clone() };
+        for shape in [&dense, &window] {
+            wanted.check(shape, &hopper, false).expect("kernels in order");
+        }
+        for (shape, device, has_selector, part) in [
+            (&dense, &ampere, false, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
+            (&dense, &hopper, true, "--selector replaces it"),
+            (&tiny_mla(), &hopper, false, "has mla layers"),
+            (&tiny_nsa(), &hopper, false, "has nsa layers"),
+            (&wide, &hopper, false, "has heads of 256"),
+        ] {
+            let error = wanted.check(shape, device, has_selector).expect_err(part).to_string();
+            assert!(error.contains(part) && error.contains("--device cpu"), "{error}");
+            SameBitsArgs { same_bits: false }.check(shape, device, has_selector).expect("not asked for");
+            wanted.check(shape, &Device::Cpu, has_selector).expect("a CPU adds in one order");
+        }
+    }
+}
