@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   constexpr int MAX_GROUP = 64;
   __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP], parts[2][MAX_GROUP];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // Softmax: the factor of each head's exponentials. The first warps of a head's num_parts have a part of its keys each.
+  // Softmax: the factor of each head's exponentials. Each of a head's num_parts warps has a part of its keys.
   int num_parts = NUM_WARPS;
   while (num_parts > 1 && num_parts * group_size > NUM_WARPS) num_parts /= 2;
   const int part = warp % num_parts, step = num_parts * 32;

@@ -1,27 +1,27 @@
 // index_scores: one new token per row joins MSA's caches, its heads normed and rotated, and its index queries score the
 // blocks of keys before it; blocks are chosen by these scores.
 // Math       y = the norm and the rotation of qk_norm_rope_forward at position `length`, for the token's queries and
-//            keys and the indexer's (QK_NORM=0: without the norm of the first); importance[h, b] = max over the tokens c
-//            of block b of index_q_h . index_c, over the blocks among which nsa_choose takes the largest
+//            keys and the indexer's (QK_NORM=0: without the norm of the first); importance[h, b] = max over the tokens
+//            c of block b of index_q_h . index_c, over the blocks among which nsa_choose takes the largest
 //            (arXiv:2606.13392)
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new, v_new bf16 [batch, num_kv_heads, HEAD_DIM], index_q bf16
 //            [batch, index_heads, HEAD_DIM], index_k bf16 [batch, HEAD_DIM], each with an element offset and a batch
 //            stride (slices of packed rows, multiples of 8); weights bf16 [HEAD_DIM]; cos, sin f32 [max_positions,
 //            HEAD_DIM / 2], rows table_stride apart (a multiple of 4), a position past them takes the last row; length
 //            i32 [batch], tokens before this one; k_cache, v_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM];
-//            index_cache bf16 [batch, index_capacity, HEAD_DIM]; rotated_q bf16 [batch, num_heads, HEAD_DIM]; importance
-//            f32 [batch, index_heads, num_blocks]
+//            index_cache bf16 [batch, index_capacity, HEAD_DIM]; rotated_q bf16 [batch, num_heads, HEAD_DIM];
+//            importance f32 [batch, index_heads, num_blocks]
 // Buffers    q, k_new, v_new, index_q, index_k, q_weight, k_weight, index_q_weight, index_k_weight, cos, sin, length,
 //            k_cache, v_cache, index_cache, rotated_q, importance; QK_NORM=0: without q_weight and k_weight
 // Defines    HEAD_DIM (64, 128), QK_NORM 0|1
-// Tiling     grid (scorers + joiners, batch); 256 threads; a scoring block has a block of keys at a time, a warp KEYS of
-//            them in flight; a joining block stores NUM_WARPS * HEADS_PER_WARP heads; dynamic shared bytes = 4
+// Tiling     grid (scorers + joiners, batch); 256 threads; a scoring block has a block of keys at a time, a warp KEYS
+//            of them in flight; a joining block stores NUM_WARPS * HEADS_PER_WARP heads; dynamic shared bytes = 4
 //            index_heads (HEAD_DIM + NUM_WARPS)
 // Numerics   f32 inside; rotated heads are rounded to bf16 as by qk_norm_rope_forward; sums in the order of
 //            lanes_sum<32>, whatever the tiling; writes row `length` of the caches, and the importance of the blocks
 //            that a choice compares
-// Edges      a row in which every block is read: no importance is written; a position past the tables counts as the last;
-//            length >= capacity writes nothing out of bounds: the wrapper refuses it
+// Edges      a row in which every block is read: no importance is written; select_size a multiple of KEYS; length >=
+//            capacity writes nothing out of bounds: the wrapper refuses it
 #include "common/attention_params.cuh"
 #include "common/programmatic_launch.cuh"
 #include "common/rotary_head.cuh"

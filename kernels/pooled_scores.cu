@@ -12,12 +12,12 @@
 //            token; rotated_q bf16 [batch, num_heads, HEAD_DIM]; scores f32 [batch, num_heads, pooled_capacity]
 // Buffers    q, k_new, v_new, k_cache, v_cache, pooled, q_weight, k_weight, cos, sin, rotated_q, length, scores;
 //            ROTATE=0: without the weights, cos, sin and rotated_q, ROTATE=1: without the weights
-// Defines    HEAD_DIM (64, 128), ROTATE 0|1|2, POOLS (1; 0: the pooled key that ends at the token is there already and none is
-//            written)
-// Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp has KEYS pooled keys in flight, a lane HEAD_DIM / 32
-//            columns; block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
-// Numerics   f32 sums in the order of lanes_sum<32>; rows `length` of the caches, at most one pooled key and the scores of pooled
-//            keys that have ended are written
+// Defines    HEAD_DIM (64, 128), ROTATE 0|1|2, POOLS (1; 0: the pooled key that ends at the token is there already and
+//            none is written)
+// Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp has KEYS pooled keys in flight, a lane HEAD_DIM /
+//            32 columns; block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
+// Numerics   f32 sums in the order of lanes_sum<32>; rows `length` of the caches, at most one pooled key and the scores
+//            of pooled keys that have ended are written
 // Edges      no pooled key has ended; size any multiple of stride; length >= capacity writes nothing out of bounds: the
 //            wrapper refuses it
 #include "common/attention_params.cuh"

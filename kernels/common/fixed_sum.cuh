@@ -9,8 +9,8 @@ DEVICE T lanes_sum(T value) {
   for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
   return value;
 }
-// Sums over a warp of each of NUM values (a power of two up to 16), each as by lanes_sum<32>, in fewer exchanges: lane l
-// receives that of value l / (32 / NUM). The values are lost.
+// Sums over a warp of each of NUM values (a power of two up to 16), each as by lanes_sum<32>, in fewer exchanges:
+// lane l receives that of value l / (32 / NUM). The values are lost.
 template <int NUM>
 DEVICE float lanes_sums(float (&values)[NUM]) {
   const int lane = (int)threadIdx.x & 31;

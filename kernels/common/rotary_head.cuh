@@ -115,7 +115,8 @@ DEVICE HeadColumns rotated_head(const bf16* head, bool is_normed, const bf16* we
 DEVICE void store_rounded(float* head, int column, const HeadColumns& columns) {
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; i += 2) {
-    const u32 low = pack_bf16(columns.low[i], columns.low[i + 1]), high = pack_bf16(columns.high[i], columns.high[i + 1]);
+    const u32 low = pack_bf16(columns.low[i], columns.low[i + 1]),
+              high = pack_bf16(columns.high[i], columns.high[i + 1]);
     head[column + i] = bf16_low(low), head[column + i + 1] = bf16_high(low);
     head[HALF + column + i] = bf16_low(high), head[HALF + column + i + 1] = bf16_high(high);
   }

@@ -281,12 +281,11 @@ fn choose(
 }
 
 impl KvCache {
-    /// Rotates one new token a row, as [`attention_decode_rotated`](Self::attention_decode_rotated) does, and appends it
-    /// to the cache, and the pooled key whose block ends at it. Attends over the tokens of
-    /// the blocks that the token's queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step`
-    /// are the same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with
-    /// one KV head for each chooser, a group of query heads with a choice of its own. Returns `[batch, 1, num_heads,
-    /// head_dim]`.
+    /// Rotates one new token a row, as [`attention_decode_rotated`](Self::attention_decode_rotated), and appends it to
+    /// the cache, with the pooled key whose block ends at it. Attends over the tokens of the blocks that the token's
+    /// queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `rotation`, `length` and `step` are as there,
+    /// without a window; `scratch` must be made with one KV head for each chooser, a group of query heads with a choice
+    /// of its own. Returns `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.

@@ -135,7 +135,7 @@ impl IndexedToken<'_> {
         tensors.extend([&cos, &sin, length, &cache.k, &cache.v, pooled.pooled, &rotated, &importance]);
         let kernel = index_scores_kernel(head_dim, self.rotation.norm.is_some(), num_kv_heads);
         // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity, which is at most
-        // that of the index keys where it writes, and writes one row of each cache, every rotated query, and importances.
+        // that of the index keys where it writes. It writes one row of each cache, every rotated query, importances.
         unsafe { kernel.launch([scorers + joiners, batch, 1], &tensors, &params) }?;
         Ok((rotated, importance))
     }
