@@ -44,7 +44,8 @@ struct PooledScoresParams : TokenParams {
 
 // A block scores its share of the pooled keys of one KV head for all query heads of the group: a warp has a pooled key
 // at a time. Block 0 also writes the token's key and value, and the pooled key that ends at it.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Three blocks a multiprocessor: for four the compiler would spill.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     pooled_scores(const bf16* q, const bf16* k_new, const bf16* v_new, bf16* k_cache, bf16* v_cache, bf16* pooled,
 #if ROTATE == 2
                   const bf16* q_weight, const bf16* k_weight,
