@@ -42,7 +42,7 @@ struct PooledScoresParams : TokenParams {
   u64 max_positions, table_stride, epsilon;  // ROTATE; epsilon: f32 bits
 };
 
-// A block scores its share of the pooled keys of one KV head for all query heads of the group: a warp has a pooled key
+// A block scores its share of the pooled keys of one KV head for all query heads of the group, a warp KEYS of them
 // at a time. Block 0 also writes the token's key and value, and the pooled key that ends at it.
 // Three blocks a multiprocessor: for four the compiler would spill.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
