@@ -3,18 +3,17 @@
 //            RULE 0: importance[b] = sum over c of w(c, b) p[c], w the strides that pooled key c and block b share
 //            (arXiv:2502.11089, eq. 9, 10);
 //            RULE 1: max over c with w(c, b) > 0 of p[c], 0 without any (arXiv:2509.24663);
-//            RULE 2: scores[h, b] of one head, 0 for a block that has not ended (arXiv:2502.13189);
-//            RULE 3: max over the tokens c of block b up to the new one of scores[h, c] of one head (arXiv:2606.13392)
+//            RULE 2: scores[h, b] of one head, 0 for a block that has not ended (arXiv:2502.13189)
 // Layout     scores f32 [batch, num_heads, pooled_capacity]; length i32 [batch], tokens before the new one; importance
 //            f32 [batch, choosers, num_blocks]
 // Buffers    scores, length, importance
-// Defines    RULE 0|1|2|3
-// Tiling     grid (choosers, batch); 512 threads; a warp takes a head's softmax, a thread a pooled key and then a
-//            block; RULE 3: a warp a block
+// Defines    RULE 0|1|2
+// Tiling     grid (choosers, batch); 512 threads; the warps share the heads' softmaxes, NUM_WARPS / group_size (rounded
+//            down to a power of two, at least 1) a head; a thread takes a pooled key and then a block
 // Numerics   f32 in a fixed order; writes the blocks up to the token's own; p takes the place of the first head's
 //            scores
-// Edges      no pooled key has ended: importances of 0; RULE 2: a chooser is a head, a block a pooled key; RULE 3: a
-//            chooser is a head, a token a pooled key (size = stride = 1)
+// Edges      no pooled key has ended: importances of 0; RULE 2: a chooser is a head, a block a pooled key; at most
+//            64 heads a chooser
 #include "common/fixed_sum.cuh"
 #include "common/pooled_keys.cuh"
 #include "common/programmatic_launch.cuh"
@@ -42,31 +41,40 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if RULE == 2
   // A pooled key is a block.
   for (i32 block = threadIdx.x; block <= own; block += THREADS) to[block] = block < num ? rows[block] : 0.f;
-#elif RULE == 3
-  // The largest score of a block's tokens.
-  const int lane = threadIdx.x & 31;
-  for (i32 block = threadIdx.x >> 5; block <= own; block += NUM_WARPS) {
-    const i32 first = block * (i32)params.select_size, end = min(first + (i32)params.select_size, num);
-    float most = -INFINITY_F32;
-    for (i32 c = first + lane; c < end; c += 32) most = fmaxf(most, rows[c]);
-    most = warp_max(most);
-    if (lane == 0) to[block] = most;
-  }
 #else
   constexpr int MAX_GROUP = 64;
-  __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP];
+  __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP], parts[2][MAX_GROUP];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // Softmax: the factor of each head's exponentials.
-  for (int h = warp; h < group_size; h += NUM_WARPS) {
+  // Softmax: the factor of each head's exponentials. Each of a head's num_parts warps has a part of its keys.
+  int num_parts = NUM_WARPS;
+  while (num_parts > 1 && num_parts * group_size > NUM_WARPS) num_parts /= 2;
+  const int part = warp % num_parts, step = num_parts * 32;
+  for (int h = warp / num_parts; h < group_size; h += NUM_WARPS / num_parts) {
+    const float* row = rows + h * capacity;
+    float most = -INFINITY_F32;
+#pragma unroll 8
+    for (i32 c = part * 32 + lane; c < num; c += step) most = fmaxf(most, row[c]);
+    most = warp_max(most);
+    if (lane == 0) parts[0][h * num_parts + part] = most;
+  }
+  __syncthreads();  // the maxima of all parts are stored
+  for (int h = warp / num_parts; h < group_size; h += NUM_WARPS / num_parts) {
     const float* row = rows + h * capacity;
     float most = -INFINITY_F32, sum = 0.f;
-    for (i32 c = lane; c < num; c += 32) most = fmaxf(most, row[c]);
-    most = warp_max(most);
-    for (i32 c = lane; c < num; c += 32) sum += expf(row[c] - most);
+    for (int other = 0; other < num_parts; other++) most = fmaxf(most, parts[0][h * num_parts + other]);
+#pragma unroll 8
+    for (i32 c = part * 32 + lane; c < num; c += step) sum += expf(row[c] - most);
     sum = lanes_sum<32>(sum);
-    if (lane == 0) largest[h] = most, inverse[h] = 1.f / sum;
+    if (lane == 0) parts[1][h * num_parts + part] = sum;
+    if (lane == 0 && part == 0) largest[h] = most;
   }
-  __syncthreads();  // every head's maximum and sum are stored
+  __syncthreads();  // the sums of all parts are stored
+  if ((int)threadIdx.x < group_size) {
+    float sum = 0.f;
+    for (int other = 0; other < num_parts; other++) sum += parts[1][threadIdx.x * num_parts + other];
+    inverse[threadIdx.x] = 1.f / sum;
+  }
+  __syncthreads();  // every head's maximum and inverse sum are stored
   for (i32 c = threadIdx.x; c < num; c += THREADS) {
     float p = 0.f;
     for (int h = 0; h < group_size; h++) p += expf(rows[h * capacity + c] - largest[h]) * inverse[h];

@@ -38,6 +38,7 @@ mod train_faults;
 mod train_gradients;
 mod train_guard;
 mod train_guard_runs;
+mod train_indexer;
 mod train_ranks;
 mod train_ranks_killed;
 mod train_ranks_killed_inside;

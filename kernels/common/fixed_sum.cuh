@@ -9,6 +9,26 @@ DEVICE T lanes_sum(T value) {
   for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
   return value;
 }
+// Sums over a warp of each of NUM values (a power of two up to 16), each as by lanes_sum<32>, in fewer exchanges:
+// lane l receives that of value l / (32 / NUM). The values are lost.
+template <int NUM>
+DEVICE float lanes_sums(float (&values)[NUM]) {
+  const int lane = (int)threadIdx.x & 31;
+#pragma unroll
+  for (int half = NUM / 2; half > 0; half /= 2) {
+    const int distance = half * 32 / NUM;
+    const bool is_upper = lane & distance;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float kept = is_upper ? values[half + i] : values[i], given = is_upper ? values[i] : values[half + i];
+      values[i] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
+    }
+  }
+#pragma unroll
+  for (int distance = 16 / NUM; distance > 0; distance /= 2)
+    values[0] += __shfl_xor_sync(0xffffffffu, values[0], distance);
+  return values[0];
+}
 // The largest value of a warp; every lane receives it.
 DEVICE float warp_max(float value) {
 #pragma unroll

@@ -93,3 +93,31 @@ DEVICE float inverse_rms(const HeadColumns& x, float epsilon) {
   for (int i = 0; i < LANE_COLUMNS; i++) squares = fmaf(x.low[i], x.low[i], fmaf(x.high[i], x.high[i], squares));
   return 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
 }
+
+// A head of GROUP lanes, normed where it is and rotated, from memory; zeros where the lane `holds` nothing of one. The
+// warp calls together. `angle`: the elements of cos and sin before the head's position.
+DEVICE HeadColumns rotated_head(const bf16* head, bool is_normed, const bf16* weight, float epsilon, const float* cos,
+                                const float* sin, i64 angle, bool holds) {
+  const int column = (int)threadIdx.x % GROUP * LANE_COLUMNS;
+  HeadWords words = {}, factors = {};
+  HeadColumns angles = {};
+  if (holds) {
+    words = load_head(head, column);
+    if (is_normed) factors = load_head(weight, column);
+    angles = load_angles(cos, sin, angle + column);
+  }
+  HeadColumns x = words.columns();
+  const HeadColumns normed = weighed(x, factors.columns(), inverse_rms(x, epsilon));
+  return rotated(is_normed ? normed : x, angles);
+}
+
+// Stores a lane's columns as f32 numbers, rounded to bf16 as store_head rounds them.
+DEVICE void store_rounded(float* head, int column, const HeadColumns& columns) {
+#pragma unroll
+  for (int i = 0; i < LANE_COLUMNS; i += 2) {
+    const u32 low = pack_bf16(columns.low[i], columns.low[i + 1]),
+              high = pack_bf16(columns.high[i], columns.high[i + 1]);
+    head[column + i] = bf16_low(low), head[column + i + 1] = bf16_high(low);
+    head[HALF + column + i] = bf16_low(high), head[HALF + column + i + 1] = bf16_high(high);
+  }
+}

@@ -1,6 +1,6 @@
 //! Tensors of a run on a GPU that last: from step to step, or from one micro-batch to the next. The trainer asks the
 //! allocator for their sizes before the first step, and a plan counts them.
-use crate::kinds::ParamSpec;
+use crate::kinds::{ParamSpec, Part};
 use crate::model::ModelShape;
 use crate::recipe::{GradientDtype, OptimizerName, Recipe};
 use std::collections::BTreeMap;
@@ -40,7 +40,8 @@ impl Lasting {
         let has_micro_batches = training.global_batch_size * degree > training.local_batch_size * ranks;
         let shards_weights = recipe.parallelism.zero_stage == 3 && recipe.parallelism.num_shards(ranks) > 1;
         let mut found = Self::default();
-        for spec in shape.all_parameters() {
+        let alone = training.trains_indexers_alone();
+        for spec in shape.all_parameters().into_iter().filter(|spec| !alone || spec.part == Part::Indexer) {
             let (whole, piece) = (spec.num_elements(), piece(&spec));
             let own = piece.unwrap_or(whole);
             let is_orthogonal = recipe.optimizer.name == OptimizerName::Muon && spec.orthogonal_rows().is_some();

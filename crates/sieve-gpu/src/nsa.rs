@@ -24,6 +24,7 @@ mod decode;
 mod gates;
 mod hopper;
 mod index_gradient;
+mod index_scores;
 mod lists;
 mod selected;
 mod selected_blocks;
@@ -35,6 +36,7 @@ pub(crate) use decode::key_logits;
 pub use decode::{NsaToken, PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub use index_gradient::IndexGradient;
+pub use index_scores::IndexedToken;
 pub use lists::ChoiceLists;
 pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 

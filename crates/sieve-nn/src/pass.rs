@@ -35,6 +35,8 @@ pub struct PassSettings {
     pub measures_indexers: bool,
     /// Whether queries of kinds that choose blocks read all earlier keys in this pass instead.
     pub reads_all: bool,
+    /// Whether the pass is for indexers alone: attention has no gradient but theirs, [`PassState::indexed`].
+    pub indexers_alone: bool,
 }
 
 /// Operands and settings that all layers of a forward pass share.
@@ -96,11 +98,14 @@ pub struct PassState<B: Backend> {
     pub last_choice: LastChoice<B>,
     /// For a block that is recomputed: what its first pass has kept of its attention.
     pub attention: Option<KeptAttention<B>>,
+    /// With `indexers_alone`: outputs of attention, `[batch, seq_len, num_heads, head_dim]`. Their backward passes give
+    /// the gradients of the indexers, whatever the gradient of an output is.
+    pub indexed: Vec<Tensor<B, 4>>,
 }
 
 impl<B: Backend> Default for PassState<B> {
     fn default() -> Self {
-        Self { sums: HashMap::new(), last_choice: LastChoice::default(), attention: None }
+        Self { sums: HashMap::new(), last_choice: LastChoice::default(), attention: None, indexed: Vec::new() }
     }
 }
 

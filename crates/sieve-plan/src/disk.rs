@@ -38,14 +38,20 @@ impl DiskPlan {
     }
 }
 
-/// The optimizer's moments: two of each parameter, but one of the blocks' matrices with Muon.
+/// The optimizer's moments: two of each trained parameter, but one of the blocks' matrices with Muon.
 pub(crate) fn num_moments(recipe: &Recipe, parameters: &ParameterCounts) -> u64 {
-    2 * parameters.total() - orthogonalised(recipe, parameters)
+    2 * num_trained(recipe, parameters) - orthogonalised(recipe, parameters)
+}
+
+/// Parameters that a run trains.
+pub(crate) fn num_trained(recipe: &Recipe, parameters: &ParameterCounts) -> u64 {
+    if recipe.training.trains_indexers_alone() { parameters.indexer } else { parameters.total() }
 }
 
 /// Parameters that Muon updates: about all of the blocks'.
 pub(crate) fn orthogonalised(recipe: &Recipe, parameters: &ParameterCounts) -> u64 {
     match recipe.optimizer.name {
+        _ if recipe.training.trains_indexers_alone() => 0,
         OptimizerName::AdamW => 0,
         OptimizerName::Muon => parameters.attention + parameters.mlp,
     }

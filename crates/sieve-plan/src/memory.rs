@@ -25,7 +25,7 @@ pub use verdict::MemoryVerdict;
 
 use crate::Target;
 use crate::context_parallel::RowShare;
-use crate::disk::num_moments;
+use crate::disk::{num_moments, num_trained};
 use activations::{F32, block_kept, block_temporaries, fp8_kept, logit_bytes, times};
 pub(crate) use activations::{fp8_gemms, shards_weights};
 use sieve_core::model::ModelShape;
@@ -255,8 +255,11 @@ impl GradientBytes {
     /// The gradients that one of `ranks` ranks holds, by micro-batches and `parallelism.zero_stage`.
     fn new(recipe: &Recipe, shape: &ModelShape, ranks: usize) -> Self {
         let (training, zero_stage) = (&recipe.training, recipe.parallelism.zero_stage);
-        let num_parameters = shape.parameters().total();
+        let num_parameters = num_trained(recipe, &shape.parameters());
         let all = times(num_parameters, training.gradient_dtype.bytes());
+        if training.trains_indexers_alone() {
+            return Self { loss: all, new_in_loss: 0, last_block: all, first_block: all, embedding: all };
+        }
         let num_shards = recipe.parallelism.num_shards(ranks) as u64;
         let shard = all / num_shards;
         let head = F32 * (shape.vocab_size * shape.d_model) as u64;
@@ -299,6 +302,10 @@ fn points_of_step(
     ranks: usize,
     keeping: Keeping,
 ) -> Vec<(&'static str, MemoryParts)> {
+    // Where indexers alone are trained, a block's activations exist during its own pass, as if it were recomputed.
+    let alone = recipe.training.trains_indexers_alone();
+    let full = alone.then(|| advice::with_mode(recipe, sieve_core::recipe::ActivationCheckpointMode::Full));
+    let recipe = full.as_ref().unwrap_or(recipe);
     let training = &recipe.training;
     let rows = RowShare::of(recipe);
     let tokens = rows.tokens() as u64;

@@ -350,7 +350,7 @@ fn stage_plan(
     executed.attention = over_steps(executed.attention, dense_attention);
     // FLOPs that a token saves on average: tokens without a label skip the output projection.
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
-    let executed_training = executed.training() - spared;
+    let executed_training = executed.in_steps(&recipe.training) - spared;
     let attention_share = 3.0 * executed.attention / executed_training;
     let recomputed = recomputed_share(recipe, shape.num_layers);
     let exchanged = rows.exchanged_bytes(shape, target.value_bytes(), recomputed) * micro_batches as f64;
@@ -367,6 +367,7 @@ fn stage_plan(
                 micro_batches,
                 recomputed,
                 fp8: recipe.training.fp8_blocks(shape.num_layers),
+                indexers_alone: recipe.training.trains_indexers_alone(),
             };
             let alone = speed_alone(recipe, shape, spared, &size, gpu);
             let speed = alone.zip(together).map(|(alone, together)| {

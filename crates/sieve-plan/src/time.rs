@@ -45,6 +45,8 @@ pub(super) struct StepSize {
     pub(super) recomputed: f64,
     /// Blocks that run their GEMMs in fp8.
     pub(super) fp8: Range<usize>,
+    /// Whether indexers alone are trained, without a backward pass of the model.
+    pub(super) indexers_alone: bool,
 }
 
 /// Seconds of the gradient norm and the optimizer's update on one GPU.
@@ -70,8 +72,9 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     if gpu_training_gap(shape, &gpu.arch).is_some() {
         return None;
     }
-    // A backward pass costs as much as two forward passes.
-    let passes = 3.0 + size.recomputed;
+    // A backward pass costs as much as two forward passes. Indexers alone need none.
+    let recomputed = if size.indexers_alone { 0.0 } else { size.recomputed };
+    let passes = if size.indexers_alone { 1.0 } else { 3.0 + recomputed };
     // Seconds of attention and bytes of memory traffic, per token.
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
@@ -99,7 +102,7 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     let linear = shape.executed_flops_per_token(size.seq_len).linear;
     // A recomputed feed-forward layer leaves out its second GEMM, except in fp8.
     let unread = (shape.num_layers - size.fp8.len()) as f64 * 2.0 * (shape.d_ff * shape.d_model) as f64;
-    let mut gemms = (passes * linear - spared_flops - size.recomputed * unread) / (GEMMS * gpu.bf16_flops);
+    let mut gemms = (passes * linear - spared_flops - recomputed * unread) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
         let (weights, [inner, outer]) = fp8_gemms(&shape.of_layer(layer_idx));
         let seconds = passes * 2.0 * weights as f64 / (GEMMS * gpu.bf16_flops);

@@ -109,6 +109,12 @@ impl TrainError {
                 format!("sieve launch --nproc {shards}, or --set parallelism.shard_ranks=0: all processes"),
             ));
         }
+        if ranks > 1 && recipe.training.trains_indexers_alone() {
+            return Err(Self::refused(
+                format!("training.train = [\"indexer\"] is for one process, and there are {ranks}"),
+                "train without sieve launch",
+            ));
+        }
         let groups = ranks / degree;
         let mut stages = recipe.stages().into_iter();
         stages.try_for_each(|stage| Self::micro_batches(&recipe.at_stage(&stage).training, groups).map(drop))

@@ -59,6 +59,7 @@ impl From<&Recipe> for BlockSettings {
                     ..KernelPolicy::default()
                 },
                 token_share: 1.0 / recipe.training.tokens_per_step().max(1) as f64,
+                indexers_alone: recipe.training.trains_indexers_alone(),
                 ..PassSettings::default()
             },
         }
@@ -152,6 +153,9 @@ pub(crate) fn pass<B: TrainBackend>(
     gradients: &mut GradientBuffer<B>,
     hooks: &mut dyn PassHooks<B>,
 ) -> Result<MicroBatchResult<B>, TrainError> {
+    if settings.layers.indexers_alone {
+        return pass_of_indexers(settings, model, batch, rope, loss_scale, gradients, hooks);
+    }
     let mut context = LayerContext {
         parts: batch.parts.as_ref(),
         settings: settings.layers,
@@ -213,6 +217,46 @@ pub(crate) fn pass<B: TrainBackend>(
     hooks.after_backward(model, Segment::Embedding, gradients)?;
 
     Ok(MicroBatchResult { loss: value, expire, clamped_scores, indexers })
+}
+
+/// As [`pass`], where indexers alone are trained. Their gradients come from the attention of their own layer, so each
+/// block's backward pass follows its forward pass, and no gradient goes from block to block.
+fn pass_of_indexers<B: TrainBackend>(
+    settings: &BlockSettings,
+    model: &mut Qwen3<B>,
+    batch: &DeviceBatch<B>,
+    rope: &RotaryEmbedding<B>,
+    loss_scale: f64,
+    gradients: &mut GradientBuffer<B>,
+    hooks: &mut dyn PassHooks<B>,
+) -> Result<MicroBatchResult<B>, TrainError> {
+    let mut context = LayerContext { settings: settings.layers, ..LayerContext::new(&batch.documents, rope) };
+    let mut state = PassState::default();
+    hooks.before_forward(model, Segment::Embedding, gradients)?;
+    let mut stream = model.embed_tokens.valid().forward(batch.tokens.clone().inner());
+    hooks.after_forward(model, Segment::Embedding)?;
+    let mut indexers = Vec::new();
+    for layer_idx in 0..model.layers.len() {
+        let segment = Segment::Block(layer_idx);
+        hooks.before_forward(model, segment, gradients)?;
+        let layer = &model.layers[layer_idx];
+        context.settings.precision = settings.precision(layer_idx);
+        let no_caches = None;
+        let output = layer.forward(Tensor::from_inner(stream), &context, &mut state, no_caches);
+        stream = output.x.inner();
+        indexers.extend(output.indexer);
+        for o in std::mem::take(&mut state.indexed) {
+            let mut computed = seed_gradient(o.clone(), o.zeros_like()).backward();
+            gradients.collect(layer, &mut computed);
+        }
+        hooks.after_backward(model, segment, gradients)?;
+    }
+    hooks.before_forward(model, Segment::Head, gradients)?;
+    let loss = model.head.valid().loss(stream, batch.labels.clone().inner(), &model.embed_tokens.valid());
+    for segment in [Segment::Head, Segment::Embedding] {
+        hooks.after_backward(model, segment, gradients)?;
+    }
+    Ok(MicroBatchResult { loss: loss.mul_scalar(loss_scale), expire: Vec::new(), clamped_scores: Vec::new(), indexers })
 }
 
 /// The backward passes of all blocks, from the last to the first, beginning with the gradient of the last one's output.
@@ -321,6 +365,7 @@ mod tests {
             token_share: 0.25,
             measures_indexers: true,
             reads_all: true,
+            indexers_alone: true,
         };
         let recomputed = settings_without_graph(settings);
         assert_eq!(recomputed.keeping, Keeping { attention: true, ..Keeping::default() });

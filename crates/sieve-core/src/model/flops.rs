@@ -18,6 +18,7 @@
 //! MFU is lower.
 
 use super::{Attention, ModelShape};
+use crate::recipe::TrainingSection;
 
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,6 +48,12 @@ impl FlopsPerToken {
     /// FLOPs of a token in training, forward and backward.
     pub fn training(&self) -> f64 {
         self.forward() + self.backward()
+    }
+
+    /// FLOPs of a token in a run's steps: of training, or where indexers alone are trained of a forward pass and of
+    /// their gradients.
+    pub fn in_steps(&self, training: &TrainingSection) -> f64 {
+        if training.trains_indexers_alone() { self.forward() + self.index_gradient } else { self.training() }
     }
 }
 

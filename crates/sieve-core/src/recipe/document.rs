@@ -269,9 +269,11 @@ impl Document {
     fn leave_out_keys_of_choices(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let chooses = kind.facts().chooses == Chooses::Blocks;
         let has_indexer = kind.example().as_kind().indexer().is_some();
-        for (section, name, is_of_kind) in
-            [("training", "dense_steps", chooses), ("optimizer", "indexer_lr", has_indexer)]
-        {
+        for (section, name, is_of_kind) in [
+            ("training", "dense_steps", chooses),
+            ("training", "train", has_indexer),
+            ("optimizer", "indexer_lr", has_indexer),
+        ] {
             let key = format!("{section}.{name}");
             if is_of_kind || set.contains(&key) {
                 continue;

@@ -210,6 +210,10 @@ keys! {
         /// chooses.
         #[key(between(0.0, 0.999, "0.5 takes every second step"))]
         pub dense_steps: f64 = 0.0,
+        /// What is trained: `["indexer"]` are the indexers of `msa` alone, which learn from the attention of a model
+        /// that stays as it is. Nothing else has gradients and moments, 12 bytes a parameter fewer, and a step has no
+        /// backward pass through the model. One process. Absent: everything.
+        pub train: Option<Vec<String>>,
         /// A loss counts as far above the running mean loss if its perplexity is more than this many times the mean's.
         /// The step is taken all the same. 0: no loss is far above the mean.
         #[key(may_change)]
@@ -237,6 +241,11 @@ impl TrainingSection {
     pub fn reads_all(&self, step: usize) -> bool {
         let until = |steps: usize| (steps as f64 * self.dense_steps).floor();
         until(step + 1) > until(step)
+    }
+
+    /// Whether only indexers are trained.
+    pub fn trains_indexers_alone(&self) -> bool {
+        self.train.is_some()
     }
 
     /// The range of a model's `num_layers` blocks that run their GEMMs in fp8.

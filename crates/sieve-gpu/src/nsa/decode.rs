@@ -1,11 +1,12 @@
 //! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: decoding over
-//! the blocks that the queries of the new token choose by pooled keys, an indexer's keys or NSA's compressed keys.
+//! the blocks that the queries of the new token choose by pooled keys or NSA's compressed keys.
 use super::choose::take_largest;
 use super::{no_gap, rule_number};
-use crate::KernelError;
 use crate::attention::{DecodeScratch, DecodeStep, Heads, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use crate::step::qk_norm_rope_forward::RotaryTables;
 use crate::step::require_words;
+use crate::{KernelError, TokenRotation};
 use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 
 const NAME: &str = "pooled_scores";
@@ -14,8 +15,8 @@ const COMPRESS: &str = "nsa_compress_token";
 /// The fewest pooled keys of a thread block.
 const MIN_POOLED: usize = 16;
 
-/// A block size and stride longer than any cache, so that no pooled key is ever complete.
-const NO_POOLED: usize = i32::MAX as usize / 2;
+/// Thread blocks that a multiprocessor is given: reads wait for memory, so several share one.
+const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
 /// The pooled keys of a cache, and the rule that chooses blocks by them.
 #[derive(Debug, Clone, Copy)]
@@ -80,7 +81,7 @@ impl NsaToken<'_> {
             stride: self.blocks.compress_stride,
             is_written: false,
         };
-        let scores = pooled.scores(&joined, selected, length, step)?;
+        let (_, scores) = pooled.scores(&joined, None, selected, length, step)?;
         let capacity = selected.capacity(NAME, &shape)?;
         let chosen = choose(&scores, shape.num_kv_heads, [length, self.start], choice, capacity)?;
         let size = self.blocks.select_block_size;
@@ -161,14 +162,16 @@ struct Pooled<'a> {
 
 impl Pooled<'_> {
     /// Appends the key and value of `token` to a cache, and with `is_written` the mean of a block that ends there to
-    /// the pooled keys. Returns the logits of its queries with all pooled keys, f32 `[batch, num_heads, room]`.
+    /// the pooled keys. With a `rotation` its queries and key are rotated first. Returns its queries, and their logits
+    /// with all pooled keys, f32 `[batch, num_heads, room]`.
     fn scores(
         &self,
         token: &Qkv,
+        rotation: Option<TokenRotation<'_>>,
         cache: &KvCache,
         length: &CudaTensor,
         step: DecodeStep<'_>,
-    ) -> Result<CudaTensor, KernelError> {
+    ) -> Result<(Heads, CudaTensor), KernelError> {
         let token = token.with_kernel_strides();
         let shape = one_token(NAME, &token)?;
         let (batch, num_heads, num_kv_heads, head_dim) =
@@ -184,25 +187,47 @@ impl Pooled<'_> {
         let fits = step.max_length < capacity && ended <= pooled_capacity;
         require!(fits, NAME, "length": format!("{} with {ended} pooled keys", step.max_length),
             "below the cache's capacity of {capacity}, {pooled_capacity} pooled keys");
-        // Blocks larger than the cache are never complete, and nothing reads their scores.
-        let scored = if self.size > capacity { 1 } else { pooled_capacity };
-        let scores = self.keys.empty_contiguous(&[batch, num_heads, scored], DType::F32);
+        let scores = self.keys.empty_contiguous(&[batch, num_heads, pooled_capacity], DType::F32);
+        let tables = rotation.map(|rotation| RotaryTables::of(NAME, rotation.tables, head_dim)).transpose()?;
+        let norm = rotation.and_then(|rotation| rotation.norm);
+        let mut operands = vec![token.q.tensor(), token.k.tensor(), token.v.tensor(), &cache.k, &cache.v, self.keys];
+        let weights = norm.map(|([q_weight, k_weight], _)| {
+            operands!(NAME,
+                q_weight: BF16[head_dim] aligned,
+                k_weight: BF16[head_dim] aligned,
+            );
+            Ok([q_weight, k_weight])
+        });
+        let weights = weights.transpose()?;
+        operands.extend(weights.iter().flatten());
+        let queries = self.keys.empty_contiguous(&[batch, 1, num_heads, head_dim], DType::BF16);
+        if let Some(tables) = &tables {
+            operands.extend([&tables.cos, &tables.sin, &queries]);
+        }
+        operands.extend([length, &scores]);
         let params = params!(PooledScoresParams {
             base: token.token_params(NAME, &shape, step.softmax_scale)?,
             capacity,
             pooled_capacity,
             { size, stride }: self,
+            max_positions: tables.as_ref().map_or(0, |tables| tables.max_positions),
+            table_stride: tables.as_ref().map_or(0, |tables| tables.stride),
+            epsilon: norm.map_or(0.0, |(_, epsilon)| epsilon),
         });
-        let multiprocessors = self.keys.hardware().num_multiprocessors;
-        let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, scored.div_ceil(MIN_POOLED));
+        let blocks = self.keys.hardware().num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
+        let splits = (blocks / (batch * num_kv_heads)).clamp(1, pooled_capacity.div_ceil(MIN_POOLED));
         let kernel = pooled_scores_kernel(head_dim, shape.group_size());
         let kernel = if self.is_written { kernel } else { kernel.define("POOLS", 0) };
-        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor(), &cache.k, &cache.v];
-        let tensors = [&tensors[..], &[self.keys, length, &scores]].concat();
+        let kernel = match (&tables, &weights) {
+            (None, _) => kernel,
+            (Some(_), None) => kernel.define("ROTATE", 1),
+            (Some(_), Some(_)) => kernel.define("ROTATE", 2),
+        };
         // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and writes one row of each
-        // cache, at most one pooled key, and the scores of complete pooled keys.
-        unsafe { kernel.launch([splits, num_kv_heads, batch], &tensors, &params) }?;
-        Ok(scores)
+        // cache, at most one pooled key, the rotated queries, and the scores of complete pooled keys.
+        unsafe { kernel.launch([splits, num_kv_heads, batch], &operands, &params) }?;
+        let queries = tables.as_ref().map_or_else(|| token.q.clone(), |_| Heads::all(&queries));
+        Ok((queries, scores))
     }
 }
 
@@ -219,7 +244,8 @@ pub(crate) fn key_logits(
     // Each key is its own pooled key. The launch writes the token's key to the same place twice, with equal bits.
     let keys = Pooled { keys: &cache.k, size: 1, stride: 1, is_written: true };
     let unscaled = DecodeStep { softmax_scale: 1.0, ..step };
-    keys.scores(token, cache, length, unscaled)
+    let (_, logits) = keys.scores(token, None, cache, length, unscaled)?;
+    Ok(logits)
 }
 
 /// Chooses blocks of a cache of `capacity` keys by `scores`, for each of `choosers` groups of heads. Returns i32
@@ -255,21 +281,18 @@ fn choose(
 }
 
 impl KvCache {
-    /// Appends one new token a row to the cache, and the pooled key whose block ends at it. Attends over the tokens of
-    /// the blocks that the token's queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step`
-    /// are the same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with
-    /// one KV head for each chooser, a group of query heads with a choice of its own. Returns `[batch, 1, num_heads,
-    /// head_dim]`.
-    ///
-    /// With an indexer (arXiv:2606.13392) blocks are chosen by the token's queries and key of the indexer, `index`,
-    /// instead of its own. The indexer's key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`.
+    /// Rotates one new token a row, as [`attention_decode_rotated`](Self::attention_decode_rotated), and appends it to
+    /// the cache, with the pooled key whose block ends at it. Attends over the tokens of the blocks that the token's
+    /// queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `rotation`, `length` and `step` are as there,
+    /// without a window; `scratch` must be made with one KV head for each chooser, a group of query heads with a choice
+    /// of its own. Returns `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
     pub fn chosen_decode(
         &self,
         token: &Qkv,
-        index: Option<[&Heads; 2]>,
+        rotation: TokenRotation<'_>,
         length: &CudaTensor,
         step: DecodeStep<'_>,
         pooled: PooledStep<'_>,
@@ -278,8 +301,7 @@ impl KvCache {
         let shape = one_token(NAME, token)?;
         let choice = pooled.choice;
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
-        let got = || format!("{} for {choice:?}", index.map_or("none", |_| "an indexer"));
-        require!(index.is_some() == choice.has_indexer(), NAME, "indexer:": got(), "one for a choice by its scores");
+        require!(!choice.has_indexer(), NAME, "rule": format!("{:?}", choice.rule), "one without an indexer");
         let blocks = choice.blocks;
         let keys = Pooled {
             keys: pooled.pooled,
@@ -289,21 +311,10 @@ impl KvCache {
         };
         // Rules that compare scores instead of probabilities compare unscaled dot products.
         let scored = if choice.rule.takes_scores() { DecodeStep { softmax_scale: 1.0, ..step } } else { step };
-        let scores = match index {
-            None => keys.scores(token, self, length, scored)?,
-            // A first launch only appends the token. A second launch appends the indexer's key to `pooled` and scores
-            // it; the kernel also appends a value, so key and cache stand in for it.
-            Some([q, k]) => {
-                let append_only = Pooled { keys: &self.k, size: NO_POOLED, stride: NO_POOLED, is_written: false };
-                append_only.scores(token, self, length, step)?;
-                let indexer = Qkv { q: q.clone(), k: k.clone(), v: k.clone() };
-                let index = KvCache { k: pooled.pooled.clone(), v: pooled.pooled.clone() };
-                keys.scores(&indexer, &index, length, scored)?
-            }
-        };
+        let (q, scores) = keys.scores(token, Some(rotation), self, length, scored)?;
         let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
         let chosen = choose(&scores, choosers, [length, pooled.start], choice, self.capacity(NAME, &shape)?)?;
-        self.attention_decode_chosen(&token.q, length, step, scratch, &chosen, blocks.select_block_size)
+        self.attention_decode_chosen(&q, length, step, scratch, &chosen, blocks.select_block_size)
     }
 }
 

@@ -210,6 +210,11 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
             let chosen = call.chosen.clone().unwrap_or_else(chooses);
             sieve_ops::index_statistics(qkv.clone(), index.clone(), chosen, &call)
         });
+        if context.settings.indexers_alone {
+            let o = sieve_ops::indexed_attention(qkv.detach(), index, &call);
+            state.indexed.push(o.clone());
+            return (o.detach(), statistics);
+        }
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 

@@ -79,9 +79,11 @@ pub fn indexed_attention<B: SieveBackend>(
     let (qkv, index) = (primitive(qkv), primitive(index));
     let (x, scored) = (B::value(qkv.clone()), B::value(index.clone()));
     let read = reads.forward(x.clone(), spec);
+    let needs_qkv = B::is_tracked(&qkv);
     tensor(B::node([&qkv, &index], read.output().o.clone(), move |d_o| {
         let d_index = index_gradient(&reads, &read, x.clone(), scored, spec, weight);
-        [reads.backward(x, spec, read, d_o), d_index]
+        // Where an indexer alone is trained, nothing takes the first.
+        [if needs_qkv { reads.backward(x, spec, read, d_o) } else { d_o }, d_index]
     }))
 }
 

@@ -209,11 +209,12 @@ pub(super) fn attention<B: SieveBackend>(
     let x = B::value(qkv.clone());
     let scored = [index.clone(), keys.clone()].map(B::value);
     let read = reads.forward(x.clone(), spec);
-    let choice = call.choice;
+    let (choice, needs_qkv) = (call.choice, B::is_tracked(&qkv));
     tensor(B::node([&qkv, &index, &keys], read.output().o.clone(), move |d_o| {
         let lse = read.output().lse.clone();
         let [d_index, d_keys] = gradients(&reads, x.clone(), lse, scored, choice, (spec, weight));
-        [reads.backward(x, spec, read, d_o), d_index, d_keys]
+        // Where an indexer alone is trained, nothing takes the first.
+        [if needs_qkv { reads.backward(x, spec, read, d_o) } else { d_o }, d_index, d_keys]
     }))
 }
 

@@ -24,10 +24,10 @@ use sieve_kernels::step::{
     swiglu_forward,
 };
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, Heads, KernelError, KvCache,
-    LatentToken, MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Qkv, Recency, SelectorStep,
-    StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul, nsa_gates,
-    require_chosen_decode,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, Heads, IndexedToken, KernelError,
+    KvCache, LatentToken, MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Qkv, Recency,
+    SelectorStep, StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul,
+    nsa_gates, require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
@@ -355,6 +355,10 @@ impl Layer<'_> {
                 return self.attend_latents(normed, qkv, latents, scales.as_deref_mut());
             }
             TokenCache::Recent(keys) => return self.attend_recent(qkv, keys, scratch),
+            TokenCache::Chosen { keys, pooled, choice } => {
+                let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
+                return self.attend_chosen_blocks(normed, qkv, keys, pooled, scratch);
+            }
             _ => {}
         }
         let qk_norm = self.attention.qk_norm.as_ref();
@@ -366,14 +370,8 @@ impl Layer<'_> {
                 self.attend_slots(&token, cache, self.attention.dma.as_ref(), &length, scratch)?
             }
             TokenCache::Selector(cache) => self.attend_by_selector(&token, cache, &length, scratch)?,
-            TokenCache::Chosen { keys, pooled, choice } => {
-                let index = self.index_heads(normed, shape.head_dim)?;
-                let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
-                let index = index.as_ref().map(|Qkv { q, k, .. }| [q, k]);
-                self.attend_chosen_blocks(&token, index, keys, pooled, &length, scratch)?
-            }
             TokenCache::Branches { .. } => self.attend_branches(&token, qkv, normed, cache, &length, scratch)?,
-            TokenCache::Latents(..) | TokenCache::Recent(_) => unreachable!("taken above"),
+            TokenCache::Latents(..) | TokenCache::Recent(_) | TokenCache::Chosen { .. } => unreachable!("taken above"),
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
     }
@@ -404,40 +402,63 @@ impl Layer<'_> {
         kv.selector_decode(token, self.whole_step(len), choice, &buffers)
     }
 
-    /// The queries and the key of the layer's indexer, if it has one.
-    fn index_heads(&self, normed: Vectors<'_>, head_dim: usize) -> Result<Option<Qkv>, KernelError> {
-        let TokenExtra::Indexer { proj, norm } = &self.attention.extra else {
-            return Ok(None);
-        };
-        // The indexer has no values, but the rotation takes packed heads that end with a value head: the key fills it,
-        // too.
-        let [rows, _] = proj.dims();
-        let key = proj.clone().narrow(0, rows - head_dim, head_dim);
-        let proj = Tensor::cat(vec![proj.clone(), key], 0);
-        let index = self.project(normed, &self.noted(&proj), Epilogue::Stored)?;
-        let num_key_heads = 1;
-        let index = self.rotated(&index, Some(norm), &self.inputs.position, num_key_heads)?;
-        Ok(Some(Qkv::packed(&index, self.attention.spec.num_kv_heads, num_key_heads)))
-    }
-
-    /// Attention of `token` over the blocks that it chooses, or that its queries and key of the indexer, `index`,
-    /// choose.
+    /// Attention over the blocks that the token chooses, or that its indexer chooses, from the packed projection `qkv`
+    /// on. The launch that scores blocks rotates the token and adds it to the cache.
     fn attend_chosen_blocks(
         &self,
-        token: &Qkv,
-        index: Option<[&Heads; 2]>,
+        normed: Vectors<'_>,
+        qkv: &CudaTensor,
         keys: &mut KeyCache<Cuda>,
         pooled: PooledStep<'_>,
-        length: &CudaTensor,
         scratch: &mut Scratch,
     ) -> Result<CudaTensor, KernelError> {
-        let ([len, _], kv, spec) = (self.held_and_dropped(keys), self.cache(keys), self.attention.spec);
+        let (batch, length, spec) = (self.batch(), self.length()?, self.attention.spec);
+        let ([len, _], kv) = (self.held_and_dropped(keys), self.cache(keys));
+        let (qkv, weights) = (self.heads_of(qkv)?, self.norm_weights(self.attention.qk_norm.as_ref()));
+        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
+        let rotation = self.rotation(&weights);
+        let shape = token.shape(NAME)?;
         let num_kv_heads = pooled.choice.choices_per_token([spec.num_heads, spec.num_kv_heads]);
-        let choosers = AttentionShape { num_kv_heads, ..token.shape(NAME)? };
+        let choosers = AttentionShape { num_kv_heads, ..shape };
         let blocks = pooled.choice.blocks;
         let seen = blocks.num_selected_blocks * blocks.select_block_size;
         let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
-        kv.chosen_decode(token, index, length, self.whole_step(len), pooled, &buffers)
+        let o = if let TokenExtra::Indexer { proj, norm } = &self.attention.extra {
+            let index = self.project(normed, &self.noted(proj), Epilogue::Stored)?;
+            let index = index.reshaped(NAME, "index", &[batch, 1, spec.num_kv_heads + 1, shape.head_dim])?;
+            let heads = [(0, spec.num_kv_heads), (spec.num_kv_heads, 1)];
+            let [index_q, index_k] = heads.map(|(first, count)| Heads::some(&index, first, count));
+            let index_weights = [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w));
+            let call = IndexedToken {
+                token: &token,
+                index: [&index_q, &index_k],
+                rotation,
+                index_norm: (index_weights.each_ref(), norm.epsilon as f32),
+            };
+            kv.indexed_decode(call, &length, self.whole_step(len), pooled, &buffers)?
+        } else {
+            kv.chosen_decode(&token, rotation, &length, self.whole_step(len), pooled, &buffers)?
+        };
+        o.reshaped(NAME, "o", &[batch, 1, spec.num_heads * shape.head_dim])
+    }
+
+    /// A packed projection as its heads, `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`.
+    fn heads_of(&self, qkv: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let spec = self.attention.spec;
+        let heads = spec.num_heads + 2 * spec.num_kv_heads;
+        let head_dim = qkv.num_elements() / (self.batch() * heads);
+        qkv.reshaped(NAME, "qkv", &[self.batch(), 1, heads, head_dim])
+    }
+
+    /// Weights of the norms of queries and keys, and their epsilon.
+    fn norm_weights(&self, norm: Option<&QkNorm<Cuda>>) -> Option<([CudaTensor; 2], f32)> {
+        norm.map(|norm| ([&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)), norm.epsilon as f32))
+    }
+
+    /// A rotation that a launch does itself, after these norms.
+    fn rotation<'w>(&'w self, weights: &'w Option<([CudaTensor; 2], f32)>) -> TokenRotation<'w> {
+        let norm = weights.as_ref().map(|(weights, epsilon)| (weights.each_ref(), *epsilon));
+        TokenRotation { norm, tables: self.tables }
     }
 
     /// Attention of NSA's three branches, added up by their gates. `token` are the heads of the window branch, rotated
@@ -532,6 +553,7 @@ impl Layer<'_> {
         scratch: &mut Scratch,
     ) -> Result<CudaTensor, KernelError> {
         let (spec, norm) = (self.attention.spec, self.attention.qk_norm.as_ref());
+<<<<<<< HEAD
         let heads = spec.num_heads + 2 * spec.num_kv_heads;
         let head_dim = qkv.num_elements() / (self.batch() * heads);
         let qkv = qkv.reshaped(NAME, "qkv", &[self.batch(), 1, heads, head_dim])?;
@@ -539,6 +561,11 @@ impl Layer<'_> {
         let weights = norm.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let weights = weights.as_ref().map(|weights| weights.each_ref());
         let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
+=======
+        let (qkv, weights) = (self.heads_of(qkv)?, self.norm_weights(norm));
+        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
+        let rotation = self.rotation(&weights);
+>>>>>>> 85691f0094659d2ffd269177cad785ee227b55b5
         let sinks = self.attention.sinks.as_ref().map(|sinks| self.noted(sinks));
         let (step, kv, seen) = self.recent_step(keys);
         let step = DecodeStep { sinks: sinks.as_ref(), ..step };
@@ -552,7 +579,8 @@ impl Layer<'_> {
             let token = Qkv::packed(&rotated, spec.num_heads, spec.num_kv_heads).under(self.policy);
             kv.attention_decode(&token, &length, step, &buffers)?
         };
-        o.reshaped(NAME, "o", &[self.batch(), 1, spec.num_heads * head_dim])
+        let width = o.num_elements() / self.batch();
+        o.reshaped(NAME, "o", &[self.batch(), 1, width])
     }
 
     /// Query, key and value of NSA's selected branch: those of the window branch, `token`, or its query with key and

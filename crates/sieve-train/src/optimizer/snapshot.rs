@@ -5,19 +5,19 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
-use sieve_core::kinds::ParamSpec;
+use sieve_core::kinds::{ParamSpec, Part};
 use sieve_core::recipe::OptimizerName;
 use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
     /// Bytes of the tensors in a checkpoint, which all ranks write together: f32 weights, and moments once there are
-    /// any.
-    pub(crate) fn checkpoint_bytes(&self) -> u64 {
+    /// any; with `indexers_alone` only theirs.
+    pub(crate) fn checkpoint_bytes(&self, indexers_alone: bool) -> u64 {
         let is_muon = self.settings.name == OptimizerName::Muon;
         let of = |spec: &ParamSpec| {
             let moments = match is_muon && spec.orthogonal_rows().is_some() {
-                _ if self.num_updates == 0 => 0,
+                _ if self.num_updates == 0 || (indexers_alone && spec.part != Part::Indexer) => 0,
                 true => 1,
                 false => 2,
             };

@@ -126,7 +126,9 @@ impl<B: TrainBackend> Trainer<B> {
         if matches!(self.checkpoints.fallback, Fallback::Next(_)) && taken.exists() {
             rename_aside(&taken, "aside")?;
         }
-        let (needed, free) = (self.learner.optimizer.checkpoint_bytes(), sieve_files::free_bytes(folder));
+        let indexers_alone = self.recipe.training.trains_indexers_alone();
+        let needed = self.learner.optimizer.checkpoint_bytes(indexers_alone);
+        let free = sieve_files::free_bytes(folder);
         if let Some(free) = free.filter(|free| *free < needed) {
             // Written until the disk is full, a large one would take minutes at each try.
             let shown = |bytes: u64| match bytes >> 30 {

@@ -7,6 +7,7 @@ use crate::validation::{ValidationSize, check_labels};
 use crate::{Precision, TrainError, TrainingData};
 use burn::module::Module;
 use burn::tensor::{DType, Tensor};
+use sieve_core::kinds::Part;
 use sieve_core::model::Conversion;
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe, ShownPath};
@@ -211,7 +212,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// `fresh_optimizer`. Tensors that the checkpoint does not have start as in a new model.
     pub(super) fn install(&mut self, checkpoint: &Checkpoint, fresh_optimizer: bool) -> Result<(), TrainError> {
         let (seed, shape) = (self.recipe.training.seed, &self.stage.shape);
-        let (_, saved) = checkpoint.recipe_and_shape()?;
+        let (former, saved) = checkpoint.recipe_and_shape()?;
         let conversion = self.conversion_from(&saved, &checkpoint.path.shown().to_string())?;
         let weights = checkpoint.model()?;
         let model = Qwen3::new(shape, seed, &self.machine.device);
@@ -226,10 +227,14 @@ impl<B: TrainBackend> Trainer<B> {
             let moments = checkpoint.optimizer()?;
             let names = moments.names().into_iter().collect::<HashSet<_>>();
             let has = |name: &str| names.contains(name);
+            // A run that trains indexers alone has moments of nothing else, and needs none.
+            let of_indexers = former.training.trains_indexers_alone() || self.recipe.training.trains_indexers_alone();
+            let parameters = shape.all_parameters().into_iter().filter(|spec| spec.part != Part::Indexer);
+            let without: HashSet<String> = parameters.filter(|_| of_indexers).map(|spec| spec.ours).collect();
             let mut read = |name: &str, shape: &[usize], range| moments.part(name, shape, range);
-            self.learner
-                .optimizer
-                .load_state(&model, &self.machine.device, &mut read, &has, &|name| conversion.adds(name))?;
+            self.learner.optimizer.load_state(&model, &self.machine.device, &mut read, &has, &|name| {
+                conversion.adds(name) || without.contains(name)
+            })?;
         }
         self.learner.model = Some(model);
         Ok(())

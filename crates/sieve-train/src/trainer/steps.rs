@@ -277,7 +277,7 @@ impl<B: TrainBackend> Trainer<B> {
         let saved = unlabelled * shape.unlabelled_training_flops();
         // `keys / density` is the mean number of causal keys.
         let keys = attention.mean_active_keys;
-        let executed = shape.flops_per_token(keys, keys / attention.density).training() - saved;
+        let executed = shape.flops_per_token(keys, keys / attention.density).in_steps(&self.recipe.training) - saved;
         let seq_len = self.stage.recipe.training.seq_len;
         let dense = shape.dense_flops_per_token(seq_len).training() - saved;
         let (tokens_per_second, step_seconds) = clock.restart();

@@ -37,6 +37,31 @@ pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
     );
 }
 
+/// Checks that `training.train` names what can be trained alone, and that the model has it.
+pub(super) fn check_train(parts: &Parts, rules: &mut Rules<'_>) {
+    let Some(train) = parts.training.as_ref().and_then(|training| training.train.as_ref()) else {
+        return;
+    };
+    let key = "training.train";
+    let hint = "leave it out to train everything";
+    rules.require(*train == ["indexer"], key, format!("is {train:?}, and only [\"indexer\"] is trained alone"), hint);
+    if let Some(attention) = &parts.attention {
+        rules.require(
+            attention.kinds().any(|kind| kind.as_kind().indexer().is_some()),
+            key,
+            format!("does not go with kind = {:?}, which has no indexer", attention.kind().name()),
+            "leave it out, or set attention.kind = \"msa\"",
+        );
+    }
+    let degree = parts.parallelism.as_ref().map_or(1, |parallelism| parallelism.context_parallel_degree);
+    rules.require(
+        degree <= 1,
+        key,
+        format!("does not go with parallelism.context_parallel_degree = {degree}: one process trains an indexer alone"),
+        "leave context_parallel_degree out",
+    );
+}
+
 /// Checks that the indexer's warm-up, in which queries read all keys, ends before the run does.
 pub(super) fn check_warmup(parts: &Parts, rules: &mut Rules<'_>) {
     let stages = parts.stage.as_deref().unwrap_or_default();

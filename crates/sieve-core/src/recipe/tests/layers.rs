@@ -138,6 +138,26 @@ fn some_layers_have_no_positions() {
 }
 
 #[test]
+fn an_indexer_is_trained_alone_where_there_is_one() {
+    let load = |attention: &str, train: &str| {
+        let train = format!("[training]\ntrain = {train}");
+        load_with(&with_attention(attention).replacen("[training]", &train, 1), &[])
+    };
+    for kind in AttentionKind::ALL {
+        let lines = format!("kind = {:?}", kind.name());
+        let loaded = load(&lines, "[\"indexer\"]");
+        if kind.example().as_kind().indexer().is_some() {
+            assert!(loaded.expect("valid").training.trains_indexers_alone());
+        } else {
+            let Err(error) = loaded else { panic!("{lines} trains an indexer") };
+            says(&error.to_string(), &format!("training.train: does not go with {lines}, which has no indexer"));
+        }
+    }
+    refusal(load("kind = \"msa\"", "[\"mlp\"]"), "training.train: is [\"mlp\"], and only [\"indexer\"]");
+    refusal(load("kind = \"msa\"", "[]"), "training.train: is [], and only");
+}
+
+#[test]
 fn dense_steps_are_spread_evenly_and_need_a_kind_that_chooses_blocks() {
     let load = |attention: &str, share: f64| {
         let steps = format!("[training]\ndense_steps = {share}");

@@ -1,11 +1,12 @@
 //! Attention over chosen blocks of keys: NSA's branches, the rules that choose blocks, blocks that a caller chose, an
 //! indexer's gradient, and decoding.
-use super::{Calls, ROW, SCALE};
+use super::{Calls, EPSILON, ROW, SCALE};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache};
 use crate::runtime::SumOrder;
 use crate::{
-    IndexGradient, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks, choose_by_scores, nsa_blocks,
-    nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks, TokenRotation,
+    choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    nsa_mean_pool_backward,
 };
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
 
@@ -177,7 +178,18 @@ fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoi
     let pooled = calls.bf16(&[1, index.shape.num_kv_heads, choice.blocks.num_slots(capacity), shape.head_dim]);
     let start = calls.i32(&[1, 1]);
     let step = PooledStep { pooled: &pooled, start: &start, choice };
-    let index = choice.has_indexer().then_some([&index.qkv.q, &index.qkv.k]);
     let decode = DecodeStep::new(capacity / 2, SCALE);
-    calls.note(token.cache.chosen_decode(&token.qkv, index, &token.length, decode, step, &scratch));
+    let (table, weight) = (calls.f32(&[ROW, shape.head_dim / 2]), calls.bf16(&[shape.head_dim]));
+    let weights = ([&weight; 2], EPSILON);
+    for norm in [None, Some(weights)] {
+        let rotation = TokenRotation { norm, tables: [&table; 2] };
+        let (cache, length, token) = (&token.cache, &token.length, &token.qkv);
+        if choice.has_indexer() {
+            let index = [&index.qkv.q, &index.qkv.k];
+            let call = IndexedToken { token, index, rotation, index_norm: weights };
+            calls.note(cache.indexed_decode(call, length, decode, step, &scratch));
+        } else {
+            calls.note(cache.chosen_decode(token, rotation, length, decode, step, &scratch));
+        }
+    }
 }

@@ -4,6 +4,21 @@ use sieve_core::Attention;
 use sieve_core::recipe::{AttentionKind, sibling};
 
 #[test]
+fn an_indexer_alone_has_moments_and_gradients_of_its_own_parameters() {
+    let text = sibling("msa_80m", include_str!("../../../../../recipes/mha_80m.toml")).expect("a known name");
+    let [all, alone] = ["training.seed=1", "training.train=[\"indexer\"]"].map(|set| planned(&text, &[set], &h200()));
+    let sizes = recipe(&text, &[]).model_shape(50_277).expect("a shape").parameters();
+    let others = sizes.total() - sizes.indexer;
+    let [of_all, of_one] = [&all, &alone].map(|plan| &plan.memory.peak);
+    assert_eq!(of_all.moment_bytes - of_one.moment_bytes, 8 * others);
+    assert_eq!(of_one.gradient_bytes, 4 * sizes.indexer);
+    assert_eq!((of_all.parameter_bytes, of_all.master_bytes), (of_one.parameter_bytes, of_one.master_bytes));
+    assert_eq!(all.disk.checkpoint_bytes - alone.disk.checkpoint_bytes, 8 * others);
+    // A block's activations do not wait for a backward pass of the model.
+    assert!(of_one.activation_bytes < of_all.activation_bytes / 2, "{of_one:?} {of_all:?}");
+}
+
+#[test]
 fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
     let planned = |size: usize, more: &[&str]| {
         let settings = ["training.local_batch_size=1", "activation_checkpoint.mode=full"];

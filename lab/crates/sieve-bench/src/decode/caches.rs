@@ -12,8 +12,8 @@ use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 use sieve_cpu::reference::{self, Rounding, attend};
 use sieve_kernels::step::{QkNormRope, rope};
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KvCache, PooledStep, Qkv, ScoreBias,
-    TokenRotation,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, IndexedToken, KvCache, PooledStep, Qkv,
+    ScoreBias, TokenRotation,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -209,6 +209,23 @@ impl<'a> TokenCheck<'a> {
     fn rotated_token(&mut self, positions: &CudaTensor, has_norm: bool) -> Result<(Token, Rotation), Wrong> {
         // Some texts are longer: positions past the tables take the last row.
         const POSITIONS: usize = 1200;
+        let half = self.shape.head_dim / 2;
+        let angles = self.random.vector(POSITIONS * half);
+        let tables = [f32::cos, f32::sin].map(|function| {
+            let table: Vec<f32> = angles.iter().map(|&angle| function(angle)).collect();
+            self.device.float(&table, &[POSITIONS, half], DType::F32)
+        });
+        let (token, weights) = self.token_rotated_by(positions, &tables, has_norm)?;
+        Ok((token, Rotation { weights: has_norm.then_some(weights), tables }))
+    }
+
+    /// As [`rotated_token`](Self::rotated_token), by these cosines and sines; also the weights of the norms.
+    fn token_rotated_by(
+        &mut self,
+        positions: &CudaTensor,
+        tables: &[CudaTensor; 2],
+        has_norm: bool,
+    ) -> Result<(Token, [CudaTensor; 2]), Wrong> {
         let AttentionShape { batch, num_heads, num_kv_heads, head_dim, .. } = self.shape;
         let heads = num_heads + 2 * num_kv_heads;
         let packed = scaled_normals(&mut self.random, batch * heads * head_dim, self.magnitude);
@@ -216,11 +233,6 @@ impl<'a> TokenCheck<'a> {
         let weights = [0, 1].map(|_| {
             let weight = self.random.bf16_normals(head_dim);
             self.device.float(&weight, &[head_dim], DType::BF16)
-        });
-        let angles = self.random.vector(POSITIONS * head_dim / 2);
-        let tables = [f32::cos, f32::sin].map(|function| {
-            let table: Vec<f32> = angles.iter().map(|&angle| function(angle)).collect();
-            self.device.float(&table, &[POSITIONS, head_dim / 2], DType::F32)
         });
         let positions = positions.reshaped("decode", "positions", &[batch, 1])?;
         let rotated = if !has_norm {
@@ -248,8 +260,7 @@ impl<'a> TokenCheck<'a> {
             k: of(num_heads, num_kv_heads),
             v: of(num_heads + num_kv_heads, num_kv_heads),
         };
-        let weights = has_norm.then_some(weights);
-        Ok((token, Rotation { weights, tables }))
+        Ok((token, weights))
     }
 
     /// Checks one token over a dense cache after a prefill, with a window in half of the calls, and sinks in half.
@@ -347,21 +358,30 @@ impl<'a> TokenCheck<'a> {
         let scratch = AttentionShape::new(batch, 1, [self.shape.num_heads, choosers], [head_dim; 2]);
         let scratch = DecodeScratch::new(&cache.k, scratch, blocks.num_selected_blocks * blocks.select_block_size)?;
         for at in 0..steps {
-            let token = self.token();
+            let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
+            let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
+            let length = self.device.int(&lengths, &[batch]);
+            let has_norm = at % 2 == 0;
+            let (token, rotation) = self.rotated_token(&length, has_norm)?;
             for (row, keys) in keys.iter_mut().enumerate() {
                 keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
             }
-            let choosing = match &mut index_keys {
-                None => token.clone(),
-                Some(index_keys) => self.index_token(scored, index_keys),
+            let index = match &mut index_keys {
+                None => None,
+                Some(index_keys) => Some(self.index_token(scored, index_keys, (&length, &rotation))?),
             };
-            let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
-            let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
             let step = DecodeStep::new(lengths.iter().copied().max().unwrap_or(0) as usize, self.scale());
             let of_pooled = PooledStep { pooled: &pooled, start: &self.device.int(&starts, &[batch, 1]), choice };
-            let length = self.device.int(&lengths, &[batch]);
-            let index = choice.has_indexer().then_some([&choosing.on.q, &choosing.on.k]);
-            let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
+            let turn = rotation.of_launch();
+            let o = match &index {
+                None => cache.chosen_decode(&token.on, turn, &length, step, of_pooled, &scratch)?,
+                Some((index, weights)) => {
+                    let (heads, index_norm) = ([&index.on.q, &index.on.k], (weights.each_ref(), EPSILON));
+                    let call = IndexedToken { token: &token.on, index: heads, rotation: turn, index_norm };
+                    cache.indexed_decode(call, &length, step, of_pooled, &scratch)?
+                }
+            };
+            let choosing = index.as_ref().map_or(&token, |(index, _)| index);
             // Query heads of a chooser: in the attention, and among the heads that score blocks.
             let (group, scored_group) = (self.shape.num_heads / choosers, scored[0] / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
@@ -396,16 +416,22 @@ impl<'a> TokenCheck<'a> {
     }
 
     /// Draws an indexer's queries and key of a new token, and adds the key to `keys`, one for each text. They are drawn
-    /// as a token of a different shape: with the indexer's `[query heads, key heads]`.
-    fn index_token(&mut self, heads: [usize; 2], keys: &mut [Vec<Key>]) -> Token {
+    /// as a token of a different shape, with the indexer's `[query heads, key heads]`, and rotated as the attention's.
+    /// Returns the weights of their norms, too.
+    fn index_token(
+        &mut self,
+        heads: [usize; 2],
+        keys: &mut [Vec<Key>],
+        (positions, rotation): (&CudaTensor, &Rotation),
+    ) -> Result<(Token, [CudaTensor; 2]), Wrong> {
         let shape = AttentionShape::new(self.shape.batch, 1, heads, [self.shape.head_dim; 2]);
         let attention = std::mem::replace(&mut self.shape, shape);
-        let indexer = self.token();
+        let (indexer, weights) = self.token_rotated_by(positions, &rotation.tables, true)?;
         for (row, keys) in keys.iter_mut().enumerate() {
             keys.push(self.key_of(&indexer, row, NO_BIAS, NO_RANK));
         }
         self.shape = attention;
-        indexer
+        Ok((indexer, weights))
     }
 
     /// Checks some tokens after a prefill over DMA's cache of a fixed number of keys (slots): the outputs, and which

@@ -1,0 +1,56 @@
+//! `training.train = ["indexer"]`: an indexer learns beside a model that stays as it is.
+use crate::tiny_run::TinyRun;
+use sieve_hf::TensorFile;
+
+const ALONE: &str = "--set training.train=[\"indexer\"]";
+
+/// Both ways in which an indexer scores blocks.
+const INDEXERS: [&str; 2] = ["msa", "msa\"\nindexer = \"qsa"];
+
+fn tiny(kind: &str) -> TinyRun {
+    TinyRun::new(&format!("kind = \"{kind}\"\nselect_block_size = 4\nnum_selected_blocks = 2"))
+}
+
+/// The bytes of each tensor of a checkpoint's file, by name.
+fn tensors(tiny: &TinyRun, file: &str) -> Vec<(String, Vec<u8>)> {
+    let file = TensorFile::open(&tiny.path(file)).expect("a checkpoint");
+    let bytes = |name: &String| file.any_tensor(name).expect("it is named").bytes.to_vec();
+    file.names().into_iter().map(|name| (name.clone(), bytes(&name))).collect()
+}
+
+#[test]
+fn an_indexer_alone_has_the_gradients_of_a_whole_step_and_moves_alone() {
+    for kind in INDEXERS {
+        let tiny = tiny(kind);
+        // Nothing is clipped, so the first moments are the gradients of one step in both runs.
+        let set = "--stop-after 1 --set checkpoint.at_start=true --set training.max_norm=1e9 \
+                   --set lr_scheduler.warmup_steps=0";
+        tiny.trained("whole", set);
+        tiny.trained("alone", &format!("{set} {ALONE}"));
+        let moments = |out: &str| tensors(&tiny, &format!("{out}/checkpoint/step-1/optimizer.safetensors"));
+        let of_indexer: Vec<_> = moments("whole")
+            .into_iter()
+            .filter(|(name, _)| name.contains("indexer") || !name.contains("exp_avg"))
+            .collect();
+        assert!(of_indexer.len() > 2, "{kind}");
+        assert!(moments("alone") == of_indexer, "{kind}: the moments of an indexer alone");
+        let weights = |step: u64| tensors(&tiny, &format!("alone/checkpoint/step-{step}/model.safetensors"));
+        for ((name, before), (_, after)) in weights(0).into_iter().zip(weights(1)) {
+            assert_eq!(before != after, name.contains("indexer"), "{kind}: {name}");
+        }
+    }
+}
+
+#[test]
+fn a_run_of_an_indexer_alone_begins_with_a_whole_model_resumes_and_goes_on_as_one() {
+    let tiny = tiny("msa");
+    tiny.trained("whole", "--set training.steps=4");
+    let from = format!("--branch-from whole --set training.steps=12 {ALONE}");
+    tiny.trained("alone", &from);
+    tiny.trained("parts", &format!("{from} --stop-after 2"));
+    tiny.trained("parts", &format!("--resume --set training.steps=12 {ALONE}"));
+    assert!(tiny.checkpoint("alone", 12) == tiny.checkpoint("parts", 12), "resumed");
+    tiny.trained("after", "--branch-from alone --set training.steps=16");
+    let moments = tensors(&tiny, "after/checkpoint/step-16/optimizer.safetensors");
+    assert!(moments.iter().any(|(name, _)| name.contains("mlp") && name.ends_with("exp_avg")));
+}
