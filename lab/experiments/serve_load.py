@@ -1,15 +1,16 @@
 """`sieve serve` under load: prompts and answers of published lengths, from 64 clients or at random moments.
 
-    serve_load.py SIEVE CHECKPOINT [--cells lone full half texts parts] [--samplings greedy default] [--seconds 12]
+    serve_load.py SIEVE CHECKPOINT [--cells lone full half texts parts] [--samplings greedy default] [--seconds 12] [--warm 4]
         [--clients 64] [--shares 0.5] [--longest 32000] [--out FILE] [--label KEY=VALUE…] [more flags of serve]
 
 Lengths are drawn from those of two published sets of requests, see `MIX`. The cells, in this order:
 
-lone    a prompt alone: seconds to its first token by length, of the first such prompt and the faster of two later ones
+lone    a prompt alone: seconds to its first token by length, of the first such prompt, the faster of two later ones, and
+        the faster of the first two of one and two tokens more
 full    --clients clients, each of which asks again when it has its answer: the most tokens a second
 half    requests at random moments (Poisson), at each of --shares of the request rate at which `full` gave its tokens
 texts   --texts samples of one prompt of --longest tokens, greedy: tokens a second of decoding
-parts   a prompt of --longest tokens beside one stream: number and seconds of its parts, as the stream sees them; then
+parts   three prompts of --longest tokens beside one stream: their parts in seconds, as the stream sees them; then
         so many new tokens behind a quarter of it that is kept, where the server keeps so few
 
 Each prints a line of JSON, and a table of the load follows. Random moments end after --seconds; requests that have no
@@ -45,7 +46,7 @@ SHORTEST, LONGEST_ANSWER = 100, 768
 SAMPLINGS = {"greedy": {"temperature": 0}, "default": {}}
 LONE = [100, 500, 1000, 2000, 4000, 8000, 16000, 32000]
 # Tokens are numbers of three digits, so that a prompt is a part of one text.
-DIGITS = ",".join(str(random.Random(3).randint(100, 999)) for _ in range(100_000))
+DIGITS = ",".join(map(str, random.Random(3).choices(range(100, 1000), k=100_000)))
 TOKEN = b'"finish_reason":null'
 
 
@@ -91,6 +92,7 @@ class Client:
     """A connection over which a stream is asked for and read."""
 
     def __init__(self, server, asked, number, sampling, more):
+        """Connects; the prompt is the one of this number."""
         fields = {"max_tokens": asked.answer, "stream": True, "ignore_eos": True, "seed": number, **sampling, **more}
         body = f'{{"prompt":{prompt_of(asked.prompt, number)},{json.dumps(fields)[1:]}'
         self.asked, self.tail, self.has_ended = asked, b"", False
@@ -233,16 +235,17 @@ def at_random(play, words, lone, rate):
 
 
 def lone_times(play, words):
-    """Seconds to the first token by length, of a first prompt of this length and of the faster of two more."""
+    """Seconds to the first token by length: of a first prompt of this length, of the faster of two more, and of the
+    faster of two prompts of lengths that were not read before, one and two tokens longer."""
     def first(tokens):
         asked = Asked(tokens, 1, time.monotonic())
         play([asked], until(asked.begun + 60))
         return asked.first(asked.begun + 60)
 
     lengths = [tokens for tokens in LONE if tokens < words.longest] + [words.longest]
-    times = {str(tokens): [first(tokens) for _ in range(3)] for tokens in lengths}
-    return {"first_time": {tokens: rounded(of[0]) for tokens, of in times.items()},
-            "again": {tokens: rounded(min(of[1:])) for tokens, of in times.items()}}
+    times = {str(tokens): [first(tokens + more) for more in (0, 0, 0, 1, 2)] for tokens in lengths}
+    fastest = lambda part: {tokens: rounded(min(of[part])) for tokens, of in times.items()}
+    return {"first_time": fastest(slice(1)), "again": fastest(slice(1, 3)), "other_length": fastest(slice(3, 5))}
 
 
 def texts_together(server, words):
@@ -262,16 +265,17 @@ def texts_together(server, words):
 def parts(server, words):
     """A prompt beside a stream, twice, as the stream sees it; then new tokens behind kept ones, each the second time."""
     row = {"beside_stream": []}
-    for _ in range(2):
+    for number in range(3):
         begun = time.monotonic()
-        stream, prompt = Asked(100, LONGEST_ANSWER, begun), Asked(words.longest, 1, begun + 0.7)
-        sent = play(server, [stream, prompt], lambda sent: not prompt.times and time.monotonic() < begun + 20,
+        # The stream lasts longer than the prompt is read.
+        stream, prompt = Asked(100, words.longest // 4, begun), Asked(words.longest - number, 1, begun + 0.3)
+        sent = play(server, [stream, prompt], lambda sent: not prompt.times and time.monotonic() < begun + 8,
                     SAMPLINGS["greedy"])
         before = [moment for moment in sent[0].times if moment < prompt.begun]
         during = [moment for moment in sent[0].times if moment >= prompt.begun]
         step = pauses(before)["median"] if len(before) > 2 else 0
         gaps = [later - earlier - step for earlier, later in zip([*before[-1:], *during], during)]
-        long = [rounded(gap) for gap in gaps if gap > 0.5 * step + 0.001]
+        long = [rounded(gap) for gap in gaps if gap > step + 0.001]
         row["beside_stream"].append({"step": step, "parts": len(long), "seconds_of_parts": long,
                                      "prompt_seconds": rounded(prompt.first(time.monotonic()))})
         idle(server)
@@ -302,7 +306,7 @@ class Report:
     """Rows as they are measured, and the words that say what is measured."""
 
     def __init__(self, words):
-        self.words, self.rows, self.lone = words, [], {}
+        self.words, self.rows, self.lone, self.is_warm = words, [], {}, False
         self.label = dict(pair.split("=", 1) for pair in words.label)
 
     def add(self, cell, row):
@@ -321,6 +325,12 @@ class Report:
         if "lone" in words.cells and not self.lone:
             self.add("lone", lone_times(of_sampling, words))
             self.lone = self.rows[-1]["again"]
+        if words.warm and not self.is_warm:
+            # Some seconds that are not counted, in which kernels are compiled and caches grow.
+            begun, self.is_warm = time.monotonic(), True
+            draw = random.Random(4)
+            again = lambda now: Asked(*sizes(draw, words.longest), now)
+            of_sampling([again(begun) for _ in range(words.clients)], until(begun + words.warm), again)
         if "full" in words.cells:
             row = full(of_sampling, words, self.lone)
             self.add("full", {"sampling": sampling, "clients": words.clients, **row})
@@ -353,6 +363,7 @@ def load_words(words):
     """Adds the words of the load to a parser."""
     words.add_argument("--cells", nargs="+", default=["lone", "full", "half", "texts", "parts"])
     words.add_argument("--seconds", type=float, default=12)
+    words.add_argument("--warm", type=float, default=4)
     words.add_argument("--grace", type=float, default=4)
     words.add_argument("--clients", type=int, default=64)
     words.add_argument("--shares", type=float, nargs="+", default=[0.5])

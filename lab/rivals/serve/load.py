@@ -31,6 +31,8 @@ class Batching:
         sizes = {} if device == "cuda" else {"num_blocks": 256, "max_batch_tokens": 512}
         self.manager = model.init_continuous_batching(
             generation_config=settings, continuous_batching_config=transformers.ContinuousBatchingConfig(**sizes))
+        # As `generate_batch` begins: steps of the largest sizes are captured first.
+        self.manager.warmup()
         self.manager.start()
 
     def play(self, requests, goes_on, again=None):
@@ -72,7 +74,6 @@ def main():
     words.add_argument("device")
     words = serve_load.load_words(words).parse_args()
     batching = Batching(words.export, words.device)
-    batching.play([serve_load.Asked(100, 8, time.monotonic())], lambda _: True)
     serve_load.Report(words).measure(lambda requests, goes_on, _, again=None: batching.play(requests, goes_on, again))
     batching.manager.stop(block=True, timeout=5)
 
