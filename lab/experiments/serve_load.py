@@ -20,6 +20,7 @@ of its length alone, where `lone` was measured. Of `full` the first third of the
 
 import dataclasses
 import heapq
+import itertools
 import json
 import random
 import selectors
@@ -122,7 +123,8 @@ class Client:
 def play(server, requests, goes_on, sampling, again=None, more=None):
     """Sends requests at their moments and reads their answers while `goes_on(sent)` says so, which gets those that were
     sent; returns these. `again(now)` is asked for a further request whenever an answer has ended."""
-    waiting = [(asked.begun, number, asked) for number, asked in enumerate(requests)]
+    order = itertools.count()
+    waiting = [(asked.begun, next(order), asked) for asked in requests]
     heapq.heapify(waiting)
     sent, watched = [], selectors.DefaultSelector()
     try:
@@ -146,7 +148,7 @@ def play(server, requests, goes_on, sampling, again=None, more=None):
                         watched.unregister(client.socket)
                         client.socket.close()
                         if again:
-                            heapq.heappush(waiting, (now, len(sent) + len(waiting), again(now)))
+                            heapq.heappush(waiting, (now, next(order), again(now)))
     finally:
         for key in list(watched.get_map().values()):
             key.fileobj.close()

@@ -6,6 +6,7 @@ requests at the same moments, greedy, in one process without a server. Prints an
 
 import argparse
 import heapq
+import itertools
 import json
 import pathlib
 import sys
@@ -37,7 +38,8 @@ class Batching:
 
     def play(self, requests, goes_on, again=None):
         """As `serve_load.play`."""
-        waiting = [(asked.begun, number, asked) for number, asked in enumerate(requests)]
+        order = itertools.count()
+        waiting = [(asked.begun, next(order), asked) for asked in requests]
         heapq.heapify(waiting)
         open_texts, sent = {}, []
         while goes_on(sent) and (waiting or open_texts):
@@ -61,7 +63,7 @@ class Batching:
             if found.is_finished():
                 del open_texts[found.request_id]
                 if again:
-                    heapq.heappush(waiting, (now, len(sent) + len(waiting), again(now)))
+                    heapq.heappush(waiting, (now, next(order), again(now)))
         for name in open_texts:
             self.manager.cancel_request(name)
         return sent

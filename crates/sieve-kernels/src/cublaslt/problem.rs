@@ -103,9 +103,9 @@ impl Problem {
     pub(super) fn with_rounded_rows(&self) -> Option<Self> {
         let [m, n, k] = self.sizes;
         let multiple = match m {
-            ..=64 => return None,
-            ..=1024 => 64,
-            ..=8192 => 256,
+            0..=64 => return None,
+            65..=1024 => 64,
+            1025..=8192 => 256,
             _ => 1024,
         };
         self.wants_one_order().then(|| Self { sizes: [m.next_multiple_of(multiple), n, k], ..*self })
