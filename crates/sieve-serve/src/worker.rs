@@ -469,8 +469,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
     }
 }
 
-/// Moves the first element that `is_first` finds, with those behind it that go with it, to the front of a queue. Returns
-/// whether there was one.
+/// Moves the first element that `is_first` finds, with those behind it that go with it, to the front of a queue.
+/// Returns whether there was one.
 fn to_front<T>(
     queue: &mut VecDeque<T>,
     is_first: impl FnMut(&T) -> bool,

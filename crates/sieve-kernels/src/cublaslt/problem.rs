@@ -97,9 +97,9 @@ impl Problem {
         self.kind == GemmKind::Nt && self.operands == OperandTypes::Bf16
     }
 
-    /// The problem whose algorithm this one takes on Hopper: with more rows of x, so that prompts of hundreds of lengths
-    /// ask the heuristic once. The algorithm adds in the one order for any number of rows. `None` for other problems,
-    /// and for the few rows of steps.
+    /// The problem whose algorithm this one takes on Hopper: with more rows of x, so that prompts of hundreds of
+    /// lengths ask the heuristic once. The algorithm adds in the one order for any number of rows. `None` for other
+    /// problems, and for the few rows of steps.
     pub(super) fn with_rounded_rows(&self) -> Option<Self> {
         let [m, n, k] = self.sizes;
         let multiple = match m {
