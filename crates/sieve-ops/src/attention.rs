@@ -36,16 +36,16 @@ pub fn attention<B: SieveBackend>(qkv: Tensor<B, 4>, documents: &Documents<B>, s
 /// # Shapes
 /// - qkv: `[batch, tokens, num_heads + 2 * num_kv_heads, head_dim]`
 /// - sinks: `[num_heads]`
+/// - bounds: those that [`bounds_of_last`] makes, for all layers of a pass
 /// - returns: `[batch, tokens - first, num_heads, head_dim]`
 pub fn attention_of_last<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     sinks: Option<Tensor<B, 1>>,
     spec: AttentionSpec,
-    first: usize,
+    (first, bounds): (usize, DocumentBounds<B>),
 ) -> Tensor<B, 4> {
-    let [batch, tokens, ..] = qkv.dims();
-    let documents = Documents::<B>::whole_rows([batch, tokens], &qkv.device());
-    let output = B::attention_of_last(primitive(qkv), &AttentionCall::new(documents.bounds(), spec), first);
+    let tokens = qkv.dims()[1];
+    let output = B::attention_of_last(primitive(qkv), &AttentionCall::new(bounds, spec), first);
     let output = match sinks {
         Some(sinks) => B::join_sinks(output, primitive(sinks)),
         None => output,
@@ -56,10 +56,20 @@ pub fn attention_of_last<B: DeviceBackend>(
 /// Queries of a tile, or a multiple of them, in every kernel of dense attention.
 const WHOLE_TILES: usize = 384;
 
-/// Bounds of the same documents, each a whole row, for kernels that compute the output of every token but need not for
-/// those before `first`: these then see themselves alone, which takes no time. Kernels take the first key of a tile of
-/// queries from its first query, so that tokens in the tile of token `first` keep their bounds.
-pub(crate) fn bounds_of_last<B: Backend>([start, end]: DocumentBounds<B>, first: usize) -> DocumentBounds<B> {
+/// Bounds for [`attention_of_last`] of rows of one document each, `[batch, tokens]`. The kernels of a GPU compute the
+/// output of every token but need not for those before `first`: these see themselves alone there, which takes no time.
+pub fn bounds_of_last<B: DeviceBackend>(
+    [batch, tokens]: [usize; 2],
+    first: usize,
+    device: &B::Device,
+) -> DocumentBounds<B> {
+    let bounds = Documents::<B>::whole_rows([batch, tokens], device).bounds();
+    if B::ON_HOST { bounds } else { alone_before::<B>(bounds, first) }
+}
+
+/// The bounds with tokens before `first` that see themselves alone. Kernels take the first key of a tile of queries
+/// from its first query, so that tokens in the tile of token `first` keep their bounds.
+fn alone_before<B: Backend>([start, end]: DocumentBounds<B>, first: usize) -> DocumentBounds<B> {
     let alone = first / WHOLE_TILES * WHOLE_TILES;
     if alone == 0 {
         return [start, end];

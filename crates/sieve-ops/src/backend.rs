@@ -505,6 +505,9 @@ device_ops! {
             window: DmaWindow,
             slots: usize,
         ) -> Ints<Self>;
+        /// As [`dma_last_kept`](Self::dma_last_kept), from the first query that no longer sees each key, `expire`
+        /// `[batch, num_kv_heads, seq_len]`.
+        fn dma_kept_keys(expire: Ints<Self>, slots: usize) -> Ints<Self>;
         /// Gathers the halo keys at the positions `kept`: their K and V, `[batch, slots, 2 * num_kv_heads, head_dim]`,
         /// from the last heads of `packed`, `[batch, seq_len, heads, head_dim]`, and their DMA ranks, `[batch,
         /// num_kv_heads, slots]`; 0 in empty slots.

@@ -25,7 +25,7 @@ use crate::operands::Operands;
 use crate::tensors::{primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, OperandError};
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use sieve_core::{DmaBias, Draw};
+use sieve_core::{DmaBias, DmaWindow, Draw};
 
 /// One query per sequence over all keys of a cache, with an optional additive bias per key.
 ///
@@ -102,6 +102,29 @@ pub fn dma_decode<B: DeviceBackend>(
 ) -> Result<Tensor<B, 3>, OperandError> {
     checks::token(Operands("dma_decode"), &token, cache)?;
     Ok(tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch)))
+}
+
+/// The cache of the keys that the last query of a row sees: of `qkv`, `[batch, tokens, num_heads + 2 * num_kv_heads,
+/// head_dim]`, by `rank` and `expire`, `[batch, num_kv_heads, tokens]`, as [`DmaAttention`](crate::DmaAttention) holds
+/// them. `positions`, of the same shape, are those of the row's tokens; `None`: 0, 1, 2, … The host does not wait for
+/// the device.
+pub fn dma_cache<B: DeviceBackend>(
+    qkv: Tensor<B, 4>,
+    (rank, expire): (Tensor<B, 3>, Tensor<B, 3, Int>),
+    positions: Option<Tensor<B, 3, Int>>,
+    spec: AttentionSpec,
+    window: DmaWindow,
+) -> DmaCache<B> {
+    let slots = expire.dims()[2].min(window.keep_window_size);
+    let kept = B::dma_kept_keys(expire.into_primitive(), slots);
+    let [keys, rank] = B::dma_halo_keys(primitive(qkv), primitive(rank), kept.clone(), spec);
+    let (keys, kept) = (tensor::<B, 4>(keys).swap_dims(1, 2), Tensor::from_primitive(kept));
+    let [k, v] = [0, 1].map(|part| keys.clone().narrow(1, part * spec.num_kv_heads, spec.num_kv_heads));
+    let positions = match positions {
+        Some(positions) => positions.gather(2, kept),
+        None => kept,
+    };
+    DmaCache::new([k, v], tensor(rank), positions, window).in_order()
 }
 
 /// A token of each row of `[rows, vocab_size]`, drawn on the device among the first `num_tokens` as the row's [`Draw`]

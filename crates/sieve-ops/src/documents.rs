@@ -44,7 +44,13 @@ impl<B: Backend> Documents<B> {
 
     /// Documents that each fill a whole row.
     pub fn whole_rows([batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
-        Self::new(&vec![0; batch * seq_len], &vec![seq_len as u32; batch * seq_len], [batch, seq_len], device)
+        // Made on the device: layers that attend to cached tokens have rows of their own in each part of a prompt.
+        let positions = Tensor::<B, 1, Int>::arange(0..seq_len as i64, device);
+        Self {
+            start: Tensor::zeros([batch, seq_len], device),
+            end: Tensor::full([batch, seq_len], seq_len as i64, device),
+            positions: positions.unsqueeze_dim::<2>(0).repeat_dim(0, batch),
+        }
     }
 
     /// The bounds as backend primitives, `[start, end]`.

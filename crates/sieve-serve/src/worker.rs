@@ -25,6 +25,9 @@ const PROMPT_TOKENS: usize = 2048;
 /// The time that the open texts wait for a part of a prompt, in steps of their own, and at least.
 const WAIT_STEPS: f64 = 3.0;
 
+/// No part is longer than so many times the wait because shorter ones would take nearly as long.
+const LONGEST_WAIT: f64 = 4.0;
+
 /// No fewer tokens are left for a last part: a GPU has kernels of their own for up to four, which add in another order.
 const LEAST_REST: usize = 8;
 
@@ -58,6 +61,8 @@ pub(crate) struct Worker<'a, B: DeviceBackend> {
     waiting: VecDeque<Text>,
     /// The prompt that is being read.
     reading: Option<Reading<'a, B>>,
+    /// Whether its last part was the last one of all, so that a short prompt is next.
+    short_is_next: bool,
     /// The texts that are decoded, and those that have ended and are kept.
     open: OpenTexts<'a, B, Writing<'a>>,
     /// Most open and kept texts.
@@ -81,13 +86,16 @@ struct Pace {
     step: f64,
     /// Seconds of a prompt's token.
     token: f64,
-    /// Tokens of a part, where parts double.
-    size: usize,
+    /// Where parts double: how often a part of the fewest tokens is doubled, and the seconds of parts by this number; 0
+    /// for sizes that were not read.
+    doubled: usize,
+    seconds: Vec<f64>,
 }
 
 impl Pace {
     fn new(parts: Parts) -> Self {
-        Self { parts, step: 0.0, token: 0.0, size: parts.tokens[0] }
+        let sizes = (parts.tokens[1] / parts.tokens[0]).ilog2() as usize + 1;
+        Self { parts, step: 0.0, token: 0.0, doubled: 0, seconds: vec![0.0; sizes] }
     }
 
     /// Moves a guess a quarter of the way to a new time. The first time is taken whole, and so is one that is far
@@ -97,17 +105,34 @@ impl Pace {
         *guess = if is_new { seconds } else { 0.75 * *guess + 0.25 * seconds };
     }
 
-    /// Takes the time of a part. One as long as parts are makes the next one longer if it took less than two thirds of
-    /// [`wait`](Self::wait), and shorter if it took more.
+    /// Takes the time of a part. One as long as parts are may make the next one twice as long, or half.
     fn note_part(&mut self, tokens: usize, seconds: f64) {
         Self::note(&mut self.token, seconds / tokens.max(1) as f64);
-        let [fewest, most] = self.parts.tokens;
-        if tokens >= self.size {
-            if seconds < self.wait() / 1.5 {
-                self.size = (2 * self.size).min(most);
-            } else if seconds > self.wait() {
-                self.size = (self.size / 2).max(fewest);
+        if !self.parts.doubles || tokens < self.part() {
+            return;
+        }
+        let now = self.doubled;
+        Self::note(&mut self.seconds[now], seconds);
+        if now + 1 < self.seconds.len() && self.is_worth(now + 1) {
+            self.doubled += 1;
+        } else if now > 0 && !self.is_worth(now) {
+            self.doubled -= 1;
+            // So much longer than half of it is no part, but one for which kernels were compiled.
+            if self.seconds[now] > LONGEST_WAIT * self.seconds[now - 1] {
+                self.seconds[now] = 0.0;
             }
+        }
+    }
+
+    /// Whether parts are doubled so often: they end within [`wait`](Self::wait), or take hardly longer than parts of
+    /// half the size, because a part takes a time of its own. Smaller ones would then let the open texts wait as long
+    /// and more often.
+    fn is_worth(&self, doubled: usize) -> bool {
+        let (half, wait) = (self.seconds[doubled - 1], self.wait());
+        let is_cheap = |at: usize| at == 0 || self.seconds[at] <= 1.5 * self.seconds[at - 1];
+        match self.seconds[doubled] {
+            0.0 => half < wait / 1.5 || (is_cheap(doubled - 1) && half < LONGEST_WAIT * wait),
+            seconds => seconds <= wait || (is_cheap(doubled) && seconds < LONGEST_WAIT * wait),
         }
     }
 
@@ -120,7 +145,7 @@ impl Pace {
     fn part(&self) -> usize {
         let [fewest, most] = self.parts.tokens;
         match self.token {
-            _ if self.parts.doubles => self.size,
+            _ if self.parts.doubles => fewest << self.doubled,
             0.0 => fewest,
             token => ((self.wait() / token) as usize).clamp(fewest, most),
         }
@@ -149,6 +174,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             open: OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device),
             waiting: VecDeque::new(),
             reading: None,
+            short_is_next: false,
             most_texts: size[0],
             pace: Pace::new(if B::ON_HOST { Parts::ON_HOST } else { Parts::ON_GPU }),
             engine,
@@ -209,7 +235,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             false => PROMPT_TOKENS,
         };
         while left > 0 && (self.open.is_empty() || begun.elapsed().as_secs_f64() < self.pace.wait()) {
-            let Some(reading) = self.reading.take().or_else(|| self.next_prompt(&mut left)) else {
+            let Some(reading) = self.next_reading(&mut left) else {
                 return;
             };
             let mut num_tokens = reading.prompt.len() - reading.num_read;
@@ -228,14 +254,37 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         }
     }
 
+    /// Takes the prompt whose part is read next. One that fits into a part does not wait for all of a long one: it is
+    /// read between two parts of it.
+    fn next_reading(&mut self, left: &mut usize) -> Option<Reading<'a, B>> {
+        let is_turn = self.reading.is_some() && std::mem::take(&mut self.short_is_next) && self.has_room();
+        let is_short = |text: &Text| text.prompt.len() <= *left && !text.scores_prompt && text.max_tokens > 0;
+        let is_of_one = |one: &Text, next: &Text| Arc::ptr_eq(&one.prompt, &next.prompt);
+        if is_turn && to_front(&mut self.waiting, is_short, is_of_one) {
+            return self.next_prompt(left);
+        }
+        self.reading.take().or_else(|| self.next_prompt(left))
+    }
+
+    /// Whether a text may join those that are open and those whose prompt is being read.
+    fn has_room(&self) -> bool {
+        self.open.len() + self.num_reading() < self.most_texts
+    }
+
+    /// Texts of the prompt that is being read.
+    fn num_reading(&self) -> usize {
+        self.reading.as_ref().map_or(0, |reading| reading.texts.len())
+    }
+
     /// Takes the next prompt that is to be read. Prompts that are only scored are done here; `left` becomes less by
     /// their tokens. `None` where no text waits, or may join.
     fn next_prompt(&mut self, left: &mut usize) -> Option<Reading<'a, B>> {
         let is_score = |text: &Text| text.scores_prompt && text.max_tokens <= 1;
-        while *left > 0 && self.open.has_room() {
+        while *left > 0 && self.has_room() {
             let first = self.waiting.pop_front()?;
             let mut some = vec![first];
-            let (mut num_tokens, mut room) = (some[0].prompt.len(), self.most_texts - self.open.len());
+            let mut room = self.most_texts - self.open.len() - self.num_reading();
+            let mut num_tokens = some[0].prompt.len();
             // Scores and one token after them need no cache, so that many prompts share a pass. Texts of one prompt are
             // read once.
             let is_scored = is_score(&some[0]);
@@ -263,7 +312,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
                 reading = this.begin(some)?;
                 Ok(())
             });
-            if reading.is_some() {
+            // Beside a prompt that is being read there is one more.
+            if reading.is_some() || self.reading.is_some() {
                 return reading;
             }
         }
@@ -327,7 +377,8 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         self.metrics.kept_tokens.fetch_add(num_read as u64, Relaxed);
         begun.iter_mut().for_each(|writing| writing.num_kept = num_read);
         // Open and kept texts together have the caches that were planned.
-        self.open.keep_at_most(self.most_texts.saturating_sub(self.open.len() + begun.len()));
+        let others = self.open.len() + self.num_reading();
+        self.open.keep_at_most(self.most_texts.saturating_sub(others + begun.len()));
         Ok(Some(Reading { prompt, text, num_read, texts: begun }))
     }
 
@@ -341,10 +392,12 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         let begun = Instant::now();
         let part = reading.num_read..reading.num_read + num_tokens;
         let logits = reading.text.read_next(&reading.prompt[part.clone()])?;
+        // A GPU is still reading: without the wait the next step would seem to take the part's time.
+        B::sync(engine.device).unwrap_or_else(|error| panic!("{error}"));
         self.pace.note_part(num_tokens, begun.elapsed().as_secs_f64());
         reading.num_read = part.end;
         if part.end < reading.prompt.len() {
-            self.reading = Some(reading);
+            (self.reading, self.short_is_next) = (Some(reading), true);
             return Ok(());
         }
         let Reading { prompt, text, texts, .. } = reading;
@@ -378,8 +431,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             |writing| writing.has_ended || !writing.is_wanted(metrics),
             |writing| (!writing.has_failed).then(|| writing.into_read_tokens()),
         );
-        let num_read = self.reading.as_ref().map_or(0, |reading| reading.texts.len());
-        self.open.keep_at_most(self.most_texts.saturating_sub(self.open.len() + num_read));
+        self.open.keep_at_most(self.most_texts.saturating_sub(self.open.len() + self.num_reading()));
     }
 
     /// Gives each open text its next token.
@@ -415,6 +467,22 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             Err(error) => self.open.clear().iter_mut().for_each(|writing| writing.fail(error.clone())),
         }
     }
+}
+
+/// Moves the first element that `is_first` finds, with those behind it that go with it, to the front of a queue.
+/// Returns whether there was one.
+fn to_front<T>(
+    queue: &mut VecDeque<T>,
+    is_first: impl FnMut(&T) -> bool,
+    go_together: impl Fn(&T, &T) -> bool,
+) -> bool {
+    let Some(at) = queue.iter().position(is_first) else {
+        return false;
+    };
+    let count = queue.iter().skip(at).take_while(|one| go_together(&queue[at], one)).count();
+    let moved: Vec<T> = queue.drain(at..at + count).collect();
+    moved.into_iter().rev().for_each(|one| queue.push_front(one));
+    true
 }
 
 /// Where the pieces of texts go.
@@ -585,6 +653,10 @@ mod tests {
             (0.002, 0.025, 1e-6, [256, 512, 1024, 2048, 4096, 8192, 8192]),
             (0.002, 0.0, 1e-5, [256, 512, 1024, 2048, 4096, 4096, 4096]),
             (0.002, 0.0, 1e-3, [256; 7]),
+            // Where a part takes longer than the wait whatever its tokens, small ones would make the texts wait often.
+            (0.002, 0.06, 1e-6, [256, 512, 1024, 2048, 4096, 8192, 8192]),
+            (0.002, 0.06, 1e-5, [256, 512, 1024, 2048, 4096, 8192, 8192]),
+            (0.002, 0.06, 1e-4, [256, 512, 1024, 2048, 1024, 1024, 1024]),
             (0.04, 0.0, 2e-5, [256, 512, 1024, 2048, 4096, 4096, 4096]),
         ] {
             let mut pace = Pace::new(Parts::ON_GPU);
@@ -602,6 +674,16 @@ mod tests {
             pace.note_part(size, 2.0);
             assert_eq!(pace.part(), (size / 2).max(256));
         }
+    }
+
+    #[test]
+    fn a_short_prompt_goes_to_the_front_with_its_samples() {
+        let mut queue = VecDeque::from([90, 71, 40, 41, 42, 50, 43]);
+        let same_tens = |a: &i32, b: &i32| a / 10 == b / 10;
+        assert!(to_front(&mut queue, |one| *one < 45, same_tens));
+        assert_eq!(queue, [40, 41, 42, 90, 71, 50, 43]);
+        assert!(!to_front(&mut queue, |one| *one < 40, same_tens));
+        assert_eq!(queue, [40, 41, 42, 90, 71, 50, 43]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUstream;
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 /// One GEMM, sent to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
 /// not keep the next op from writing in place.
@@ -107,14 +108,30 @@ impl Library {
             workspace,
             stream,
         };
-        let key = (call.problem, operands.pointers.map(alignment));
-        if !self.plans.contains_key(&key) {
-            let plan = Plan::find(self.handle, &call.problem, key.1, call.is_hopper)?;
-            self.plans.insert(key, plan);
+        let alignments = operands.pointers.map(alignment);
+        if !self.plans.contains_key(&(call.problem, alignments)) {
+            let plan = self.find(&call.problem, alignments, call.is_hopper)?;
+            self.plans.insert((call.problem, alignments), plan);
         }
-        let plan = self.plans.get(&key).expect("inserted above");
+        let plan = self.plans.get(&(call.problem, alignments)).expect("inserted above");
         // SAFETY: the wrapper checked the sizes against the tensors, whose addresses these are, on the current context.
         unsafe { plan.launch(self.handle, &operands) }
+    }
+}
+
+impl Library {
+    /// The plan of a problem: with the algorithm of the problem with rounded rows, or with one of its own.
+    fn find(&mut self, problem: &Problem, alignments: [u32; 4], is_hopper: bool) -> Result<Plan, Refusal> {
+        if let Some(rounded) = problem.with_rounded_rows().filter(|rounded| is_hopper && rounded != problem) {
+            let rounded_plan = match self.plans.entry((rounded, alignments)) {
+                Entry::Occupied(plan) => plan.into_mut(),
+                Entry::Vacant(place) => place.insert(Plan::find(self.handle, &rounded, alignments, is_hopper)?),
+            };
+            if let Some(plan) = Plan::with_algorithm_of(rounded_plan, self.handle, problem)? {
+                return Ok(plan);
+            }
+        }
+        Plan::find(self.handle, problem, alignments, is_hopper)
     }
 }
 

@@ -84,6 +84,17 @@ impl Plan {
         Ok(plan)
     }
 
+    /// The plan with the algorithm of another problem's plan; `None` where the library does not take that.
+    pub(super) fn with_algorithm_of(
+        other: &Self,
+        library: cublasLtHandle_t,
+        problem: &Problem,
+    ) -> Result<Option<Self>, Refusal> {
+        let mut plan = Self::describe(problem)?;
+        plan.algorithm = other.algorithm;
+        Ok(plan.takes(library, &other.algorithm).then_some(plan))
+    }
+
     /// Of the algorithms those that add k step by step in one order, whatever their tile: Hopper's own without a split
     /// of k, then the same with their split taken away. All of `found` if there is none, as for sizes that are no
     /// multiple of eight.
@@ -110,15 +121,18 @@ impl Plan {
             // SAFETY: both settings are of 32 bits.
             unsafe { cublasLtMatmulAlgoConfigSetAttribute(&mut algorithm, setting, value, size) }.result().ok()?;
         }
+        self.takes(library, &algorithm).then_some(algorithm)
+    }
+
+    /// Whether the library runs the plan's operation by an algorithm, within the workspace.
+    fn takes(&self, library: cublasLtHandle_t, algorithm: &cublasLtMatmulAlgo_t) -> bool {
         let [a, b, c, d] = self.layouts;
         let mut checked = MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit();
         // SAFETY: the descriptors are alive, and the call fills the result if it succeeds.
-        let checked = unsafe {
-            let status = cublasLtMatmulAlgoCheck(library, self.operation, a, b, c, d, &algorithm, checked.as_mut_ptr());
-            status.result().ok()?;
-            checked.assume_init()
-        };
-        (checked.workspaceSize <= WORKSPACE_BYTES).then_some(algorithm)
+        unsafe {
+            let status = cublasLtMatmulAlgoCheck(library, self.operation, a, b, c, d, algorithm, checked.as_mut_ptr());
+            status.result().is_ok() && checked.assume_init().workspaceSize <= WORKSPACE_BYTES
+        }
     }
 
     /// Queues the GEMM.

@@ -10,7 +10,7 @@ use burn::tensor::backend::Backend;
 use sieve_core::{CowaShape, FarKeys, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, KeyCache, RowsOf, SieveBackend, TokenAttention,
-    TokenCache, attention_decode, attention_of_last, split_heads,
+    TokenCache, attention_decode, attention_of_last, bounds_of_last, split_heads,
 };
 use std::ops::Range;
 
@@ -215,7 +215,9 @@ impl<B: DeviceBackend> BandCache<B> {
             let cached = KeyCache::with_capacity(k, v, None);
             let own = AttentionSpec { num_heads: group, num_kv_heads: 1, ..spec.of_heads_from(head) };
             let earlier = cached.len();
-            attention_of_last(cached.before(&Tensor::cat(qkv.into(), 2), earlier), None, own, earlier)
+            let row = cached.before(&Tensor::cat(qkv.into(), 2), earlier);
+            let bounds = bounds_of_last::<B>([row.dims()[0], row.dims()[1]], earlier, &row.device());
+            attention_of_last(row, None, own, (earlier, bounds))
         });
         Tensor::cat(heads.collect(), 2)
     }

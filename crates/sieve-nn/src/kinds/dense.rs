@@ -1,7 +1,7 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window, and its cache of recent keys.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{by_key, with_values};
-use crate::kv_cache::{CachedRows, last};
+use crate::kv_cache::last;
 use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
@@ -11,8 +11,8 @@ use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::kinds::Dense;
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, Documents, KeyCache, RowsOf, SelectorCache,
-    SieveBackend, TokenAttention, TokenCache, aligned, attention_of_last, cached_attention, split_heads,
+    AttentionLayer, AttentionSpec, ContextParallel, Documents, KeyCache, RowsOf, SelectorCache, SieveBackend,
+    TokenAttention, TokenCache, aligned, attention_of_last, cached_attention, split_heads,
 };
 
 /// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
@@ -112,7 +112,7 @@ impl<B: SieveBackend> KindAttention<B> for MultiHeadAttention<B> {
     }
 
     fn attend_cached(&self, qkv: Tensor<B::Inner, 4>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
-        attend_recent(cached.rows, qkv, self.sinks().map(on_device), cached.context.under_policy(self.spec()))
+        attend_recent(cached, qkv, self.sinks().map(on_device), self.spec())
     }
 
     fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
@@ -194,12 +194,13 @@ impl<B: Backend> LayerCache<B> {
 
 /// Dense or sliding-window attention of `new` tokens after cached tokens; returns `[batch, new, num_heads, head_dim]`.
 /// Several new tokens attend in a row of their own: the cached keys that they may see, then the new tokens.
-fn attend_recent<B: DeviceBackend>(
-    cached: CachedRows<'_, B>,
-    qkv: Tensor<B, 4>,
-    sinks: Option<Tensor<B, 1>>,
+fn attend_recent<B: SieveBackend>(
+    Cached { rows: cached, context, state }: Cached<'_, '_, B>,
+    qkv: Tensor<B::Inner, 4>,
+    sinks: Option<Tensor<B::Inner, 1>>,
     spec: AttentionSpec,
-) -> Tensor<B, 4> {
+) -> Tensor<B::Inner, 4> {
+    let spec = context.under_policy(spec);
     let LayerCache::Recent(RecentCache { keys, .. }) = cached.cache else {
         panic!("a layer of grouped queries decodes after a prompt");
     };
@@ -210,7 +211,8 @@ fn attend_recent<B: DeviceBackend>(
     // A window includes the query's own token, so the first new token sees one cached token fewer.
     let earlier = aligned(keys.len(), spec.window_size.map_or(keys.len(), |window| window - 1));
     let row = keys.before(&qkv, earlier);
-    let o = attention_of_last(row, sinks, spec, earlier);
+    let bounds = state.rows_behind([row.dims()[0], row.dims()[1]], earlier, &row.device());
+    let o = attention_of_last(row, sinks, spec, (earlier, bounds));
     let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
     keys.reserve(new, earlier);
     keys.append(k, v);

@@ -7,12 +7,12 @@ use crate::pass::{LayerContext, LayerOutput, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken,
     Documents, PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache, dma_attention_by_rank,
-    dma_decode, dma_ranks, split_heads,
+    dma_cache, dma_decode, dma_ranks, split_heads,
 };
 
 /// Every KV head scores each key once, from the token's values. A query sees the `keep_window_size` earlier keys with
@@ -185,7 +185,7 @@ pub struct SlotCache<B: Backend> {
     pub next_position: usize,
 }
 
-impl<B: Backend> SlotCache<B> {
+impl<B: DeviceBackend> SlotCache<B> {
     /// The cache after a prompt: the keys that DMA's mask still shows to the next query.
     fn of_prompt(
         qkv: Tensor<B, 4>,
@@ -194,12 +194,8 @@ impl<B: Backend> SlotCache<B> {
         spec: AttentionSpec,
         window: DmaWindow,
     ) -> LayerCache<B> {
-        let positions = positions(0, rank.dims(), &qkv.device());
         let next_position = qkv.dims()[1];
-        LayerCache::Selected(Self {
-            slots: cache_of_seen_keys(qkv, rank, expire, positions, spec, window),
-            next_position,
-        })
+        LayerCache::Selected(Self { slots: dma_cache(qkv, (rank, expire), None, spec, window), next_position })
     }
 }
 
@@ -230,36 +226,6 @@ impl<B: Backend> KindCache<B> for SlotCache<B> {
         let LayerCache::Selected(text) = text else { panic!("{OTHER_CACHE}") };
         self.slots.put(row, &text.slots);
     }
-}
-
-/// The cache of the keys in a packed tensor that DMA's mask shows to the last query. `rank`, `expire` and
-/// `positions` are `[batch, num_kv_heads, seq_len]`.
-fn cache_of_seen_keys<B: Backend>(
-    qkv: Tensor<B, 4>,
-    rank: Tensor<B, 3>,
-    expire: Tensor<B, 3, Int>,
-    positions: Tensor<B, 3, Int>,
-    spec: AttentionSpec,
-    window: DmaWindow,
-) -> DmaCache<B> {
-    let device = qkv.device();
-    let [batch, seq_len, _, head_dim] = qkv.dims();
-    let kv_heads = spec.num_kv_heads;
-    let [_, k, v] = split_heads(qkv, kv_heads);
-    let kept = seq_len.min(window.keep_window_size);
-    let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
-    let mut keys = Vec::with_capacity(batch * kv_heads * kept);
-    // `expire`, the first query that no longer sees a key, is at most `seq_len`. The keys with `seq_len` are those that
-    // the last query still sees, `kept` a head.
-    for expire in expire.chunks(seq_len) {
-        let alive = expire.iter().enumerate().filter(|(_, end)| **end as usize == seq_len);
-        keys.extend(alive.map(|(key, _)| key as i32));
-    }
-    let keys = Tensor::<B, 3, Int>::from_data(TensorData::new(keys, [batch, kv_heads, kept]), &device);
-    let of_heads = keys.clone().unsqueeze_dim::<4>(3).expand([batch, kv_heads, kept, head_dim]);
-    let gather = |x: Tensor<B, 4>| x.swap_dims(1, 2).gather(2, of_heads.clone());
-    let rank = rank.gather(2, keys.clone());
-    DmaCache::new([gather(k), gather(v)], rank, positions.gather(2, keys), window)
 }
 
 /// Cached keys for each new token from which on a host takes the tokens one by one. A row with all of the keys has a
@@ -312,16 +278,16 @@ fn attend_selected<B: DeviceBackend>(
             o.unwrap_or_else(|error| panic!("{error}")).unsqueeze_dim(1)
         });
     }
-    let slots = cache.in_order();
-    let earlier = slots.len();
-    let rank = Tensor::cat(vec![slots.rank.tokens(), rank], 2);
-    let row = slots.keys.before(&qkv, earlier);
+    cache.sort();
+    let earlier = cache.len();
+    let rank = Tensor::cat(vec![cache.rank.tokens(), rank], 2);
+    let row = cache.keys.before(&qkv, earlier);
     let documents = Documents::whole_rows([batch, earlier + new], &device);
     let found = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
     let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));
     let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
-    let positions = Tensor::cat(vec![slots.positions.tokens(), positions], 2);
-    *cache = cache_of_seen_keys(row, rank, expire, positions, spec, dma.window());
+    let positions = Tensor::cat(vec![cache.positions.tokens(), positions], 2);
+    *cache = dma_cache(row, (rank, expire), Some(positions), spec, dma.window());
     o.narrow(1, earlier, new)
 }
 

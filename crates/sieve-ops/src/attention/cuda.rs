@@ -1,6 +1,6 @@
 //! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take. Calls that a kernel
 //! refuses run the reference, which holds a score matrix.
-use super::{AttentionCall, AttentionOutput, AttentionSpec, bounds_of_last, reference};
+use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::{kernel_or, kernel_or_scores, scores};
 use crate::{Cuda, DocumentBounds};
 use sieve_core::KeepOLow;
@@ -14,10 +14,9 @@ pub(crate) fn attention(qkv: Float, call: &AttentionCall<Cuda>) -> AttentionOutp
     kernel_or_scores("attention", attempt, score_matrix, || reference::attention::<Cuda>(qkv, call))
 }
 
-/// By the kernels of whole rows, in which the tokens before `first` see themselves alone.
-pub(crate) fn attention_of_last(qkv: Float, call: &AttentionCall<Cuda>, first: usize) -> AttentionOutput<Cuda> {
-    let documents = bounds_of_last::<Cuda>(call.documents.clone(), first);
-    attention(qkv, &AttentionCall { documents, ..call.clone() })
+/// By the kernels of whole rows: the call's bounds say that the tokens before `first` see themselves alone.
+pub(crate) fn attention_of_last(qkv: Float, call: &AttentionCall<Cuda>, _first: usize) -> AttentionOutput<Cuda> {
+    attention(qkv, call)
 }
 
 /// `dqkv`, packed as `qkv`, of attention without a bias per key. Where the kernels refuse the call, the reference holds

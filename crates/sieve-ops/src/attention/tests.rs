@@ -44,7 +44,7 @@ fn the_last_tokens_attend_as_ever_where_those_before_them_see_themselves_alone()
         let all = AttentionCall::new(documents.bounds(), spec);
         let whole = float::<4>(&reference::attention::<Ad>(qkv.clone(), &all).o);
         for first in [1, 383, 384, 500, 768, 850] {
-            let bounds = super::bounds_of_last::<Ad>(documents.bounds(), first);
+            let bounds = super::alone_before::<Ad>(documents.bounds(), first);
             let last =
                 float::<4>(&reference::attention::<Ad>(qkv.clone(), &AttentionCall::new(bounds.clone(), spec)).o);
             let [whole, last] = [&whole, &last].map(|o| o.clone().narrow(1, first, tokens - first).into_data());

@@ -3,7 +3,7 @@ use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData, TensorMetadata};
+use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaWindow;
 
@@ -15,7 +15,21 @@ pub(crate) fn dma_last_kept(
     slots: usize,
 ) -> FlexTensor {
     let selection = Flex::dma_select(rank, documents, window);
-    reference::dma_last_kept::<Flex>(selection.expire, slots)
+    dma_kept_keys(selection.expire, slots)
+}
+
+/// By one walk over each row, from its end.
+pub(crate) fn dma_kept_keys(expire: FlexTensor, slots: usize) -> FlexTensor {
+    let expire = Tensor::<Flex, 3, Int>::from_primitive(expire);
+    let ([batch, kv_heads, seq_len], device) = (expire.dims(), expire.device());
+    let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
+    let mut kept = vec![-1; batch * kv_heads * slots];
+    for (row, kept) in expire.chunks(seq_len).zip(kept.chunks_mut(slots)) {
+        let seen = (0..seq_len).rev().filter(|&key| row[key] >= seq_len as i64);
+        kept.iter_mut().rev().zip(seen).for_each(|(slot, key)| *slot = key as i32);
+    }
+    let kept = TensorData::new(kept, [batch, kv_heads, slots]);
+    Tensor::<Flex, 3, Int>::from_data(kept, &device).into_primitive()
 }
 
 /// The reference, which is not counted as one; `kept` holds positions as `dma_last_kept` returns them.

@@ -16,6 +16,11 @@ pub(crate) fn dma_last_kept(rank: Float, documents: &DocumentBounds<Cuda>, windo
     })
 }
 
+pub(crate) fn dma_kept_keys(expire: Float, slots: usize) -> Float {
+    let attempt = sieve_kernels::dma_last_kept(&kernel_tensor(expire.clone()), slots);
+    kernel_or("dma_kept_keys", attempt.map(ToBurn::burn), || reference::dma_last_kept::<Cuda>(expire, slots))
+}
+
 pub(crate) fn dma_halo_keys(packed: Float, rank: Float, kept: Float, spec: AttentionSpec) -> [Float; 2] {
     let [packed_view, rank_view, kept_view] = tensors([&packed, &rank, &kept]);
     let attempt = sieve_kernels::dma_halo_keys_forward(&packed_view, &rank_view, &kept_view);

@@ -9,8 +9,8 @@ use crate::dma::composed;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::testing::{Random, RandomInput, assert_close, host_ints};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
-use burn::tensor::{DType, Tensor, TensorMetadata};
-use burn_flex::{Flex, FlexTensor};
+use burn::tensor::{DType, Int, Tensor, TensorMetadata};
+use burn_flex::{Flex, FlexDevice, FlexTensor};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, FarKeys, KeepOLow};
 use sieve_testing::wide;
 use std::sync::Arc;
@@ -360,5 +360,18 @@ fn tokens_are_exchanged_for_heads_and_back() {
                 });
             }
         });
+    }
+}
+
+#[test]
+fn the_kept_keys_of_a_walk_are_those_of_the_reference() {
+    // Tokens, and the first query that no longer sees each; the last head keeps one key alone.
+    let expire = [3, 6, 5, 6, 6, 6, 6, 2, 6, 4, 6, 6, 1, 2, 3, 4, 5, 6].map(i64::from);
+    let expire = Tensor::<Flex, 1, Int>::from_ints(expire, &FlexDevice).reshape([1, 3, 6]);
+    for slots in [1, 3, 6] {
+        let [of_walk, of_sort] = [Flex::dma_kept_keys, super::reference::dma_last_kept::<Flex>].map(|kept| {
+            host_ints(Tensor::<Flex, 3, Int>::from_primitive(kept(expire.clone().into_primitive(), slots)))
+        });
+        assert_eq!(of_walk, of_sort, "{slots} slots");
     }
 }

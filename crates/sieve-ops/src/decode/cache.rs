@@ -191,6 +191,8 @@ pub struct DmaCache<B: Backend> {
     pub positions: TokenBuffer<B, 3, Int>,
     /// Number of slots, and how many of the last keys always have one.
     pub window: DmaWindow,
+    /// Whether the keys of each head are known to lie by rising position.
+    is_in_order: bool,
 }
 
 impl<B: Backend> DmaCache<B> {
@@ -206,6 +208,7 @@ impl<B: Backend> DmaCache<B> {
             rank: TokenBuffer::new(rank, KEY_AXIS, room),
             positions: TokenBuffer::new(positions, KEY_AXIS, room),
             window,
+            is_in_order: false,
         }
     }
 
@@ -224,8 +227,16 @@ impl<B: Backend> DmaCache<B> {
         self.len() >= self.window.keep_window_size
     }
 
+    /// Sorts the keys by position, unless they are in this order: no key has taken another one's slot since a part of a
+    /// prompt was read. A sort waits for the device and sorts on the host.
+    pub fn sort(&mut self) {
+        if !self.is_in_order {
+            *self = self.sorted().in_order();
+        }
+    }
+
     /// A copy with the keys sorted by position.
-    pub fn in_order(&self) -> Self {
+    fn sorted(&self) -> Self {
         let order = self.positions.tokens().argsort(2);
         let [batch, heads, len, width] = self.keys.k.tokens().dims();
         let of_keys = order.clone().unsqueeze_dim::<4>(3).expand([batch, heads, len, width]);
@@ -246,11 +257,13 @@ impl<B: Backend> DmaCache<B> {
             rank: self.rank.rows(rows, used_and_room),
             positions: self.positions.rows(rows, used_and_room),
             window: self.window,
+            is_in_order: matches!(rows, RowsOf::Copies(_)) && self.is_in_order,
         }
     }
 
     /// Copies `text`, a cache of one row, into row `row`, from the first slot on.
     pub fn put(&mut self, row: usize, text: &Self) {
+        self.is_in_order = false;
         self.keys.put(row, &text.keys, text.len());
         self.rank.put(row, &text.rank, text.len());
         self.positions.put(row, &text.positions, text.len());
@@ -258,11 +271,23 @@ impl<B: Backend> DmaCache<B> {
 
     /// Counts one token that a kernel has added: the length grows only while slots are free.
     pub fn count_token(&mut self) {
-        if !self.is_full() {
+        if self.is_full() {
+            self.is_in_order = false;
+        } else {
             self.keys.count_token();
             self.rank.count(1);
             self.positions.count(1);
         }
+    }
+
+    /// The same cache, whose keys lie by rising position.
+    pub(super) fn in_order(self) -> Self {
+        Self { is_in_order: true, ..self }
+    }
+
+    /// Notes that a new key takes the slot of another one.
+    pub(super) fn replaces(&mut self) {
+        self.is_in_order = false;
     }
 }
 
@@ -271,6 +296,41 @@ mod tests {
     use super::*;
     use burn::tensor::Distribution;
     use burn_flex::{Flex, FlexDevice};
+
+    #[test]
+    fn slots_are_sorted_where_a_key_has_taken_the_slot_of_another_one_and_else_stay_as_they_are() {
+        let window = DmaWindow { keep_window_size: 4, local_window_size: 1 };
+        let positions = |of: [i32; 4]| Tensor::<Flex, 3, Int>::from_ints([[of, [0, 1, 2, 3]]], &FlexDevice);
+        // The key of head 0 at position p is p.
+        let keys = |of: [f32; 4]| Tensor::<Flex, 3>::from_floats([[of, [0.0, 1.0, 2.0, 3.0]]], &FlexDevice);
+        let cache = |of: [i32; 4]| {
+            let k = keys(of.map(|position| position as f32));
+            let x = k.clone().unsqueeze_dim::<4>(3);
+            DmaCache::new([x.clone(), x], k, positions(of), window)
+        };
+        let held = |cache: &DmaCache<Flex>| {
+            let ints: Vec<i64> = cache.positions.tokens().into_data().iter().collect();
+            let [k, v] =
+                [&cache.keys.k, &cache.keys.v].map(|x| x.tokens().into_data().iter::<f32>().collect::<Vec<_>>());
+            let rank: Vec<f32> = cache.rank.tokens().into_data().iter().collect();
+            assert!(k == v && k == rank && k == ints.iter().map(|&p| p as f32).collect::<Vec<_>>());
+            ints
+        };
+        let mut sorted = cache([7, 5, 2, 6]);
+        sorted.sort();
+        assert_eq!(held(&sorted), [2, 5, 6, 7, 0, 1, 2, 3]);
+        // A cache that is known to be in order is left alone, also where this is wrong.
+        let mut left = cache([7, 5, 2, 6]).in_order();
+        left.sort();
+        assert_eq!(held(&left), [7, 5, 2, 6, 0, 1, 2, 3]);
+        // A token that a kernel adds to full slots, and a text that is put into the row, may end the order.
+        left.count_token();
+        left.sort();
+        assert_eq!(held(&left), [2, 5, 6, 7, 0, 1, 2, 3]);
+        left.put(0, &cache([9, 8, 4, 3]).in_order());
+        left.sort();
+        assert_eq!(held(&left), [3, 4, 8, 9, 0, 1, 2, 3]);
+    }
 
     #[test]
     fn a_selector_cache_has_bounds_of_every_page_and_counts_pages_as_they_begin() {

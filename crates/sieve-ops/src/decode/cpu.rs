@@ -109,6 +109,7 @@ pub(crate) fn dma_decode(
 /// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a
 /// local window, a token whose own rank is the smallest is not stored.
 fn replace_lowest_rank(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
+    cache.replaces();
     let (slots, local) = (cache.len(), cache.window.local_window_size);
     let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));
     let (held, positions) = (cache.rank.buffer().clone(), cache.positions.buffer().clone());

@@ -158,6 +158,7 @@ impl<B: Backend> DmaCache<B> {
             self.rank.append(rank);
             return;
         }
+        self.replaces();
         let replaced = self.replaced_slot(rank.clone(), token.position);
         let all = replaced.dims();
         let here = here(all[2]);
