@@ -98,22 +98,22 @@ pub struct PassState<B: Backend> {
     pub last_choice: LastChoice<B>,
     /// For a block that is recomputed: what its first pass has kept of its attention.
     pub attention: Option<KeptAttention<B>>,
-<<<<<<< HEAD
     /// With `indexers_alone`: outputs of attention, `[batch, seq_len, num_heads, head_dim]`. Their backward passes give
     /// the gradients of the indexers, whatever the gradient of an output is.
     pub indexed: Vec<Tensor<B, 4>>,
-=======
     /// Bounds of the rows of cached and new tokens, by their `[batch, tokens]` and the first new token.
     pub rows_behind: Vec<([usize; 3], DocumentBounds<B>)>,
->>>>>>> ce82158dd96ee85acb85a1378849e8c3ce29d5c1
 }
 
 impl<B: Backend> Default for PassState<B> {
     fn default() -> Self {
-<<<<<<< HEAD
-        Self { sums: HashMap::new(), last_choice: LastChoice::default(), attention: None, indexed: Vec::new() }
-=======
-        Self { sums: HashMap::new(), last_choice: LastChoice::default(), attention: None, rows_behind: Vec::new() }
+        Self {
+            sums: HashMap::new(),
+            last_choice: LastChoice::default(),
+            attention: None,
+            indexed: Vec::new(),
+            rows_behind: Vec::new(),
+        }
     }
 }
 
@@ -127,7 +127,6 @@ impl<B: SieveBackend> PassState<B> {
         let bounds = sieve_ops::bounds_of_last::<B::Inner>(dims, first, device);
         self.rows_behind.push((size, bounds.clone()));
         bounds
->>>>>>> ce82158dd96ee85acb85a1378849e8c3ce29d5c1
     }
 }
 

@@ -553,19 +553,9 @@ impl Layer<'_> {
         scratch: &mut Scratch,
     ) -> Result<CudaTensor, KernelError> {
         let (spec, norm) = (self.attention.spec, self.attention.qk_norm.as_ref());
-<<<<<<< HEAD
-        let heads = spec.num_heads + 2 * spec.num_kv_heads;
-        let head_dim = qkv.num_elements() / (self.batch() * heads);
-        let qkv = qkv.reshaped(NAME, "qkv", &[self.batch(), 1, heads, head_dim])?;
-        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads).under(self.policy);
-        let weights = norm.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
-        let weights = weights.as_ref().map(|weights| weights.each_ref());
-        let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
-=======
         let (qkv, weights) = (self.heads_of(qkv)?, self.norm_weights(norm));
-        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
+        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads).under(self.policy);
         let rotation = self.rotation(&weights);
->>>>>>> 85691f0094659d2ffd269177cad785ee227b55b5
         let sinks = self.attention.sinks.as_ref().map(|sinks| self.noted(sinks));
         let (step, kv, seen) = self.recent_step(keys);
         let step = DecodeStep { sinks: sinks.as_ref(), ..step };
