@@ -315,7 +315,7 @@ fn attend_selected<B: DeviceBackend>(
     let slots = cache.in_order();
     let earlier = slots.len();
     let rank = Tensor::cat(vec![slots.rank.tokens(), rank], 2);
-    let row = slots.keys.before(&qkv, earlier);
+    let row = slots.keys.before(&qkv, [0, earlier]);
     let documents = Documents::whole_rows([batch, earlier + new], &device);
     let found = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
     let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));
