@@ -3,8 +3,8 @@
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
 //            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
 //            window_size), length), nothing is written. CHOSEN=0: also over the first num_first j of the cache.
-//            HAS_FAR: also over the first sink_tokens j and the head's band of distances (far_keys.cuh), num_first is 0;
-//            distances count rows of the cache.
+//            HAS_FAR: also over the first sink_tokens j and the head's band of distances (far_keys.cuh), num_first is
+//            0; distances count rows of the cache.
 //            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, the last of them
 //            the token's own or select_size 1; nothing is written. ROTATE: q and k_new are first rotated to position
 //            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
@@ -23,8 +23,8 @@
 //            counters; APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos
 //            and sin, ROTATE=1: without the weights; SINKS=0: without sinks
 // Defines    HEAD_DIM, HEAD_DIM_V, APPEND 0|1, CHOSEN 0|1 (1 with APPEND=0), ROTATE 0|1|2 (1 or 2 with APPEND=1),
-//            SINKS 0|1 (1 with CHOSEN=0), HAS_FAR (0; 1 with APPEND=1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2), NUM_WARPS (2 where a head_dim is
-//            above 128, else 4 or 8)
+//            SINKS 0|1 (1 with CHOSEN=0), HAS_FAR (0; 1 with APPEND=1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
+//            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);

@@ -45,8 +45,8 @@ pub fn attention_decode<B: DeviceBackend>(
 }
 
 /// Adds the keys and values of one token a sequence to the cache, then attends with the token's queries over all cached
-/// keys, or the last `spec.window_size` and those of `spec.far`. Keys that no later token reads are dropped only when the
-/// buffer is full.
+/// keys, or the last `spec.window_size` and those of `spec.far`. Keys that no later token reads are dropped only when
+/// the buffer is full.
 ///
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`

@@ -202,8 +202,9 @@ impl<B: Backend> LayerCache<B> {
     }
 }
 
-/// Attention over all keys, or a window and keys beyond it, of `new` tokens after cached tokens; returns `[batch, new, num_heads, head_dim]`.
-/// Several new tokens attend in a row of their own: the cached keys that they may see, then the new tokens.
+/// Attention over all keys, or a window and keys beyond it, of `new` tokens after cached tokens; returns
+/// `[batch, new, num_heads, head_dim]`. Several new tokens attend in a row of their own: the cached keys that they may
+/// see, then the new tokens.
 fn attend_recent<B: DeviceBackend>(
     cached: CachedRows<'_, B>,
     qkv: Tensor<B, 4>,

@@ -81,7 +81,7 @@ impl Draw {
     }
 
     /// The same for rows of one document.
-    pub(crate) fn as_one_document(self) -> Self {
+    pub(crate) fn of_one_document(self) -> Self {
         Self { cuts: Cuts::Count(1), ..self }
     }
 

@@ -1,5 +1,5 @@
-//! Checks decoding over a window, first keys and a band of each KV head: all tokens of a row one after the other, caches
-//! as a prefill leaves them, and the bits of whole rows.
+//! Checks decoding over a window, first keys and a band of each KV head: all tokens of a row one after the other,
+//! caches as a prefill leaves them, and the bits of whole rows.
 use super::caches::{Reads, TokenCheck};
 use super::{check_tokens, whole_rows};
 use crate::bands::Draw;
@@ -18,7 +18,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     for at in 0..extent.few() {
         let draw = Draw::random(&of_short_rows, &mut random);
         let (width, seed) = (widths[at % widths.len()], random.between(0, 1 << 30) as u64);
-        let case = draw.as_one_document().case(width, seed, extent)?.magnified(extent.magnitude_of(at));
+        let case = draw.of_one_document().case(width, seed, extent)?.magnified(extent.magnitude_of(at));
         check_tokens(report, device, &case, &format!("{:?} {} seed {seed}", case.shape, case.keys));
     }
     for at in 0..extent.few().max(12) {
