@@ -88,7 +88,7 @@ WANTED = {
         lambda x: all(map(_tensor(1)[1], x if type(x) in (list, tuple) and x else [x])),
     ),
     "bands": (
-        "Bands(first, reach, count) of whole numbers, with at least one band",
+        "Bands(first, reach, number) of whole numbers, with at least one band",
         lambda x: type(x) is not str and hasattr(x, "__len__") and len(x) == 3
         and all(type(size) is int and size >= 0 for size in x) and x[2] > 0,
     ),

@@ -88,13 +88,13 @@ class Bands(NamedTuple):
     """Keys that a query of `attention` sees beyond its window (CoWindow, arXiv:2609.32704): the `first` ones of its
     document, and a band of distances that each KV head has for itself.
 
-    The distances from the window's end to before `reach` are divided into `count` bands of equal width, to a token. KV
+    The distances from the window's end to before `reach` are divided into `number` bands of equal width, to a token. KV
     head h has band h; where there are fewer bands than heads, they begin again.
     """
 
     first: int
     reach: int
-    count: int
+    number: int
 
 
 # fmt: off
@@ -126,7 +126,7 @@ def attention(
     or f32 `[heads]`, one more logit of each query head, whose value is zero (gpt-oss, arXiv:2508.10925), with a gradient.
     Returns `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0. return_lse: also the
     log-sum-exp of each query's logits, its sink's among them, f32 `[batch, heads, tokens]` without gradient. bands: the
-    keys that a query sees beyond its window, `Bands(first, reach, count)`; there is no bias then. `decode` says on which
+    keys that a query sees beyond its window, `Bands(first, reach, number)`; there is no bias then. `decode` says on which
     GPUs a token's row of `o` has the bits of its step.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))

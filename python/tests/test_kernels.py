@@ -97,7 +97,7 @@ def test_bands_without_a_kernel_are_refused(device):
     for call, words in (
         (lambda: sieve.attention(q, k, v, bands=bands), "without a window"),
         (lambda: sieve.attention(q, k, v, window=4, bands=bands, bias=bias), "with a bias"),
-        (lambda: sieve.attention(q, k, v, window=4, bands=(2, 20)), "Bands(first, reach, count)"),
+        (lambda: sieve.attention(q, k, v, window=4, bands=(2, 20)), "Bands(first, reach, number)"),
         (lambda: sieve.decode(q[:, :1], None, None, *caches, length, window=4, bands=bands), "without k and v"),
     ):
         with pytest.raises(sieve.SieveError, match=words.replace("(", r"\(").replace(")", r"\)")):
