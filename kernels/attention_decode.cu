@@ -3,6 +3,8 @@
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
 //            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
 //            window_size), length), nothing is written. CHOSEN=0: also over the first num_first j of the cache.
+//            HAS_FAR: also over the first sink_tokens j and the head's band of distances (far_keys.cuh), num_first is
+//            0; distances count rows of the cache.
 //            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, the last of them
 //            the token's own or select_size 1; nothing is written. ROTATE: q and k_new are first rotated to position
 //            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
@@ -21,8 +23,8 @@
 //            counters; APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos
 //            and sin, ROTATE=1: without the weights; SINKS=0: without sinks
 // Defines    HEAD_DIM, HEAD_DIM_V, APPEND 0|1, CHOSEN 0|1 (1 with APPEND=0), ROTATE 0|1|2 (1 or 2 with APPEND=1),
-//            SINKS 0|1 (1 with CHOSEN=0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2), NUM_WARPS (2 where a head_dim is
-//            above 128, else 4 or 8)
+//            SINKS 0|1 (1 with CHOSEN=0), HAS_FAR (0; 1 with APPEND=1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
+//            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
@@ -35,6 +37,7 @@
 //            0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
 #include "common/attention_params.cuh"
+#include "common/far_keys.cuh"
 #include "common/programmatic_launch.cuh"
 #include "common/rotary_head.cuh"
 #include "common/split_decode.cuh"
@@ -42,11 +45,13 @@
 static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 static_assert(!ROTATE || APPEND, "a key is rotated before it joins the cache");
 static_assert(!SINKS || !CHOSEN, "a query of chosen blocks has no sink");
+static_assert(!HAS_FAR || APPEND, "a query that reads a band joins the cache");
 
 struct AttentionDecodeParams : TokenParams {
   u64 capacity, window_size, num_splits;
   u64 cache_heads, num_chosen, select_size, num_dropped, num_first;
   u64 max_positions, table_stride, epsilon;  // ROTATE; epsilon: f32 bits
+  u64 sink_tokens, first_distance, last_distance, num_bands, first_band;  // HAS_FAR, as in AttentionFarForwardParams
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
@@ -84,6 +89,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   // Where a chosen key lies in the cache. All keys of a tile are in one block, unless blocks are read key by key.
   const bool by_key = select_size % DECODE_KEYS != 0;
   auto place = [&](i64 key) { return (i64)blocks[key / select_size] * select_size + key % select_size; };
+#elif HAS_FAR
+  const i32 num_cached = min(length[batch] - (i32)params.num_dropped, (i32)capacity);
+  // The token is row num_cached. Its head's band stands before the window, and the first keys before the band, each in
+  // tiles of their own.
+  const FarKeys far(params, kv_head, params.window_size, capacity + 1);
+  const i32 window_key = max(num_cached - far.window + 1, 0), num_first = min(far.sinks, window_key),
+            band_low = max(num_cached - far.band_end + 1, num_first),
+            num_band = max(min(num_cached - far.band + 1, window_key) - band_low, 0);
+  const i32 band_key = window_key - (num_band + DECODE_KEYS - 1) / DECODE_KEYS * DECODE_KEYS;
+  const i32 first_key = band_key - (num_first + DECODE_KEYS - 1) / DECODE_KEYS * DECODE_KEYS;
+  const i64 cache_head = head;
+  auto place = [&](i64 key) {
+    return key >= window_key ? key : key >= band_key ? band_low + key - band_key : key - first_key;
+  };
 #else
   const i32 num_cached = min(length[batch] - (i32)params.num_dropped, (i32)capacity);
   const i32 window_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
@@ -109,7 +128,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
   // Keys of the tile that begins at `key`, at most 16.
   auto valid = [&](i32 key) {
-#if !CHOSEN
+#if HAS_FAR
+    if (key < band_key) return min(first_key + num_first - key, DECODE_KEYS);
+    if (key < window_key) return min(band_key + num_band - key, DECODE_KEYS);
+#elif !CHOSEN
     if (key < window_key) return min(first_key + num_first - key, DECODE_KEYS);
 #endif
     return min(end - key, DECODE_KEYS);

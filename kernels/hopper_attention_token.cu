@@ -2,26 +2,31 @@
 // that hopper_attention_forward gives the same token in a whole row (kernels/notes/one-order-of-sums.md); the token's k
 // and v join the cache.
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
-//            row `length` of the cache is k_new, v_new, written here. ROTATE: q and k_new are first rotated to position
-//            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
-//            has the logit sinks[h] too, whose value is zero (gpt-oss, arXiv:2508.10925)
+//            row `length` of the cache is k_new, v_new, written here. HAS_FAR: also over the first sink_tokens j and
+//            the head's band of distances (far_keys.cuh). ROTATE: q and k_new are first rotated to position `length`
+//            (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h has the
+//            logit sinks[h] too, whose value is zero (gpt-oss, arXiv:2508.10925)
 // Layout     as attention_decode with APPEND=1, with values as wide as keys
 // Buffers    q, k_new, v_new, k_cache, v_cache, q_weight, k_weight, cos, sin, sinks, length, o; ROTATE=0: without the
 //            weights, cos and sin, ROTATE=1: without the weights; SINKS=0: without sinks
-// Defines    HEAD_DIM (64, 128), ROTATE 0|1|2, SINKS 0|1, CLUSTER (1, 8), NUM_STAGES (2, or 3 with CLUSTER=1)
+// Defines    HEAD_DIM (64, 128), ROTATE 0|1|2, SINKS 0|1, HAS_FAR (0), CLUSTER (1, 8), NUM_STAGES (2, or 3 with
+//            CLUSTER=1)
 // Tiling     grid (CLUSTER * num_kv_heads * ceil(group_size / 16), 1, batch); 256 threads; dynamic shared bytes:
 //            sieve-gpu/src/attention/token.rs. The CLUSTER blocks of a row's head go through stages of 128 keys whose
-//            first position is a multiple of 128, the last stage first, CLUSTER of them at a time. For S = Q K^T a
-//            block has a stage of its own, a warp 16 keys of it. The weights of all stages then go to every block,
-//            because for O += P V a block has a share of the columns and adds all keys to it, one after the other.
-//            Beside O += P V it computes S of its next stage. More blocks read the cache faster, and change no bit
+//            first position is a multiple of 128, the last stage first, CLUSTER of them at a time; with HAS_FAR only
+//            the stages in which the head sees a key. For S = Q K^T a block has a stage of its own, a warp 16 keys of
+//            it. The weights of all stages then go to every block, because for O += P V a block has a share of the
+//            columns and adds all keys to it, one after the other. Beside O += P V it computes S of its next stage.
+//            More blocks read the cache faster, and change no bit
 // Numerics   as hopper_attention_forward without a bias: the same reference maximum, sums and roundings, stage by
 //            stage, each sum over a stage's keys by rising position
 // Edges      rows of different length in one batch; length 0 (only the new token); length = capacity attends but does
-//            not store: the wrapper refuses it; keys before num_dropped are not seen
+//            not store: the wrapper refuses it; keys before num_dropped are not seen. HAS_FAR: num_dropped is a
+//            multiple of 128, dropped behind whole stages of first keys; positions are rows of the cache
 #include "common/async_copy.cuh"
 #include "common/attention_params.cuh"
 #include "common/cluster.cuh"
+#include "common/far_keys.cuh"
 #include "common/mma.cuh"
 #include "common/online_softmax.cuh"
 #include "common/programmatic_launch.cuh"
@@ -62,6 +67,7 @@ static_assert(SHARED_BYTES <= 227 * 1024, "a block's shared memory");
 struct AttentionTokenParams : TokenParams {
   u64 capacity, window_size, num_dropped;
   u64 max_positions, table_stride, epsilon;  // ROTATE; epsilon: f32 bits
+  u64 sink_tokens, first_distance, last_distance, num_bands, first_band;  // HAS_FAR, as in AttentionFarForwardParams
 };
 
 // Waits for all threads of the block, or of the cluster.
@@ -85,6 +91,9 @@ struct SeenKeys {
   const bf16* v;
   int token, lowest;  // positions: the token's own, and the first that it sees
   int num_dropped;    // position of the cache's first row
+#if HAS_FAR
+  FarKeys far;
+#endif
 
   // Starts the copies of COUNT keys from position `first` on, WIDTH columns of each from `from` on, to shared address
   // `to`. Keys that are not seen arrive as zeros; the token's own row is left out, because its key and value are not in
@@ -97,7 +106,11 @@ struct SeenKeys {
     for (int i = 0; i < max_int(1, COUNT / ROWS); i++) {
       const int at = row + i * ROWS, position = first + at;
       if (position == token || at >= COUNT) continue;
+#if HAS_FAR
+      const bool seen = far.sees(token, 0, position);
+#else
       const bool seen = lowest <= position && position < token;
+#endif
       const bf16* source = from + (seen ? (i64)(position - num_dropped) * HEAD_DIM + chunk * 8 : 0);
       copy_async_16(to + at * ROW_PITCH + chunk * 16, source, seen ? 16 : 0);
     }
@@ -167,8 +180,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   wait_for_previous();
   const i64 batch = blockIdx.z, capacity = params.capacity;
   const i64 cache_row = (batch * params.num_kv_heads + kv_head) * capacity * HEAD_DIM;
-  const int token = length[batch], num_dropped = (int)params.num_dropped;
+#if HAS_FAR
+  // The cache is a text without the tokens that were dropped, which are whole stages that the token does not see.
+  const int before = length[batch], token = before - (int)params.num_dropped, num_dropped = 0;
+#else
+  const int before = length[batch], token = before, num_dropped = (int)params.num_dropped;
+#endif
   const i64 slot = (i64)token - num_dropped;  // where the token joins the cache
+#if HAS_FAR
+  const FarKeys far(params, kv_head, params.window_size, capacity + 1);
+  const SeenKeys seen = {k_cache + cache_row, v_cache + cache_row, token, 0, num_dropped, far};
+  const KeyTiles<STAGE_KEYS> stages(far, 0, token, token, token);
+  const int num_stages = stages.count, num_steps = (num_stages + CLUSTER - 1) / CLUSTER;
+  // The first position of stage `block` of a step. A step's stages past the last are before the row, and are not seen.
+  auto first_of = [&](int step, int block) {
+    const int at = step * CLUSTER + block;
+    return (at < num_stages ? stages.tile(at) : -1) * STAGE_KEYS;
+  };
+#else
   const i64 window_low = max((i64)0, (i64)token + 1 - (i64)params.window_size);
   const SeenKeys seen = {k_cache + cache_row, v_cache + cache_row, token,
                          (int)min((i64)token, max(window_low, (i64)num_dropped)), num_dropped};
@@ -176,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             num_steps = (num_stages + CLUSTER - 1) / CLUSTER;
   // The first position of stage `block` of a step. Stages past the row's first are before it, and are not seen.
   auto first_of = [&](int step, int block) { return (last_stage - step * CLUSTER - block) * STAGE_KEYS; };
+#endif
   auto load_keys = [&](int step) {
     const u32 to = shared + K_AT + step % NUM_STAGES * K_BYTES;
     if (step < num_steps) seen.copy<STAGE_KEYS, HEAD_DIM, PITCH>(to, seen.k, first_of(step, rank));
@@ -206,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #if ROTATE
   // GROUP lanes a head, each head to its row.
   const int column = lane % GROUP * LANE_COLUMNS, num_rotated = num_rows + has_key;
-  const i64 position = max((i64)0, min((i64)token, (i64)params.max_positions - 1));
+  const i64 position = max((i64)0, min((i64)before, (i64)params.max_positions - 1));
   for (int base = warp * HEADS_PER_WARP; base < num_rotated; base += NUM_WARPS * HEADS_PER_WARP) {
     const int row = base + lane / GROUP;
     const bool is_key = row == num_rows, holds = lane % GROUP < LANES && row < num_rotated;
@@ -290,7 +320,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
       for (int x = 0; x < 4; x++) {
         const int key = first_key + n * 8 + x % 2;
-        if (key > token || key < seen.lowest) s[n][x] = -INFINITY_F32;
+#if HAS_FAR
+        const bool is_hidden = !far.sees(token, 0, key);
+#else
+        const bool is_hidden = key > token || key < seen.lowest;
+#endif
+        if (is_hidden) s[n][x] = -INFINITY_F32;
       }
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -17,11 +17,14 @@ struct FarKeys {
   FarKeys() = default;
   // Of KV head `kv_head` of the launch. The bands divide the distances of the launch evenly, to a token.
   template <class Params>
-  DEVICE FarKeys(const Params& params, int kv_head) {
-    const u64 seq_len = params.seq_len, at = (params.first_band + kv_head) % params.num_bands;
+  DEVICE FarKeys(const Params& params, int kv_head) : FarKeys(params, kv_head, params.window, params.seq_len) {}
+  // Of a launch with this window, whose rows have up to `seq_len` tokens.
+  template <class Params>
+  DEVICE FarKeys(const Params& params, int kv_head, u64 window_size, u64 seq_len) {
+    const u64 at = (params.first_band + kv_head) % params.num_bands;
     const u64 width = params.last_distance > params.first_distance ? params.last_distance - params.first_distance : 0;
     auto border = [&](u64 at) { return (int)min(params.first_distance + width * at / params.num_bands, seq_len); };
-    window = (int)min(params.window, seq_len);
+    window = (int)min(window_size, seq_len);
     sinks = (int)min(params.sink_tokens, seq_len);
     band = border(at);
     band_end = border(at + 1);

@@ -13,6 +13,7 @@ from ._library import SieveError
 from ._on_cpu import on_cpu
 from ._tiles import BlockMask
 from .functional import (
+    Bands,
     NsaBlocks,
     Selection,
     attention,
@@ -41,7 +42,7 @@ from .functional import (
 from . import _flops  # noqa: F401, E402, I001: formulas of operators that functional defines
 
 __all__ = [
-    "BlockMask", "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode",
+    "Bands", "BlockMask", "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode",
     "dma_attention", "dma_decode", "dma_scores", "dma_slopes", "documents", "expiring_attention", "infllm_v2",
     "mla_decode", "moba", "msa", "nsa", "nsa_compressed", "nsa_mean_pool", "nsa_selected", "on_cpu", "select",
     "selected_attention", "supports",

@@ -87,6 +87,11 @@ WANTED = {
         "a tensor of 1 axis, or a list of such, one a row",
         lambda x: all(map(_tensor(1)[1], x if type(x) in (list, tuple) and x else [x])),
     ),
+    "bands": (
+        "Bands(first, reach, number) of whole numbers, with at least one band",
+        lambda x: type(x) is not str and hasattr(x, "__len__") and len(x) == 3
+        and all(type(size) is int and size >= 0 for size in x) and x[2] > 0,
+    ),
     "selection": ("what select(rank, keep=...) returns", lambda x: hasattr(x, "expire")),
     "block_sparse.mask": ("what block_mask(mask, 64 or 128) returns", lambda x: hasattr(x, "words")),
 }
@@ -107,6 +112,15 @@ def check_sinks(name, q, sinks, other):
         raise SieveError(f"{name}: sinks with a bias or chosen blocks have no kernel\n  hint: pass one of them")
     if is_tensor(sinks) and sinks.dim() == 1 and is_tensor(q) and q.dim() == 4 and len(sinks) != q.shape[2]:
         raise SieveError(f"{name}: sinks are {len(sinks)}, and q has {q.shape[2]} heads; give one for each")
+
+
+def check_bands(name, window, bands, other):
+    """The bands as a plain tuple, refused without a window, and beside a bias or chosen blocks, `other`."""
+    if other is not None:
+        raise SieveError(f"{name}: bands with a bias or chosen blocks have no kernel\n  hint: pass one of them")
+    if window is None:
+        raise SieveError(f"{name}: bands without a window\n  hint: pass window, the keys up to a query's own")
+    return tuple(bands)
 
 
 # Tensors that autocast casts, as those of torch's own attention.

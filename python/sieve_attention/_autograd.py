@@ -29,15 +29,15 @@ def _once(backward):
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sinks, start, end, scale, window, deterministic, return_lse):
+    def forward(ctx, q, k, v, bias, sinks, start, end, scale, window, deterministic, return_lse, bands=None):
         """o `[batch, tokens, heads, width of v]`, and with return_lse also the log-sum-exps `[batch, heads, tokens]`.
         start, end: int32 `[batch, tokens]`, bounds of each token's document, or None for one document a row.
         """
-        o, lse, *kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window)
+        o, lse, *kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window, False, bands)
         # With a bias: o_low where the kernel keeps it, and base.
         kept = [*[None] * (2 - len(kept)), *kept]
         ctx.save_for_backward(q, k, v, start, end, bias, sinks, o, lse, *kept)
-        ctx.settings = scale, window, deterministic
+        ctx.settings = scale, window, deterministic, bands
         if not return_lse:
             return o
         lse = with_base(lse, None if bias is None else kept[1])
@@ -53,7 +53,7 @@ class Attention(torch.autograd.Function):
         if sinks is not None:
             # There is no bias then.
             gradients = [*gradients[:3], None, gradients[3].to(sinks.dtype)]
-        return (*gradients, *[None] * (11 - len(gradients)))
+        return (*gradients, *[None] * (12 - len(gradients)))
 
 
 class DmaAttention(torch.autograd.Function):

@@ -230,12 +230,43 @@ def _check_local(local, keep):
         raise SieveError(f"local {local} is not supported (supported: at most keep, {keep})")
 
 
+def _check_bands(name, window, bands, other):
+    from ._arguments import check_bands
+
+    return check_bands(name, window, bands, other)
+
+
+def _mask_of_bands(q, k, window, bands, documents):
+    """Whether a query sees a key, `[batch, KV heads, tokens, tokens]`."""
+    (first, reach, count), place = bands, torch.arange(q.shape[1], device=q.device)
+    start = place[:1] if documents is None else documents[0][:, None, :, None]
+    in_bands = definitions.band_mask(place[:, None] - start, place - start, k.shape[2], first, window, reach, count)
+    return definitions.seen(q.shape[0], q.shape[1], None, documents, q.device) & in_bands
+
+
+def _lse_under(mask, q, k, scale, sinks):
+    """log(sum(exp(logits))) of each query under a mask, `[batch, heads, tokens]`, without gradient."""
+    group = q.shape[2] // k.shape[2]
+    logits = torch.einsum("bihd,bjhd->bhij", q.detach(), k.detach().repeat_interleave(group, 2))
+    logits = logits * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = logits.masked_fill(~mask.repeat_interleave(group, 1), float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.detach().to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return torch.logsumexp(logits, -1).float()
+
+
 @_defines
 def attention(
-    q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False, return_lse=False
-):
+    q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False, return_lse=False,
+    bands=None,
+):  # fmt: skip
     """Dense or windowed attention; the log-sum-exps of `return_lse` have no gradient."""
     _check_sinks("attention", q, sinks, bias)
+    if bands is not None:
+        mask = _mask_of_bands(q, k, window, _check_bands("attention", window, bands, bias), documents)
+        wide = _wide(q, k, v)
+        o = definitions.masked_attention(*wide, mask, None, scale, sinks).to(q.dtype)
+        return (o, _lse_under(mask, *wide[:2], scale, sinks)) if return_lse else o
     settings = {"window": window, "scale": scale, "bias": bias, "sinks": sinks, "documents": documents}
     wide = _wide(q, k, v)
     o = definitions.attention(*wide, **settings).to(q.dtype)
@@ -446,7 +477,9 @@ def _of_cache(q, k_cache, v_cache, visible, bias=None, scale=None, sinks=None):
 
 
 @_defines
-def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None):
+def decode(
+    q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None, bands=None
+):
     """One new token a row by the definition, its key and value, where given, at place `length` of
     the caches; several new tokens one by one.
     """
@@ -456,7 +489,9 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=
     if q.shape[1] > 1:
         from .functional import _decode_several
 
-        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen)
+        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen, bands)
+    if bands is not None:
+        bands = _check_bands("decode", window, bands, chosen)
     row, length = torch.arange(len(q)), length.long()
     if k is not None and bool((length >= k_cache.shape[2]).any()):
         most = f"the caches hold {k_cache.shape[2]} keys"
@@ -466,9 +501,12 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=
     count = (length if k is None and chosen is None else length + 1)[:, None]
     place = torch.arange(k_cache.shape[2], device=q.device)
     visible = place < count
-    if window is not None:
-        visible = visible & (place >= count - window)
-    visible = visible[:, None]
+    if bands is not None:
+        (first, reach, bands_count), query = bands, count[:, :, None, None] - 1
+        in_bands = definitions.band_mask(query, place, k_cache.shape[1], first, window, reach, bands_count)
+        visible = visible[:, None] & in_bands[:, :, 0]
+    else:
+        visible = (visible if window is None else visible & (place >= count - window))[:, None]
     if chosen is not None:
         marked = _marked(chosen[:, None], -(-len(place) // block))[:, :, 0]
         visible = visible & marked.repeat_interleave(block, -1)[..., : len(place)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _axes, _dma, ops
-from ._arguments import MOST_HEADS, check_sinks, checked
+from ._arguments import MOST_HEADS, check_bands, check_sinks, checked
 from ._autograd import _by_chooser, _compressed, _read_chosen, _require_no_gradient, _scale, _tracks
 from ._library import SieveError
 from ._on_cpu import definition_of
@@ -84,25 +84,38 @@ def _bounds_of_all(given: Documents) -> tuple[Tensor, Tensor]:
     return documents(given, int(given[-1])) if isinstance(given, Tensor) else given
 
 
+class Bands(NamedTuple):
+    """Keys that a query of `attention` sees beyond its window (CoWindow, arXiv:2609.32704): the `first` ones of its
+    document, and a band of distances that each KV head has for itself.
+
+    The distances from the window's end to before `reach` are divided into `number` bands of equal width, to a token. KV
+    head h has band h; where there are fewer bands than heads, they begin again.
+    """
+
+    first: int
+    reach: int
+    number: int
+
+
 # fmt: off
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
     bias: Tensor | None = None, sinks: Tensor | None = None, documents: Documents | None = None,
-    deterministic: bool = False, return_lse: Literal[False] = False,
+    deterministic: bool = False, return_lse: Literal[False] = False, bands: Bands | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
     bias: Tensor | None = None, sinks: Tensor | None = None, documents: Documents | None = None,
-    deterministic: bool = False, return_lse: Literal[True],
+    deterministic: bool = False, return_lse: Literal[True], bands: Bands | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 @checked
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
     bias: Tensor | None = None, sinks: Tensor | None = None, documents: Documents | None = None,
-    deterministic: bool = False, return_lse: bool = False,
+    deterministic: bool = False, return_lse: bool = False, bands: Bands | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention, dense or over the last `window` keys, tile by tile (arXiv:2307.08691, algorithms 1 and 2).
 
@@ -112,8 +125,9 @@ def attention(
     key, `documents` and `select` leave it out). scale: the factor on `q . k`, `1 / sqrt(width)` without one. sinks: bf16
     or f32 `[heads]`, one more logit of each query head, whose value is zero (gpt-oss, arXiv:2508.10925), with a gradient.
     Returns `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0. return_lse: also the
-    log-sum-exp of each query's logits, its sink's among them, f32 `[batch, heads, tokens]` without gradient. `decode`
-    says on which GPUs a token's row of `o` has the bits of its step.
+    log-sum-exp of each query's logits, its sink's among them, f32 `[batch, heads, tokens]` without gradient. bands: the
+    keys that a query sees beyond its window, `Bands(first, reach, number)`; there is no bias then. `decode` says on which
+    GPUs a token's row of `o` has the bits of its step.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> sieve.attention(q, k, v, window=32, documents=torch.tensor([0, 50, 128])).shape
@@ -121,12 +135,14 @@ def attention(
     """
     if sinks is not None:
         check_sinks("attention", q, sinks, bias)
+    if bands is not None:
+        bands = check_bands("attention", window, bands, bias)
     start, end = (None, None) if documents is None else _bounds(documents, q)
     scale = _scale(scale, q)
     if not _tracks(q, k, v, bias, sinks):
-        kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window, not return_lse)
+        kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window, not return_lse, bands)
         return (kept[0], _autograd.with_base(kept[1], None if bias is None else kept[-1])) if return_lse else kept[0]
-    return _autograd.Attention.apply(q, k, v, bias, sinks, start, end, scale, window, deterministic, return_lse)
+    return _autograd.Attention.apply(q, k, v, bias, sinks, start, end, scale, window, deterministic, return_lse, bands)
 
 
 class Selection(NamedTuple):
@@ -591,7 +607,7 @@ def block_sparse(
 def decode(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, length: Tensor, *,
     window: int | None = None, scale: float | None = None, sinks: Tensor | None = None, chosen: Tensor | None = None,
-    block: int | None = None,
+    block: int | None = None, bands: Bands | None = None,
 ) -> Tensor:  # fmt: skip
     """New tokens of each row against its cache, which gets their keys and values: the rows of `attention` for them.
 
@@ -605,7 +621,8 @@ def decode(
     Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the
     last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in
     `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and
-    KV heads the choosers; `length` counts the tokens before. sinks: as `attention` has them, bf16 alone. No gradient.
+    KV heads the choosers; `length` counts the tokens before. sinks: as `attention` has them, bf16 alone. bands: as
+    `attention` has them, with k and v alone; the cache then holds all keys of a row up to its reach. No gradient.
     A capacity that grows from call to call, as in a cache of transformers, costs nothing.
 
     On a Hopper GPU (H100, H200) a call with k and v has the bits of the tokens' rows of `attention`, where heads have 64
@@ -623,21 +640,25 @@ def decode(
         check_sinks("decode", q, sinks, chosen)
     if (k is None) != (v is None):
         raise SieveError("decode: of k and v one is None; pass both, or neither")
+    if bands is not None:
+        bands = check_bands("decode", window, bands, chosen)
+        if k is None:
+            raise SieveError("decode: bands without k and v have no kernel\n  hint: pass the token's k and v")
     if k is not None and (chosen is not None or block is not None):
         hint = "write k and v to the caches and pass None for them"
         raise SieveError(f"decode: with k and v, chosen and block have no kernel\n  hint: {hint}")
     if chosen is not None and window is not None:
         raise SieveError("decode: chosen and window together have no kernel; pass one of them")
     if q.shape[1] > 1:
-        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen)
+        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen, bands)
     if k is None or v is None:
         return ops.cached_decode(q, k_cache, v_cache, length, chosen, sinks, _scale(scale, q), window, block)[0]
-    return ops.attention_decode(q, k, v, k_cache, v_cache, length, sinks, _scale(scale, q), window)[0]
+    return ops.attention_decode(q, k, v, k_cache, v_cache, length, sinks, _scale(scale, q), window, bands)[0]
 
 
 def _decode_several(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, length: Tensor,
-    window: int | None, scale: float | None, sinks: Tensor | None, chosen: Tensor | None,
+    window: int | None, scale: float | None, sinks: Tensor | None, chosen: Tensor | None, bands: Bands | None,
 ) -> Tensor:  # fmt: skip
     """`decode` token by token."""
     _axes.warn_of_steps(q)
@@ -653,7 +674,7 @@ def _decode_several(
         before = length + (at if given else at + 1 - q.shape[1])
         k_now, v_now = (x[:, at : at + 1] for x in given) if given else (None, None)
         given_now = q[:, at : at + 1], k_now, v_now, k_cache, v_cache, before
-        o.append(decode(*given_now, window=window, scale=scale, sinks=sinks))
+        o.append(decode(*given_now, window=window, scale=scale, sinks=sinks, bands=bands))
     return torch.cat(o, 1)
 
 

@@ -21,10 +21,13 @@ CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local", 
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
 TABLE = {
-    "attention_forward": ((*QKV, "doc_start?", "bias?", "sinks?"), ("float scale", "int? window", "bool only_o=False")),
+    "attention_forward": (
+        (*QKV, "doc_start?", "bias?", "sinks?"),
+        ("float scale", "int? window", "bool only_o=False", "int[]? bands=None"),
+    ),
     "attention_backward": (
         (*QKV, "doc_start?", "doc_end?", "bias?", "sinks?", "o", "lse", "o_low?", "base?", "d_o"),
-        ("float scale", "int? window", "bool fixed_order"),
+        ("float scale", "int? window", "bool fixed_order", "int[]? bands=None"),
     ),
     "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
     "dma_scores_backward": (("v", "w_dt", "a", "x", "dz"), ()),
@@ -66,7 +69,9 @@ TABLE = {
         (*QKV, "words", "tile_lists", "o", "lse", "d_o"),
         ("float scale", "int[] block", "bool fixed_order", "int head_shares=1"),
     ),
-    "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length", "sinks?"), ("float scale", "int? window")),
+    "attention_decode": (
+        (*QKV, "k_cache!", "v_cache!", "length", "sinks?"), ("float scale", "int? window", "int[]? bands=None")
+    ),
     "cached_decode": (
         ("q", "k_cache", "v_cache", "length", "chosen?", "sinks?"), ("float scale", "int? window", "int? block")
     ),

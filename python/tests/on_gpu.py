@@ -71,6 +71,7 @@ def calls(tokens, grad=False, **order):
     return {
         "dense": lambda: sieve.attention(q, k, v, **order),
         "window": lambda: sieve.attention(q, k, v, window=keep, **order),
+        "bands": lambda: sieve.attention(q, k, v, window=keep, bands=sieve.Bands(64, 3 * keep, 4), **order),
         "dense, width 64": lambda: sieve.attention(q64, k64, v64, **order),
         "window, width 64": lambda: sieve.attention(q64, k64, v64, window=keep, **order),
         "latent": lambda: sieve.attention(*wide, narrow, **order),

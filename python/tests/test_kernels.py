@@ -48,6 +48,62 @@ def test_documents(device):
     assert (o[:, 24:].float() - second_document.float()).abs().max() < 0.02
 
 
+BANDS = {
+    "two heads": ((1, 130, 4, 2, 64), 9, sieve.Bands(3, 90, 2)),
+    "more heads than bands, a reach behind the row": ((2, 65, 3, 3, 32), 5, sieve.Bands(0, 200, 2)),
+    "first keys alone": ((1, 70, 2, 1, 128), 7, sieve.Bands(20, 7, 1)),
+}
+
+
+def banded(q, k, v, *, window, bands, documents=None):
+    """`attention` with bands by its definition: a mask of all pairs."""
+    place, (first, reach, count) = torch.arange(q.shape[1], device=q.device), bands
+    start = torch.zeros_like(place)[None] if documents is None else documents[0]
+    start, key = start[:, None, :, None], place - start[:, None, :, None]
+    mask = definitions.band_mask(place[:, None] - start, key, k.shape[2], first, window, reach, count) & (key >= 0)
+    return definitions.masked_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bands(name, deterministic, device):
+    shape, window, bands = BANDS[name]
+    settings, inputs = {"window": window, "bands": bands}, qkv(*shape, device=device)
+    ours = lambda *x, **s: sieve.attention(*x, **s, deterministic=deterministic)  # noqa: E731
+    compare(name, ours, banded, inputs, settings)
+    compare("packed", ours, banded, inputs, settings | {"documents": two_documents(shape[1], device)} if shape[0] == 1
+            else settings)  # fmt: skip
+
+
+def test_a_band_decodes_as_its_row(device):
+    (batch, tokens, *sizes), window, bands = BANDS["two heads"]
+    q, k, v = qkv(batch, tokens, *sizes, device=device)
+    o = sieve.attention(q, k, v, window=window, bands=bands)
+    caches = torch.full((2, batch, sizes[1], tokens + 2, sizes[2]), torch.nan, dtype=torch.bfloat16, device=device)
+    for at in (0, 1, 10, 63, tokens - 3):
+        caches[0, :, :, :at], caches[1, :, :, :at] = (x[:, :at].transpose(1, 2) for x in (k, v))
+        new = [x[:, at : at + 2] for x in (q, k, v)]
+        length = torch.full((batch,), at, dtype=torch.int32, device=device)
+        got = sieve.decode(*new, *caches, length, window=window, bands=bands)
+        assert (got.float() - o[:, at : at + 2].float()).abs().max() < 0.02, at
+        assert torch.equal(caches[0][:, :, at], k[:, at]), at
+
+
+def test_bands_without_a_kernel_are_refused(device):
+    q, k, v = qkv(1, 30, 2, 1, 64, device=device)
+    caches = torch.zeros(2, 1, 1, 40, 64, dtype=torch.bfloat16, device=device)
+    length, bands = torch.full((1,), 30, dtype=torch.int32, device=device), sieve.Bands(2, 20, 1)
+    bias = torch.zeros(1, 1, 30, device=device)
+    for call, words in (
+        (lambda: sieve.attention(q, k, v, bands=bands), "without a window"),
+        (lambda: sieve.attention(q, k, v, window=4, bands=bands, bias=bias), "with a bias"),
+        (lambda: sieve.attention(q, k, v, window=4, bands=(2, 20)), "Bands(first, reach, number)"),
+        (lambda: sieve.decode(q[:, :1], None, None, *caches, length, window=4, bands=bands), "without k and v"),
+    ):
+        with pytest.raises(sieve.SieveError, match=words.replace("(", r"\(").replace(")", r"\)")):
+            call()
+
+
 def test_large_scores(device):
     compare("large", sieve.attention, definitions.attention, qkv(1, 96, 2, 1, 64, device=device, scale=12.0))
 

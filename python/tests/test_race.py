@@ -16,7 +16,7 @@ import rivals  # noqa: E402
 
 
 @pytest.mark.parametrize("documents", [None, [0, 100, 100, 357, 507, 507]])
-@pytest.mark.parametrize("task", ["dense", "window", "selected", "shared", "tiles", "expiring"])
+@pytest.mark.parametrize("task", ["dense", "window", "bands", "selected", "shared", "tiles", "expiring"])
 def test_the_races_definition_is_that_of_sieve_attention(task, documents):
     for tokens in (507, 1) if documents else (1100, 507, 1):
         if documents and tokens == 1:
@@ -30,6 +30,23 @@ def test_the_races_definition_is_that_of_sieve_attention(task, documents):
         assert max(errors) < 4e-3, (tokens, errors)
         wrong = [problems.distance(x * 1.1, y, problem.do) for x, y in zip(results, wanted)]
         assert wrong[0] > 0.05 or task == "tiles" and tokens == 1
+
+
+@pytest.mark.parametrize("task", ["dense", "window", "bands"])
+def test_the_races_step_is_the_last_row_of_its_definition(task):
+    for heads, tokens in (((4, 2), 1500), ((4, 1), 2600), ((4, 2), 1)):
+        problem = problems.Problem(task, *heads, tokens, None, "cpu")
+        wanted = problems.last_row(problem)
+        assert problems.distance(problems.definition(problem)[0][0, -1], wanted, problem.do) < 1e-12
+        with sieve.on_cpu():
+            assert problems.distance(rivals.sieve_step(problem)(), wanted, problem.do) < 4e-3
+
+
+def test_the_share_of_bands_counts_what_is_seen():
+    for heads, tokens in (((4, 2), 1500), ((8, 8), 1200), ((2, 1), 50)):
+        problem = problems.Problem("bands", *heads, tokens, None, "cpu")
+        seen = sum(int(problem.sees(0, tokens, head).sum()) for head in range(heads[0])) / heads[0]
+        assert abs(problem.share() - seen / (tokens * (tokens + 1) / 2)) < 1e-6
 
 
 def test_expiry_is_what_sorting_at_each_query_gives():

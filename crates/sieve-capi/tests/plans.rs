@@ -136,7 +136,7 @@ fn a_plan_serves_caches_of_fewer_keys() {
             seen += 1;
         }
     }
-    assert_eq!(seen, 12, "four requests on three GPUs");
+    assert_eq!(seen, 15, "five requests on three GPUs");
     let (call, tensors) = requests().swap_remove(0);
     let plan = Plan::new(&request(&call, &tensors, GPUS[0]).to_string()).expect("a plan");
     assert!(plan.capacity.is_none() && plan.at_capacity(3).is_ok());

@@ -8,7 +8,7 @@ use sieve_hf::LoadedModel;
 use sieve_ops::DeviceBackend;
 
 /// Kinds of attention whose kernels for a token add in the order of whole rows, and their heads' widths.
-const KINDS: [AttentionKind; 2] = [AttentionKind::Mha, AttentionKind::Swa];
+const KINDS: [AttentionKind; 3] = [AttentionKind::Mha, AttentionKind::Swa, AttentionKind::Cowa];
 const HEAD_DIMS: [usize; 2] = [64, 128];
 
 /// The compute capability of the GPUs that have these kernels.
@@ -18,7 +18,7 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense attention and windows, slower with few or long texts. On a
+    /// any length and in a whole row; for models of dense attention, windows and bands, slower with few or long texts. On a
     /// CPU every model does
     #[arg(long)]
     same_bits: bool,
@@ -46,7 +46,7 @@ impl SameBitsArgs {
             let kind = part.attention.kind();
             ensure!(
                 KINDS.contains(&kind),
-                "--same-bits is for layers of kind mha and swa on a GPU, and this model has {} layers{HINT}",
+                "--same-bits is for layers of kind mha, swa and cowa on a GPU, and this model has {} layers{HINT}",
                 kind.name()
             );
         }

@@ -44,7 +44,7 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
             let kept = kept.map_err(|reason| refused(selector, reason))?;
             *cache = match heavy.slots {
                 Some(_) => LayerCache::Selected(SlotCache { slots: kept, next_position: num_tokens }),
-                None => LayerCache::Recent(RecentCache { keys: kept.keys, window_size: None }),
+                None => LayerCache::Recent(RecentCache { keys: kept.keys, kept: None }),
             };
             return Ok(Some(o));
         }

@@ -101,7 +101,6 @@ mod tests {
                 }
                 Attention::Branches(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Chosen(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
-                Attention::Bands(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
             };
             let o = weights.matmul(v.swap_dims(0, 1)).swap_dims(0, 1);
             let [seq_len, heads, head_dim] = o.dims();

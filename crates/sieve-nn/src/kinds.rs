@@ -19,7 +19,6 @@ mod native_sparse;
 mod window;
 
 pub use chosen_blocks::{ChosenBlocksAttention, ChosenCache};
-pub use cowindow::{BandCache, CoWindowAttention};
 pub use dense::{MultiHeadAttention, RecentCache};
 pub use dynamic_mask::{DynamicMaskAttention, SlotCache};
 pub use latent::{LatentAttention, LatentCache};
@@ -151,7 +150,7 @@ trait BuildLayer {
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum Attention<B: Backend> {
-    /// Dense causal attention, or a sliding window.
+    /// Dense causal attention, or a sliding window, with or without keys beyond it.
     Grouped(MultiHeadAttention<B>),
     /// Multi-head latent attention.
     Latent(LatentAttention<B>),
@@ -161,8 +160,6 @@ pub enum Attention<B: Backend> {
     Ranked(DynamicMaskAttention<B>),
     /// Queries choose blocks of keys.
     Chosen(ChosenBlocksAttention<B>),
-    /// A window, and a band of the far past for each KV head.
-    Bands(CoWindowAttention<B>),
 }
 
 impl<B: Backend> Attention<B> {
@@ -193,7 +190,6 @@ impl<B: SieveBackend> Attention<B> {
             Self::Branches(layer) => layer,
             Self::Ranked(layer) => layer,
             Self::Chosen(layer) => layer,
-            Self::Bands(layer) => layer,
         }
     }
 }
@@ -213,8 +209,6 @@ pub enum LayerCache<B: Backend> {
     Chosen(ChosenCache<B>),
     /// The latents from which MLA computes keys and values.
     Latent(LatentCache<B>),
-    /// The first tokens, and for each KV head as many of the last ones as its band reaches.
-    Bands(BandCache<B>),
     /// All keys; for each token a selector chooses which keys it reads.
     Selector(SelectorCache<B>),
 }
@@ -244,7 +238,6 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache,
             Self::Chosen(cache) => cache,
             Self::Latent(cache) => cache,
-            Self::Bands(cache) => cache,
             Self::Selector(cache) => cache,
         })
     }
@@ -258,7 +251,6 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache,
             Self::Chosen(cache) => cache,
             Self::Latent(cache) => cache,
-            Self::Bands(cache) => cache,
             Self::Selector(cache) => cache,
         })
     }

@@ -49,9 +49,9 @@ mod whole_weights;
 pub use attention_config::{AttentionConfig, AttentionConfigError};
 pub use decoder_layer::DecoderLayer;
 pub use kinds::{
-    Attention, BandCache, BlockCache, BlockMlp, ChosenBlocksAttention, ChosenCache, CoWindowAttention,
-    DynamicMaskAttention, Forward, Indexer, KindLayer, LatentAttention, LatentCache, LayerCache, MultiHeadAttention,
-    NativeSparseAttention, RecentCache, SlotCache,
+    Attention, BlockCache, BlockMlp, ChosenBlocksAttention, ChosenCache, DynamicMaskAttention, Forward, Indexer,
+    KindLayer, LatentAttention, LatentCache, LayerCache, MultiHeadAttention, NativeSparseAttention, RecentCache,
+    SlotCache,
 };
 pub use kv_cache::{KvCache, LayerCaches, TextRows};
 pub use linear::{Linear, may_be_bf16};

@@ -112,12 +112,11 @@ mod tests {
     use sieve_core::model::IndexScores;
 
     #[test]
-    fn every_kind_has_operands_for_a_step_but_bands_an_indexer_in_its_warm_up_and_qsa() {
+    fn every_kind_has_operands_for_a_step_but_an_indexer_in_its_warm_up_and_qsa() {
         for kind in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
             let model = Qwen3::<Flex>::new(&shape(kind), 1, &Default::default());
             let is_qsa = matches!(kind, Attention::Msa(msa) if msa.indexer == IndexScores::Qsa);
-            let has_bands = matches!(kind, Attention::Cowa(_));
-            let is_taken = kind.index_warmup() != Some(true) && !is_qsa && !has_bands;
+            let is_taken = kind.index_warmup() != Some(true) && !is_qsa;
             assert_eq!(model.layers[0].for_token_step().is_some(), is_taken, "{kind:?}");
         }
     }

@@ -14,7 +14,7 @@ mod tests;
 mod token_buffer;
 mod token_step;
 
-pub use cache::{DmaCache, KeyCache, SelectorCache, aligned};
+pub use cache::{DmaCache, KeyCache, SelectorCache, both_ends, kept_ends};
 pub use call::{DmaToken, TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore};
 pub use sieve_cpu::{draw as draw_on_host, first_of_largest, token_loss as token_loss_on_host};
 pub use token_buffer::{RowsOf, TokenBuffer};
@@ -45,7 +45,8 @@ pub fn attention_decode<B: DeviceBackend>(
 }
 
 /// Adds the keys and values of one token a sequence to the cache, then attends with the token's queries over all cached
-/// keys, or the last `spec.window_size`. Keys outside the window are dropped only when the buffer is full.
+/// keys, or the last `spec.window_size` and those of `spec.far`. Keys that no later token reads are dropped only when
+/// the buffer is full.
 ///
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
@@ -58,8 +59,8 @@ pub fn cached_attention<B: DeviceBackend>(
     spec: AttentionSpec,
     scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 4> {
-    // A larger buffer, if the token needs one, gets only the keys that the token's window includes.
-    cache.reserve(1, spec.window_size.map_or(cache.len(), |window| window - 1));
+    // A larger buffer, if the token needs one, gets only the keys that this and later tokens may read.
+    cache.make_room(1, spec.kept_keys());
     tensor(B::cached_attention(cache, primitive(qkv), sinks.map(primitive), spec, scratch))
 }
 

@@ -51,8 +51,8 @@ pub use chosen::{
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, RowsOf, SelectorCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache,
-    TokenExtra, TokenLayer, TokenStep, TokensBefore, aligned, attention_decode, cached_attention, dma_cache,
-    dma_decode, draw, draw_on_host, first_of_largest, losses_of_logits, mla_decode, repeat_token_step,
+    TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, both_ends, cached_attention, dma_cache,
+    dma_decode, draw, draw_on_host, first_of_largest, kept_ends, losses_of_logits, mla_decode, repeat_token_step,
     token_loss_on_host, token_step,
 };
 #[cfg(feature = "cuda")]

@@ -16,11 +16,13 @@ WINDOW = 1024  # keys of `window`, and keys that `expiring` keeps
 LOCAL = 128  # of them the last ones, whatever their rank
 BLOCK, CHOSEN = 64, 16  # of `selected` and `shared`: tokens of a block, blocks of a query
 TILE, TILES = 128, 16  # of `tiles`: tokens of a tile, earlier tiles that a tile of queries sees
+FIRST, BANDS = 64, 8  # of `bands`: first keys, and bands beyond the window of as many keys as `window`'s
 CHUNK = 1024  # queries that the definition computes at once
 
 TASKS = {
     "dense": "causal attention",
     "window": f"the last {WINDOW} keys",
+    "bands": f"the last {WINDOW} keys, the first {FIRST}, and for each KV head one of {BANDS} bands (CoWindow)",
     "selected": f"{CHOSEN} blocks of {BLOCK} keys for each query and KV head: its own, the first, the others random",
     "shared": "as selected, one KV head whose keys are its values too",
     "tiles": f"{TILES} random earlier tiles of {TILE} keys for each head and tile of {TILE} queries, none of its own",
@@ -98,6 +100,26 @@ class Problem:
             lists[-1] = lists[-1].masked_fill(lists[-1] == count, -1).int()
         return torch.cat(lists)
 
+    @property
+    def reach(self):
+        """The distance at which the last of `bands` ends."""
+        return max(self.tokens - FIRST, WINDOW + BANDS)
+
+    def band(self, kv_head):
+        """The distances of a KV head's band: the first, and the end."""
+        border = lambda at: WINDOW + (self.reach - WINDOW) * at // BANDS  # noqa: E731
+        return border(kv_head % BANDS), border(kv_head % BANDS + 1)
+
+    def share(self):
+        """Pairs that `bands` reads of those up to each query's own key, of one document."""
+        behind = torch.arange(1 - FIRST, self.tokens - FIRST + 1).clamp(min=0)
+        bands = map(self.band, range(self.kv_heads))
+        of_bands = [behind.clamp(max=end) - behind.clamp(max=begin) for begin, end in bands]
+        # Behind the first keys a query sees as many as in a row that begins there.
+        first = torch.arange(1, self.tokens + 1).clamp(max=FIRST)
+        seen = first + behind.clamp(max=WINDOW) + sum(of_bands) / len(of_bands)
+        return float(seen.sum()) / (self.tokens * (self.tokens + 1) / 2)
+
     @functools.cached_property
     def tile_of(self):
         """The tile of each token: those of each document are counted from its first token, after earlier documents'."""
@@ -139,6 +161,10 @@ class Problem:
         visible = (key <= query) & (key >= self.start[begin:end, None])
         if self.task == "window":
             visible &= query - key < WINDOW
+        elif self.task == "bands":
+            (first, last), distance = self.band(head // self.group), query - key
+            is_first = key - self.start[begin:end, None] < FIRST
+            visible &= is_first | (distance < WINDOW) | ((distance >= first) & (distance < last))
         elif self.task in ("selected", "shared"):
             table = torch.zeros(end - begin, -(-end // BLOCK) + 1, dtype=torch.bool, device=self.device)
             chosen = self.blocks[begin:end, head // self.group].long()
@@ -213,6 +239,18 @@ def definition(problem):
             dv[kv_head, :end] += weights.T @ do[head, begin:end]
     results = (o, dq, dk + dv) if problem.task == "shared" else (o, dq, dk, dv)
     return [x.transpose(0, 1)[None] for x in results]
+
+
+@torch.no_grad()
+def last_row(problem):
+    """o of the row's last query in f64, `[heads, width]`."""
+    rows, end = [], problem.tokens
+    for head in range(problem.heads):
+        k, v = (x.detach()[0, :, head // problem.group].double() for x in (problem.k, problem.v))
+        logits = k @ problem.q.detach()[0, -1, head].double() * WIDTH**-0.5
+        logits.masked_fill_(~problem.sees(end - 1, end, head)[0], -torch.inf)
+        rows.append(logits.softmax(0) @ v)
+    return torch.stack(rows)
 
 
 def distance(computed, wanted, unit):

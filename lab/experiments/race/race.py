@@ -40,6 +40,8 @@ CHECKED = [((16, 8), 8192), ((64, 4), 4096), ((16, 16), 2048), ((32, 2), 2048), 
 REPEATS = 100
 # By name: tokens and documents.
 ODD = {"507 tokens": (507, None), "one key": (1, None), "empty documents": (507, [0, 100, 100, 357, 507, 507])}
+# Cached tokens and heads of a decoding step, of these tasks.
+STEP_TOKENS, STEP_HEADS, STEP_TASKS = (8192, 32768, 131072), ((16, 8), (16, 1)), ("bands", "dense", "window")
 TOLERANCE = 0.02  # of the norms: right is below it
 # Tokens of a call whose time on the host is taken, of these tasks; how many calls, so many behind each other.
 HOST_TOKENS, HOST_TASKS, HOST_CALLS, HOST_BURST = 256, ("dense", "selected", "tiles"), 1000, 40
@@ -55,6 +57,8 @@ def heads_of(task, rival, heads, tokens):
         return heads if task == "tiles" and rival != "FlexAttention" else None
     if task == "shared":
         return (64, 1) if heads == (64, 4) else None
+    if task == "bands" or "MassAlloc" in rival:  # One KV head of eight, as eight GPUs divide a layer.
+        return {(16, 8): heads, (128, 1): (16, 1) if task == "bands" else None}.get(heads)
     if rival == "FlexAttention" and ((heads, tokens) not in [*ROUNDS[:3], *CHECKED[:2]]):
         return None  # Each shape is compiled anew.
     if rival == "cuDNN frontend" and heads != (16, 8) or task == "dense" and (heads, tokens) == ROUNDS[-1]:
@@ -162,6 +166,10 @@ class Racer:
             with contextlib.suppress(Exception):
                 self.passes(*self.made(self.host_shape()))
             self.free()
+        for heads in STEP_HEADS if self.builds_steps() else []:
+            with contextlib.suppress(Exception):
+                self.builds_steps()(self.made({"heads": heads, "tokens": 32768})[0])()
+            self.free()
         if self.rival == "FlexAttention":
             for heads, tokens in ROUNDS:
                 if heads := heads_of(self.task, self.rival, heads, tokens):
@@ -195,6 +203,28 @@ class Racer:
 
     def time(self, heads, tokens):
         self.guarded("time", {"heads": heads, "tokens": tokens}, self.times)
+
+    def builds_steps(self):
+        """The function that makes the rival's decoding step; None where it has none, as on a CPU all but ours."""
+        import rivals
+
+        is_there = self.device == "cuda" or self.rival.startswith("Sieve")
+        return rivals.STEPS.get((self.rival, self.task)) if is_there else None
+
+    def steps(self):
+        """Rows of a decoding step at each of STEP_TOKENS, and its error against f64."""
+        build = self.builds_steps()
+        for heads in STEP_HEADS if build else []:
+            for tokens in STEP_TOKENS:
+                shape = {"heads": heads, "tokens": max(tokens // self.shrink, 1)}
+                self.guarded("step", shape, lambda made: self.step(made[0], build(made[0])))
+
+    def step(self, problem, run):
+        """The times of a step in us, and the error of its output."""
+        least, middle, runs = self.milliseconds(run)
+        error = self.problems.distance(run(), self.problems.last_row(problem), problem.do)
+        row = {"us": round(1e3 * middle, 2), "least_us": round(1e3 * least, 2), "runs": runs}
+        return row | {"o": float(f"{error:.3g}")}
 
     def host_shape(self):
         return {"heads": small_heads(self.task, self.rival), "tokens": HOST_TOKENS}
@@ -233,6 +263,8 @@ class Racer:
         ms, and the most MiB that both passes take."""
         problem, call = made
         row, forward = {}, self.without_gradients(problem, call)
+        if self.task == "bands":
+            row["share"] = round(problem.share(), 4)
         for name, run in (("forward", forward), ("both", lambda: self.passes(problem, call))):
             least, middle, runs = self.milliseconds(run)
             row |= {f"{name}_ms": round(middle, 4), f"{name}_least_ms": round(least, 4), f"{name}_runs": runs}
@@ -460,6 +492,9 @@ class Race:
                 taken = heads_of(worker.task, worker.rival, heads, tokens)
                 if taken and worker.heads in (None, taken):
                     self.alone(worker, reserve, "time", taken, tokens)
+        for worker in ready:
+            if worker.task in STEP_TASKS and worker.heads in (None, small_heads(worker.task, worker.rival)):
+                self.alone(worker, reserve, "steps")
         for worker in self.workers:
             worker.signal(signal.SIGCONT)
 

@@ -13,7 +13,7 @@ import types
 from unittest import mock
 
 import torch
-from problems import BLOCK, CHOSEN, LOCAL, TILE, WIDTH, WINDOW
+from problems import BANDS, BLOCK, CHOSEN, FIRST, LOCAL, TILE, WIDTH, WINDOW
 
 SCALE = WIDTH**-0.5
 MSA_BLOCK, MSA_KEYS = 128, 2048
@@ -48,6 +48,9 @@ def sieve(problem, deterministic=True):
         return lambda q, k, v: ours.attention(q, k, v, **settings)
     if problem.task == "window":
         return lambda q, k, v: ours.attention(q, k, v, window=WINDOW, **settings)
+    if problem.task == "bands":
+        bands = ours.Bands(FIRST, problem.reach, BANDS)
+        return lambda q, k, v: ours.attention(q, k, v, window=WINDOW, bands=bands, **settings)
     if problem.task in ("selected", "shared"):
         indices = problem.blocks[None]
         return lambda q, k, v: ours.selected_attention(q, k, v, indices, block=BLOCK, **settings)
@@ -148,6 +151,130 @@ def flash_sparse_attn(problem):
         options |= ends | {"max_seqlen_q": longest, "max_seqlen_k": longest}
         return unpacked(lambda q, k, v: flash_attn_varlen_func(q, k, v, **options))
     return lambda q, k, v: first(flash_attn_func(q, k, v, **options))
+
+
+# Tiles of queries and keys, warps and stages of its Triton kernels: those of its own lists that are tried here. Its own
+# search compiles 54 for each kernel and length, which takes longer than the whole race.
+TRITON_TILES = {
+    "fwd": [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3)],
+    "bwd": [(64, 128, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), (32, 128, 4, 2)],
+    "dec": [(16, 64, 4, 2), (16, 128, 4, 2), (16, 64, 4, 3)],
+}
+TRITON_TOKENS = 8192  # of the row whose times choose among them
+
+
+def triton_package():
+    """flash-sparse-attn's Triton functions; two packages that they do without get stand-ins."""
+    for name in ("triton_kernels", "triton_kernels.matmul_ogs", "triton_kernels.numerics"):
+        sys.modules.setdefault(name, mock.MagicMock())
+    import flash_sparse_attn.ops.triton.interface as package
+    from flash_sparse_attn.ops.triton import launch_template
+
+    return package, launch_template
+
+
+class TritonTiles:
+    """Sets which tiles the package's kernels take, and finds the fastest of `TRITON_TILES` once a process and number of
+    heads."""
+
+    taken, chosen = {}, {kind: tiles[0] for kind, tiles in TRITON_TILES.items()}
+
+    @classmethod
+    def best(cls, key, launch_template, kinds, run):
+        """`run`: a call that launches the kernels of these kinds; those that a GPU has no room for are left out."""
+        launch_template.load_launch_config = lambda kernel_name, **_: (*cls.chosen[kernel_name[:3]], 1)
+        for kind in kinds if key not in cls.taken else []:
+            timed = {}
+            for tiles in TRITON_TILES[kind]:
+                cls.chosen[kind] = tiles
+                with contextlib.suppress(Exception):
+                    timed[tiles] = min(milliseconds(run) for _ in range(3))
+            cls.chosen[kind] = min(timed, key=timed.get, default=TRITON_TILES[kind][0])
+        cls.taken.setdefault(key, {kind: cls.chosen[kind] for kind in kinds})
+        cls.chosen.update(cls.taken[key])
+
+
+def milliseconds(run):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def window_sizes(problem):
+    """A row for each KV head: first keys, width of the band, gap between the window and the band, window."""
+    bands = [problem.band(head) for head in range(problem.kv_heads)]
+    rows = [[FIRST, end - begin, begin - WINDOW, WINDOW] for begin, end in bands]
+    return torch.tensor(rows, dtype=torch.int32, device=problem.device)
+
+
+def triton_options(problem, package, threshold):
+    """The package's functions for whole rows and for a step, and what both take."""
+    options = {"skip_checks": True}
+    if problem.task == "bands":
+        options |= {"window_sizes": window_sizes(problem), "is_local": True}
+    if threshold is None:
+        return package.flash_dense_attn_func, package.flash_dense_attn_with_kvcache_func, options
+    options["softmax_threshold"] = threshold
+    return package.flash_sparse_attn_func, package.flash_sparse_attn_with_kvcache_func, options
+
+
+def flash_sparse_attn_triton(threshold=None):
+    """The builder of its Triton kernels' call; threshold: that of MassAlloc (arXiv:2609.32712)."""
+
+    def build(problem):
+        """The call for dense attention or bands; at 8,192 tokens both passes choose the tiles of later calls."""
+        refuse_documents(problem, "packed rows were not tried")
+        package, launch_template = triton_package()
+        whole, _, options = triton_options(problem, package, threshold)
+        call = lambda q, k, v: whole(q, k, v, is_causal=True, **options)  # noqa: E731
+        key = threshold, problem.task, problem.heads, problem.kv_heads
+        if problem.tokens == TRITON_TOKENS or key in TritonTiles.taken:
+
+            def both():
+                o = call(problem.q, problem.k, problem.v)
+                torch.autograd.grad(o, problem.inputs, problem.do)
+
+            TritonTiles.best(key, launch_template, ["fwd", "bwd"], both)
+        else:
+            TritonTiles.best(None, launch_template, [], None)
+        return call
+
+    return build
+
+
+# ---- a decoding step: for each rival and task a function that takes a problem and returns a call without arguments,
+# the attention of the row's last token over a cache of the others, `[heads, width]`
+def sieve_step(problem):
+    """sieve_attention's decode; it writes the token's key and value."""
+    import sieve_attention as ours
+
+    q, k, v = (x.detach() for x in (problem.q, problem.k, problem.v))
+    caches = [x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in (k, v)]
+    length = torch.full((1,), problem.tokens - 1, dtype=torch.int32, device=problem.device)
+    token = [x[:, -1:].contiguous() for x in (q, k, v)]
+    settings = {"window": WINDOW} if problem.task in ("window", "bands") else {}
+    if problem.task == "bands":
+        settings["bands"] = ours.Bands(FIRST, problem.reach, BANDS)
+    return lambda: ours.decode(*token, *caches, length, **settings)[0, 0]
+
+
+def triton_step(threshold=None):
+    """The builder of its decoding step; the token's key and value are in the cache."""
+
+    def build(problem):
+        """The call of the last token; the first of so many heads chooses its tiles."""
+        package, launch_template = triton_package()
+        _, step, options = triton_options(problem, package, threshold)
+        q, k, v = problem.q.detach()[:, -1].contiguous(), problem.k.detach(), problem.v.detach()
+        run = lambda: first(step(q, k, v, **options))[0]  # noqa: E731
+        key = threshold, problem.task, "step", problem.heads, problem.kv_heads
+        TritonTiles.best(key, launch_template, ["dec"], run)
+        return run
+
+    return build
 
 
 def cudnn(problem):
@@ -377,6 +504,10 @@ RIVALS = {
     ("flash_nsa's branch", "selected"): flash_nsa_selected,
     ("Sieve", "window"): sieve,
     ("FlashAttention-4", "window"): flash_attention_4(),
+    ("Sieve", "bands"): sieve,
+    ("flash-sparse-attn, Triton", "bands"): flash_sparse_attn_triton(),
+    ("Sieve, any order", "bands"): functools.partial(sieve, deterministic=False),
+    ("flash-sparse-attn, MassAlloc", "dense"): flash_sparse_attn_triton(1.0),
     ("Sieve", "tiles"): sieve,
     ("FlashAttention-4", "tiles"): flash_attention_4(),
     ("cuDNN frontend", "tiles"): cudnn_frontend,
@@ -402,6 +533,11 @@ RIVALS = {
     ("flash_nsa", "own"): flash_nsa_own,
     ("flash-msa", "own"): flash_msa,
     ("fla MoBA", "own"): fla_moba,
+}
+STEPS = {
+    **{("Sieve", task): sieve_step for task in ("dense", "window", "bands")},
+    ("flash-sparse-attn, Triton", "bands"): triton_step(),
+    ("flash-sparse-attn, MassAlloc", "dense"): triton_step(1.0),
 }
 # Rivals that no call can be made of on a machine without a network, and why.
 ABSENT = {

@@ -18,6 +18,8 @@ ROWS, PAGE, PICTURE = (ROOT / path for path in ("lab/rows/race.jsonl", "lab/docs
 TASKS = {
     "dense": ("Dense", "Causal attention."),
     "window": ("Windows", "Each query sees the last 1024 keys."),
+    "bands": ("Windows and bands (CoWindow)", "Each query sees the last 1024 keys, the first 64, and its KV head's band, "
+              "one of eight up to the row's end. Of one KV head it is the nearest band."),
     "selected": ("Chosen blocks", "Each query and KV head has 16 blocks of 64 keys: its own, the first, the others "
                  "random."),
     "shared": ("Chosen blocks, keys that are values", "As before, of one KV head whose keys are its values too."),
@@ -30,7 +32,7 @@ TASKS = {
 # Of these both passes are also compared with cuDNN's dense attention, as README and the other pages tell it.
 SPARSE = ("expiring", "own")
 LENGTHS = (8192, 32768, 131072)
-HEADS = ("16/8", "64/4", "16/16", "32/2", "128/1", "64/1")
+HEADS = ("16/8", "64/4", "16/16", "32/2", "128/1", "64/1", "16/1")
 HEAD = """# The race
     python3 lab/experiments/race/race.py --out ROWS.jsonl    # on one Hopper GPU, four minutes
     python3 lab/experiments/race/table.py ROWS.jsonl         # this page and its picture
@@ -223,6 +225,23 @@ def host(rows):
     return text + table(["task", "rival", "heads", "forward, us", "both, us"], lines) if timed else []
 
 
+def steps(rows):
+    """The section on a decoding step."""
+    timed = of(rows, "step")
+    lengths = sorted({row["tokens"] for row in timed})
+    at = {(row["task"], row["rival"], row["heads"], row["tokens"]): row for row in timed}
+    text = ["## A decoding step", "",
+            "The attention of one token of one text over its cache, in microseconds on the GPU's clock, and the error "
+            "of its output against f64 at the longest cache. Ours writes the token's key and value too.", ""]
+    lines = []
+    for key in dict.fromkeys((row["task"], row["rival"], row["heads"]) for row in in_turn(timed)):
+        cells = [at.get((*key, length)) for length in lengths]
+        last = next((row for row in reversed(cells) if row), {})
+        lines.append([*key, *(number(row["us"]) if row else "" for row in cells), small(last["o"])])
+    head = ["task", "rival", "heads", *(f"{length:,} tokens, us" for length in lengths), "error"]
+    return text + table(head, lines) if timed else []
+
+
 def odd(rows):
     """Odd shapes by rival: right, wrong, refused, or not offered."""
     given = {"507": "507 tokens", "1": "one key", "documents": "empty documents"}
@@ -279,7 +298,7 @@ def page(rows):
     for task, (heading, meaning) in TASKS.items():
         if made := times(rows, task):
             lines += [f"## {heading}", meaning + measured_on(rows, task), "", *made]
-    for part in (behind, checks, repeats, host, odd, refusals, measured):
+    for part in (behind, checks, repeats, host, steps, odd, refusals, measured):
         lines += part(rows)
     return "\n".join(lines).rstrip() + "\n"
 

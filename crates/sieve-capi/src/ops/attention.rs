@@ -1,8 +1,8 @@
 //! Attention over consecutive keys, and over keys and blocks that the caller chose.
-use super::{Inputs, Outputs, o_low, result};
+use super::{Inputs, Outputs, o_low, result, wrong};
 use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
-use sieve_core::{CallShape, KeyMask, MaskPlaces, Tiles};
+use sieve_core::{CallShape, FarKeys, KeyMask, MaskPlaces, Tiles};
 use sieve_gpu::{AttentionShape, CudaTensor, KernelError, SelectedBlocks, TileLists};
 
 /// q, k, v, doc_start, bias?, sinks? → o, lse, o_low?, base?
@@ -16,6 +16,11 @@ pub struct AttentionForward {
     /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
+    /// The keys that a query sees beyond its window, without a bias: as many first ones of its document as the first
+    /// number, and its KV head's band of distances, of those from the window's end to before the second number, divided
+    /// into as many bands as the third; absent: none.
+    #[serde(default)]
+    pub bands: Option<[usize; 3]>,
     /// Whether `o` is the only output.
     #[serde(default)]
     pub only_o: bool,
@@ -25,10 +30,13 @@ impl AttentionForward {
     /// `base` is an output only with a bias, and `o_low` only where the kernel stores it; sinks are joined to o in
     /// place after the attention.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, window, only_o } = self;
+        let &Self { scale, window, bands, only_o } = self;
         let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
-        let bias = bias.as_ref().map(|bias| (bias, o_low(only_o)));
-        let forward = t.qkv()?.attention_forward(&start, window, scale, bias)?;
+        let forward = match far_of("attention_forward", window, bands)? {
+            None => t.qkv()?.attention_forward(&start, window, scale, bias.as_ref().map(|b| (b, o_low(only_o))))?,
+            Some(_) if bias.is_some() => return Err(biased_bands("attention_forward")),
+            Some((window, far)) => t.qkv()?.far_attention_forward(&start, window, far, scale)?,
+        };
         let forward = match t.maybe("sinks") {
             Some(sinks) => forward.with_sinks(&sinks)?,
             None => forward,
@@ -46,6 +54,9 @@ pub struct AttentionBackward {
     /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
+    /// As of the forward pass.
+    #[serde(default)]
+    pub bands: Option<[usize; 3]>,
     /// Whether sums are added in a fixed order.
     #[serde(default)]
     pub fixed_order: bool,
@@ -55,16 +66,36 @@ impl AttentionBackward {
     /// With a bias `d_bias` is among the gradients; that of the sinks comes last, from the forward pass's joined o and
     /// lse.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, window, fixed_order } = self;
+        let &Self { scale, window, bands, fixed_order } = self;
         let [start, end] = t.documents()?;
-        let mut outputs = t.gradients(scale, fixed_order, |call| {
-            call.attention_backward([&start, &end], window, t.maybe("bias").as_ref())
+        let (far, bias) = (far_of("attention_backward", window, bands)?, t.maybe("bias"));
+        if far.is_some() && bias.is_some() {
+            return Err(biased_bands("attention_backward"));
+        }
+        let mut outputs = t.gradients(scale, fixed_order, |call| match far {
+            None => call.attention_backward([&start, &end], window, bias.as_ref()),
+            Some((window, far)) => call.far_attention_backward([&start, &end], window, far).map(|()| None),
         })?;
         if let Some(sinks) = t.maybe("sinks") {
             outputs.push(("d_sinks", t.result()?.sinks_gradient(&sinks, &t.get("d_o")?)?));
         }
         Ok(outputs)
     }
+}
+
+/// The window and the keys beyond it.
+pub(super) fn far_of(
+    op: &'static str,
+    window: Option<usize>,
+    bands: Option<[usize; 3]>,
+) -> Result<Option<(usize, FarKeys)>, PlanError> {
+    let Some([sink_tokens, reach, num_bands]) = bands else { return Ok(None) };
+    let window = window.ok_or_else(|| wrong(op, "bands", "must come with a window"))?;
+    Ok(Some((window, FarKeys { sink_tokens, distances: [window, reach], num_bands, first_band: 0 })))
+}
+
+fn biased_bands(op: &'static str) -> PlanError {
+    wrong(op, "bands", "have no kernel with a bias")
 }
 
 /// Attention over given blocks: q, k, v, indices `[batch, tokens, KV heads, blocks]` in any order, counts? `[batch,

@@ -1,4 +1,5 @@
 //! Attention of one new token for each row of the batch over a cache.
+use super::attention::far_of;
 use super::dma::score_bias;
 use super::{Inputs, Outputs, wrong};
 use crate::request::PlanError;
@@ -16,21 +17,24 @@ pub struct AttentionDecode {
     /// The most keys that a query sees, its own included; absent: all keys up to its own.
     #[serde(default)]
     pub window: Option<usize>,
+    /// As of [`AttentionForward`](super::AttentionForward).
+    #[serde(default)]
+    pub bands: Option<[usize; 3]>,
 }
 
 impl AttentionDecode {
     /// A row may have up to the caches' capacity less one keys before the new one; the scratch is made for as many as a
     /// query sees.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, window } = self;
+        let &Self { scale, window, bands } = self;
+        let far = far_of("attention_decode", window, bands)?.map(|(_, far)| far);
         let (token, cache) = (t.qkv()?, t.cache()?);
         let shape = token.shape("attention_decode")?;
         let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
         let sinks = t.maybe("sinks");
         let all = DecodeStep::new(capacity.saturating_sub(1), scale);
-        let step = DecodeStep { window, sinks: sinks.as_ref(), ..all };
-        let max_keys = window.unwrap_or(capacity).min(capacity);
-        let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
+        let step = DecodeStep { window, far, sinks: sinks.as_ref(), ..all };
+        let scratch = DecodeScratch::new(&cache.k, shape, step.most_keys(capacity))?;
         Ok(vec![("o", cache.attention_decode(&token, &t.get("length")?, step, &scratch)?)])
     }
 }

@@ -29,6 +29,21 @@ impl FarKeys {
         border(band)..border(band + 1)
     }
 
+    /// The keys that a KV head's query sees where its own key is the last of `len`, by rising position: the first ones,
+    /// the band and the last `window`, each without those of the next.
+    pub fn ranges(&self, kv_head: usize, window: usize, len: usize) -> [Range<usize>; 3] {
+        let (band, near) = (self.band(kv_head), len - window.min(len));
+        let first = self.sink_tokens.min(near);
+        let low = len.saturating_sub(band.end).max(first);
+        [0..first, low..len.saturating_sub(band.start).min(near).max(low), near..len]
+    }
+
+    /// The most keys that a query of any head sees, the last `window` included.
+    pub fn most_keys(&self, window: usize) -> usize {
+        let widths = (0..self.num_bands).map(|head| self.band(head).len());
+        self.sink_tokens.saturating_add(window).saturating_add(widths.max().unwrap_or(0))
+    }
+
     /// The same for a call whose first KV head is this call's head `kv_head`.
     #[must_use]
     pub fn of_heads_from(self, kv_head: usize) -> Self {
@@ -45,7 +60,23 @@ mod tests {
         let far = FarKeys { sink_tokens: 4, distances: [10, 33], num_bands: 3, first_band: 0 };
         assert_eq!([0, 1, 2, 3].map(|head| far.band(head)), [10..17, 17..25, 25..33, 10..17]);
         assert_eq!([0, 1].map(|head| far.of_heads_from(2).band(head)), [25..33, 10..17]);
+        assert_eq!(far.most_keys(10), 4 + 10 + 8);
         let none = FarKeys { distances: [10, 10], ..far };
         assert!((0..3).all(|head| none.band(head).is_empty()));
+    }
+    #[test]
+    fn the_ranges_of_a_query_hold_every_key_that_it_sees_once() {
+        for distances in [[10, 33], [4, 20], [13, 13]] {
+            let far = FarKeys { sink_tokens: 4, distances, num_bands: 3, first_band: 1 };
+            for (head, window, len) in [(0, 10, 1), (1, 10, 12), (2, 1, 30), (0, 7, 60), (1, 100, 60)] {
+                let seen = |key: usize| {
+                    let distance = len - 1 - key;
+                    distance < window || key < 4 || far.band(head).contains(&distance)
+                };
+                let expected: Vec<usize> = (0..len).filter(|&key| seen(key)).collect();
+                let got: Vec<usize> = far.ranges(head, window, len).into_iter().flatten().collect();
+                assert_eq!(got, expected, "{distances:?} head {head}, window {window} of {len}");
+            }
+        }
     }
 }

@@ -49,12 +49,6 @@ impl CowaShape {
         let Self { sink_tokens, near_window, far_reach, num_bands } = *self;
         FarKeys { sink_tokens, distances: [near_window, far_reach], num_bands, first_band: 0 }
     }
-
-    /// Number of keys that the cache of a KV head holds: the first tokens, and every key that its band reads now or
-    /// will read later.
-    fn kept(&self, band: usize) -> usize {
-        self.sink_tokens + self.far_keys().band(band).end
-    }
 }
 
 impl Settings for CowaShape {
@@ -149,10 +143,10 @@ impl Cost for CowaShape {
     }
 
     fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
-        // A key that leaves the window comes back with the band: until then its head keeps it.
-        let kept: usize = (0..layer.num_kv_heads).map(|head| self.kept(head).min(seq_len)).sum();
+        // A key that leaves the window comes back with a band. All heads keep it until the last band has passed.
+        let kept = (self.sink_tokens + self.far_reach).min(seq_len);
         let kv = key_and_value(layer, value_bytes);
-        [kv, kv / layer.num_kv_heads as u64 * kept as u64]
+        [kv, kv * kept as u64]
     }
 
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {
@@ -216,7 +210,7 @@ mod tests {
     fn a_cache_keeps_what_will_come_into_the_band() {
         let layer = ModelShape { num_kv_heads: 3, num_heads: 3, head_dim: 8, ..tiny_dma() };
         let tokens = |seq_len| SHAPE.cache(&layer, seq_len, 2)[1] / (2 * 8 * 2);
-        // Bands of distances 4..7, 7..11 and 11..15, and two first tokens.
-        assert_eq!([1, 9, 14, 17, 1000].map(tokens), [3, 27, 9 + 13 + 14, 9 + 13 + 17, 9 + 13 + 17]);
+        // The last band ends at a distance of 15, and there are two first tokens.
+        assert_eq!([1, 9, 17, 1000].map(tokens), [3, 27, 3 * 17, 3 * 17]);
     }
 }

@@ -2,10 +2,12 @@
 //! token that joins its cache takes `kernels/hopper_attention_token.cu` where that has the bits of a whole row
 //! (`token.rs`).
 use crate::KernelError;
+use crate::attention::far::FarWords;
 use crate::attention::token::{self, TokenCall};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Heads, Qkv, require_scale, token_params};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use crate::step::qk_norm_rope_forward::RotaryTables;
+use sieve_core::FarKeys;
 
 const NAME: &str = "attention_decode";
 
@@ -27,10 +29,14 @@ pub struct DecodeStep<'a> {
     pub softmax_scale: f32,
     /// Number of first keys of a row that a query with a window sees beside it; 0 for chosen blocks.
     pub num_first: usize,
+    /// The keys that a query of a token that joins its cache sees beyond its window; `None`: none. Distances count rows
+    /// of the cache, of which the first are never dropped.
+    pub far: Option<FarKeys>,
     /// Largest number of keys that any row has cached before this token.
     pub max_length: usize,
     /// Tokens that the cache of a sliding window no longer holds: row 0 of the cache is token `num_dropped` of the
-    /// sequence. `length` counts all tokens of the sequence, the dropped ones too.
+    /// sequence. `length` counts all tokens of the sequence, the dropped ones too. With `far`, they are dropped behind
+    /// the first keys, in multiples of 128.
     pub num_dropped: usize,
     /// One more logit of each query head, whose value is zero, bf16 `[num_heads]`; `None`: no sinks. Chosen blocks take
     /// none.
@@ -40,7 +46,16 @@ pub struct DecodeStep<'a> {
 impl DecodeStep<'_> {
     /// A query sees all keys; the cache holds them all, at most `max_length` before this token.
     pub const fn new(max_length: usize, softmax_scale: f32) -> Self {
-        Self { window: None, softmax_scale, num_first: 0, max_length, num_dropped: 0, sinks: None }
+        Self { window: None, softmax_scale, num_first: 0, far: None, max_length, num_dropped: 0, sinks: None }
+    }
+
+    /// The most keys that a query sees in a cache with room for `capacity`, its own included.
+    pub fn most_keys(&self, capacity: usize) -> usize {
+        let seen = match (self.window, self.far) {
+            (Some(window), Some(far)) => far.most_keys(window),
+            (window, _) => window.unwrap_or(capacity),
+        };
+        seen.min(capacity)
     }
 }
 
@@ -172,6 +187,7 @@ pub(crate) struct SeenOperands {
     num_chosen: usize,
     select_size: usize,
     pub(crate) rotation: RotationWords,
+    pub(crate) far: FarWords,
 }
 
 /// The numbers of a rotation and of the norms before it; 0 where the token is not rotated.
@@ -201,6 +217,7 @@ impl Seen<'_> {
             num_chosen: 0,
             select_size: 0,
             rotation: RotationWords::default(),
+            far: FarWords::default(),
         };
         let joining = |form, token: &Qkv| -> Result<SeenOperands, KernelError> {
             let [k, v] = [&token.k, &token.v].map(Heads::with_kernel_strides);
@@ -266,7 +283,12 @@ fn launch(
     let window = step.window.unwrap_or(capacity + 1);
     require_non_empty(NAME, "window", window)?;
     let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
-    let seen = seen.operands(shape, cache)?;
+    let seen = SeenOperands { far: FarWords::new(NAME, step.far)?, ..seen.operands(shape, cache)? };
+    if step.far.is_some() {
+        require!(seen.form.joins(), NAME, "bands": "there", "none where the token does not join its cache");
+        require!(step.num_first == 0, NAME, "first keys": step.num_first, "those of the bands alone");
+        require_non_empty(NAME, "window", step.window.unwrap_or(0))?;
+    }
     scratch.require(NAME, &seen.heads)?;
     let sinks = step.sinks.map(|sinks| {
         require!(!matches!(seen.form, DecodeForm::Chosen), NAME, "sinks": "there", "none over chosen blocks");
@@ -277,8 +299,9 @@ fn launch(
     let mut tensors = vec![q.tensor()];
     tensors.extend(seen.tensors.iter().chain(&sinks));
     tensors.extend([length, &o]);
-    if token::takes(shape, q.tensor(), seen.form, &step, window.min(capacity)) {
-        let call = TokenCall { shape, seen: &seen, step: &step, q_words, window, capacity };
+    let seen_keys = step.most_keys(capacity);
+    if token::takes(shape, q.tensor(), seen.form, &step, seen_keys) {
+        let call = TokenCall { shape, seen: &seen, step: &step, q_words, window, seen_keys, capacity };
         // SAFETY: sizes, strides and types checked above.
         unsafe { call.launch(&tensors) }?;
         return Ok(o);
@@ -294,8 +317,9 @@ fn launch(
         { num_chosen, select_size }: seen,
         { num_dropped, num_first }: step,
         { max_positions, table_stride, epsilon }: seen.rotation,
+        { sink_tokens, first_distance, last_distance, num_bands, first_band }: seen.far,
     });
-    let kernel = attention_decode_kernel(scratch.tiling, seen.form, sinks.is_some());
+    let kernel = define_far(attention_decode_kernel(scratch.tiling, seen.form, sinks.is_some()), &step);
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
@@ -347,6 +371,11 @@ fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bo
         .define("ROTATE", form.rotation())
         .define("SINKS", has_sinks as u8)
         .starts_early()
+}
+
+/// Adds the `#define` HAS_FAR where queries see keys beyond their window.
+pub(crate) fn define_far(kernel: SourceKernel, step: &DecodeStep<'_>) -> SourceKernel {
+    if step.far.is_some() { kernel.define("HAS_FAR", 1u8) } else { kernel }
 }
 
 /// The sizes of a decoding call; refuses more than one token a row.

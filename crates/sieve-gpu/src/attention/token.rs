@@ -1,6 +1,6 @@
 //! Launch of `kernels/hopper_attention_token.cu`: attention of one new token with the bits of a whole row.
 use crate::KernelError;
-use crate::attention::decode::{DecodeForm, DecodeStep, SeenOperands};
+use crate::attention::decode::{DecodeForm, DecodeStep, SeenOperands, define_far};
 use crate::attention::hopper_tiling::BLOCK_KV;
 use crate::attention::{AttentionShape, KernelFamily, KeySource, token_params};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder, params};
@@ -23,7 +23,8 @@ pub(crate) fn takes(
     step: &DecodeStep<'_>,
     keys: usize,
 ) -> bool {
-    let is_hopper = KernelFamily::of(shape, KeySource::Dense, q) == KernelFamily::Hopper;
+    let source = if step.far.is_some() { KeySource::Bands } else { KeySource::Dense };
+    let is_hopper = KernelFamily::of(shape, source, q) == KernelFamily::Hopper;
     is_hopper && shape.head_dim == shape.head_dim_v && form.joins() && step.num_first == 0 && keys <= most_keys(q)
 }
 
@@ -42,8 +43,10 @@ pub(crate) struct TokenCall<'a> {
     pub(crate) step: &'a DecodeStep<'a>,
     /// Words of the queries ([`Heads::words`](crate::attention::Heads::words)).
     pub(crate) q_words: [usize; 3],
-    /// Keys that a query sees at most.
+    /// Size of the window: the most neighbouring keys that a query sees.
     pub(crate) window: usize,
+    /// Keys that a query sees at most.
+    pub(crate) seen_keys: usize,
     /// Keys for which the cache has room.
     pub(crate) capacity: usize,
 }
@@ -54,7 +57,7 @@ impl TokenCall<'_> {
     /// # Safety
     /// Sizes, strides and types of the tensors must fit the call, which must be one that [`takes`] takes.
     pub(crate) unsafe fn launch(&self, tensors: &[&CudaTensor]) -> Result<(), KernelError> {
-        let Self { shape, seen, step, q_words, window, capacity } = self;
+        let Self { shape, seen, step, q_words, window, seen_keys, capacity } = self;
         let [k_words, v_words] = seen.kv_words;
         let params = params!(AttentionTokenParams {
             base: token_params(shape, step.softmax_scale, [*q_words, k_words, v_words]),
@@ -62,10 +65,11 @@ impl TokenCall<'_> {
             window_size: *window,
             { num_dropped }: step,
             { max_positions, table_stride, epsilon }: seen.rotation,
+            { sink_tokens, first_distance, last_distance, num_bands, first_band }: seen.far,
         });
         let blocks = shape.num_kv_heads * shape.group_size().div_ceil(ROWS);
-        let tiling = TokenTiling::new(shape.head_dim, blocks * shape.batch, (*window).min(*capacity));
-        let kernel = hopper_attention_token_kernel(tiling, seen.form, step.sinks.is_some());
+        let tiling = TokenTiling::new(shape.head_dim, blocks * shape.batch, *seen_keys);
+        let kernel = define_far(hopper_attention_token_kernel(tiling, seen.form, step.sinks.is_some()), step);
         // SAFETY: the caller's promise; the kernel writes every element of o, and row `length` of the caches if it is
         // one of them.
         unsafe { kernel.launch([tiling.cluster * blocks, 1, shape.batch], tensors, &params) }

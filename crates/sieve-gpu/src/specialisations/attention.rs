@@ -95,11 +95,11 @@ impl AttentionNeeds {
             (Part::Training(sums), NeededKeys::AllBiased) => dense::biased_training(calls, shape, sums),
             (Part::Training(sums), NeededKeys::Chosen(_)) => dma::training(calls, shape, sums),
             (Part::Training(sums), NeededKeys::Blocks) => blocks::training(calls, shape, sums),
-            // A token reads the keys that its cache has gathered.
-            (Part::Decode, NeededKeys::Neighbours | NeededKeys::Bands) => {
+            (Part::Decode, NeededKeys::Neighbours) => {
                 let has_sinks = false;
                 dense::decoding(calls, shape, has_sinks);
             }
+            (Part::Decode, NeededKeys::Bands) => dense::far_decoding(calls, shape),
             (Part::Decode, NeededKeys::Chosen(bias)) => dma::decoding(calls, shape, bias),
             (Part::Decode, NeededKeys::Blocks) => blocks::decoding(calls, shape),
             (Part::Decode, NeededKeys::AllBiased) => {}

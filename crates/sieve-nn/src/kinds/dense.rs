@@ -1,22 +1,21 @@
-//! Causal attention with grouped queries, over all earlier keys or a sliding window, and its cache of recent keys.
+//! Causal attention with grouped queries, over all earlier keys or a sliding window and keys beyond it, and its cache.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::{by_key, with_values};
-use crate::kv_cache::last;
 use crate::layer::{Cached, KindAttention, Rows};
 use crate::pass::{LayerContext, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::ModelShape;
 use sieve_core::kinds::Dense;
+use sieve_core::{FarKeys, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, Documents, KeyCache, RowsOf, SelectorCache, SieveBackend,
-    TokenAttention, TokenCache, aligned, attention_of_last, cached_attention, split_heads,
+    TokenAttention, TokenCache, attention_of_last, both_ends, cached_attention, kept_ends, split_heads,
 };
 
 /// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
-/// `window_size`.
+/// `window_size` and those of `far`.
 #[derive(Module, Debug)]
 pub struct MultiHeadAttention<B: Backend> {
     /// Packed projection to q, k and v, with q/k-norm and RoPE.
@@ -28,6 +27,9 @@ pub struct MultiHeadAttention<B: Backend> {
     pub o_proj: Linear<B>,
     /// Number of last tokens that a query sees; `None`: all.
     window_size: Option<usize>,
+    /// The keys that a query sees beyond its window; `None`: none.
+    #[module(skip)]
+    far: Option<FarKeys>,
 }
 
 impl BuildLayer for Dense {
@@ -54,12 +56,18 @@ impl<B: Backend> MultiHeadAttention<B> {
             sinks: shape.attention_sinks.then(|| init.normal([shape.num_heads], device)),
             o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
             window_size,
+            far: None,
         }
     }
 
-    /// Sizes of the heads, scale and window.
+    /// The same layer, whose queries see these keys beyond their window, too.
+    pub(super) fn with_far(self, far: FarKeys) -> Self {
+        Self { far: Some(far), ..self }
+    }
+
+    /// Sizes of the heads, scale, window and the keys beyond it.
     pub(crate) fn spec(&self) -> AttentionSpec {
-        self.qkv.spec(self.window_size)
+        AttentionSpec { far: self.far, ..self.qkv.spec(self.window_size) }
     }
 }
 
@@ -100,7 +108,8 @@ impl<B: SieveBackend> KindAttention<B> for MultiHeadAttention<B> {
     }
 
     fn attend(&self, qkv: Tensor<B, 4>, rows: &Rows<'_, B>, _state: &mut PassState<B>) -> (Tensor<B, 4>, ()) {
-        let spec = rows.context.under_policy(self.spec()).of_packed_heads(qkv.dims()[2]);
+        let spec = rows.context.under_policy(self.spec());
+        let spec = spec.of_packed_heads(qkv.dims()[2]).of_heads_from(rows.heads.start / spec.group_size());
         let sinks = self.sinks().map(|sinks| sinks.narrow(0, rows.heads.start, rows.heads.len()));
         (attend(qkv, sinks, rows.documents, spec), ())
     }
@@ -149,18 +158,18 @@ impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
     }
 }
 
-/// The most recent keys: all keys for dense attention, at least `window_size` for a sliding window.
+/// The keys that later tokens may read: all keys for dense attention, for a window at least those that `kept` names.
 #[derive(Clone, Debug)]
 pub struct RecentCache<B: Backend> {
     /// Keys and values of these tokens.
     pub keys: KeyCache<B>,
-    /// Most keys that a query sees; `None`: all.
-    pub window_size: Option<usize>,
+    /// The keys that stay ([`AttentionSpec::kept_keys`]); `None`: all.
+    pub kept: Option<[usize; 2]>,
 }
 
 impl<B: Backend> KindCache<B> for RecentCache<B> {
     fn num_keys(&self) -> usize {
-        self.window_size.unwrap_or(self.keys.len()).min(self.keys.len())
+        self.kept.map_or(self.keys.len(), |[first, last]| (first + last).min(self.keys.len()))
     }
 
     fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
@@ -172,28 +181,29 @@ impl<B: Backend> KindCache<B> for RecentCache<B> {
     }
 
     fn rows(&self, rows: RowsOf) -> LayerCache<B> {
-        LayerCache::Recent(Self { keys: self.keys.rows(rows, |tokens| [tokens; 2]), window_size: self.window_size })
+        LayerCache::Recent(Self { keys: self.keys.rows(rows, |tokens| [tokens; 2]), kept: self.kept })
     }
 
     fn put(&mut self, row: usize, text: &LayerCache<B>, tokens: usize) {
         let LayerCache::Recent(text) = text else { panic!("{OTHER_CACHE}") };
-        self.keys.put(row, &text.keys, tokens);
+        self.keys.put_kept(row, &text.keys, self.kept, tokens);
     }
 }
 
 impl<B: Backend> LayerCache<B> {
     /// Replaces the cache of a dense or sliding-window layer by the keys of a prompt.
     pub fn keep_recent(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec) {
-        let window_size = spec.window_size;
+        let (kept, after) = (spec.kept_keys(), 0);
         let [_, k, v] = split_heads(qkv.clone(), spec.num_kv_heads);
-        let num_tokens = qkv.dims()[1];
-        let seen = |x: Tensor<B, 4>| last(x, aligned(num_tokens, window_size.unwrap_or(num_tokens)));
-        *self = Self::Recent(RecentCache { keys: KeyCache::new(seen(k), seen(v)), window_size });
+        let ends = kept_ends(qkv.dims()[1], kept, after);
+        let seen = |x: Tensor<B, 4>| both_ends(x, ends);
+        *self = Self::Recent(RecentCache { keys: KeyCache::new(seen(k), seen(v)), kept });
     }
 }
 
-/// Dense or sliding-window attention of `new` tokens after cached tokens; returns `[batch, new, num_heads, head_dim]`.
-/// Several new tokens attend in a row of their own: the cached keys that they may see, then the new tokens.
+/// Attention over all keys, or a window and keys beyond it, of `new` tokens after cached tokens; returns
+/// `[batch, new, num_heads, head_dim]`. Several new tokens attend in a row of their own: the cached keys that they may
+/// see, then the new tokens.
 fn attend_recent<B: SieveBackend>(
     Cached { rows: cached, context, state }: Cached<'_, '_, B>,
     qkv: Tensor<B::Inner, 4>,
@@ -209,12 +219,13 @@ fn attend_recent<B: SieveBackend>(
         return cached_attention(keys, qkv, sinks, spec, cached.scratch);
     }
     // A window includes the query's own token, so the first new token sees one cached token fewer.
-    let earlier = aligned(keys.len(), spec.window_size.map_or(keys.len(), |window| window - 1));
-    let row = keys.before(&qkv, earlier);
-    let bounds = state.rows_behind([row.dims()[0], row.dims()[1]], earlier, &row.device());
-    let o = attention_of_last(row, sinks, spec, (earlier, bounds));
+    let (kept, own) = (spec.kept_keys(), 1);
+    let [first, last] = kept_ends(keys.len(), kept, own);
+    let row = keys.before(&qkv, [first, last]);
+    let bounds = state.rows_behind([row.dims()[0], row.dims()[1]], first + last, &row.device());
+    let o = attention_of_last(row, sinks, spec, (first + last, bounds));
     let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
-    keys.reserve(new, earlier);
+    keys.make_room(new, kept);
     keys.append(k, v);
     o
 }

@@ -281,7 +281,7 @@ fn attend_selected<B: DeviceBackend>(
     cache.sort();
     let earlier = cache.len();
     let rank = Tensor::cat(vec![cache.rank.tokens(), rank], 2);
-    let row = cache.keys.before(&qkv, earlier);
+    let row = cache.keys.before(&qkv, [0, earlier]);
     let documents = Documents::whole_rows([batch, earlier + new], &device);
     let found = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
     let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));

@@ -6,7 +6,7 @@ use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, ModelShape, NsaShape};
-use sieve_ops::{Documents, Residual, SieveBackend};
+use sieve_ops::{Documents, Residual, RowsOf, SieveBackend};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
     let mut init = WeightInit::new(1, 0.2);
@@ -143,6 +143,31 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             });
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
         }
+    }
+}
+
+#[test]
+fn a_cache_of_bands_drops_the_keys_that_no_later_token_reads() {
+    let attention = kinds(0.5).into_iter().find(|kind| matches!(kind, sieve_core::Attention::Cowa(_)));
+    let attention = attention.expect("it is a kind");
+    let (layer, len) = (layer::<Flex>(attention), 1100);
+    let rows = Rows::new([1, len], &shape(attention));
+    let x = input::<Flex, 3>([1, len, 24], 5);
+    let all = one_pass(&layer, &x, &rows.context()).x;
+    for parts in [[vec![300], vec![1; 800]].concat(), vec![700, 1, 399], vec![5, 500, 595]] {
+        let (got, cache) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |_, _, _| {});
+        assert_close(&format!("{} parts", parts.len()), &values(Tensor::cat(got, 1)), &values(all.clone()), 1e-5);
+        let text = &cache.layers[0];
+        let LayerCache::Recent(cache) = text else { panic!("a cache of keys") };
+        let held = cache.keys.len();
+        assert!(held < 900 && (len - held) % 128 == 0, "whole stages are dropped: {held} of {len} keys are left");
+        // In a row of several texts each key lies at its position.
+        let mut texts = text.rows(RowsOf::Texts { rows: 2, tokens: len });
+        texts.as_cache_mut().expect("a cache").put(1, text, len);
+        let LayerCache::Recent(text) = texts.rows(RowsOf::Text { row: 1, tokens: len }) else { panic!("keys") };
+        let keys = |x: &sieve_ops::TokenBuffer<Flex, 4>, first, count| x.tokens().narrow(2, first, count).into_data();
+        assert_eq!(keys(&text.keys.k, 0, 128), keys(&cache.keys.k, 0, 128));
+        assert_eq!(keys(&text.keys.v, len - 16, 16), keys(&cache.keys.v, held - 16, 16));
     }
 }
 

@@ -62,6 +62,19 @@ impl AttentionSpec {
         self.window_size.zip(self.far)
     }
 
+    /// The keys of a text that its later queries may read: the first ones, and the last, each query's own included.
+    /// `None`: all.
+    pub fn kept_keys(&self) -> Option<[usize; 2]> {
+        let window = self.window_size?;
+        Some(self.far.map_or([0, window], |far| [far.sink_tokens, window.max(far.distances[1])]))
+    }
+
+    /// The keys beyond the window, where there is one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn far_keys(&self) -> Option<FarKeys> {
+        self.far_window().map(|(_, far)| far)
+    }
+
     /// Number of keys before its own that a query may see; `None`: all.
     pub(crate) fn reach(&self) -> Option<usize> {
         // A window includes the query's own token.

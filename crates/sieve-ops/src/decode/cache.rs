@@ -22,10 +22,22 @@ pub struct KeyCache<B: Backend> {
 
 /// How many of the last of `len` keys to keep, at least `kept`: keys are dropped in whole stages of 128, so that
 /// kernels that go through stages have the same ones in a text's cache as in its whole row.
-pub fn aligned(len: usize, kept: usize) -> usize {
-    const STAGE: usize = 128;
+pub(super) fn aligned(len: usize, kept: usize) -> usize {
     len - len.saturating_sub(kept) / STAGE * STAGE
 }
+
+/// How many of the first and of the last of `len` keys to keep where later queries read `kept`
+/// ([`AttentionSpec::kept_keys`](crate::AttentionSpec::kept_keys)). `new` of the keys that a query reads are not among
+/// these: its own, or none.
+pub fn kept_ends(len: usize, kept: Option<[usize; 2]>, new: usize) -> [usize; 2] {
+    let Some([first, last]) = kept else { return [0, len] };
+    // The keys behind the first ones begin with a stage, too.
+    let first = first.next_multiple_of(STAGE).min(len);
+    [first, aligned(len - first, last - new)]
+}
+
+/// Keys of a stage of the kernels in order.
+const STAGE: usize = 128;
 
 impl<B: Backend> KeyCache<B> {
     /// A cache of these tokens with some room for more: k, v `[batch, new, num_kv_heads, head_dim]`.
@@ -63,17 +75,18 @@ impl<B: Backend> KeyCache<B> {
         self.v.append(v.swap_dims(1, KEY_AXIS));
     }
 
-    /// A packed tensor of the last `earlier` cached tokens, with queries of zero, followed by the new tokens `qkv`,
-    /// `[batch, new, num_heads + 2 * num_kv_heads, head_dim]`.
-    pub fn before(&self, qkv: &Tensor<B, 4>, earlier: usize) -> Tensor<B, 4> {
-        let last = |x: &TokenBuffer<B, 4>| {
-            let tokens = x.tokens().narrow(KEY_AXIS, self.len() - earlier, earlier);
-            tokens.swap_dims(1, KEY_AXIS)
+    /// A packed tensor of the `first` and the `last` cached tokens, with queries of zero, followed by the new tokens
+    /// `qkv`, `[batch, new, num_heads + 2 * num_kv_heads, head_dim]`.
+    pub fn before(&self, qkv: &Tensor<B, 4>, [first, last]: [usize; 2]) -> Tensor<B, 4> {
+        let earlier = first + last;
+        let ends = |x: &TokenBuffer<B, 4>| {
+            let tokens = x.tokens().swap_dims(1, KEY_AXIS);
+            both_ends(tokens, [first, last])
         };
         let [batch, _, heads, head_dim] = qkv.dims();
         let num_heads = heads - 2 * self.k.buffer().dims()[1];
         let queries = Tensor::zeros([batch, earlier, num_heads, head_dim], (&qkv.device(), qkv.dtype()));
-        let keys = Tensor::cat(vec![queries, last(&self.k), last(&self.v)], 2);
+        let keys = Tensor::cat(vec![queries, ends(&self.k), ends(&self.v)], 2);
         Tensor::cat(vec![keys, qkv.clone()], 1)
     }
 
@@ -83,6 +96,15 @@ impl<B: Backend> KeyCache<B> {
         let kept = aligned(self.len(), kept);
         self.k.reserve(new, kept);
         self.v.reserve(new, kept);
+    }
+
+    /// As [`reserve`](Self::reserve), where later queries read `kept` of the keys
+    /// ([`AttentionSpec::kept_keys`](crate::AttentionSpec::kept_keys)), which are copied.
+    pub fn make_room(&mut self, new: usize, kept: Option<[usize; 2]>) {
+        let own = 1;
+        let ends = kept_ends(self.len(), kept, own);
+        self.k.reserve_ends(new, ends);
+        self.v.reserve_ends(new, ends);
     }
 
     /// A copy with the rows that `rows` names. `size(tokens)` is the number of entries that a text of `tokens` tokens
@@ -97,6 +119,14 @@ impl<B: Backend> KeyCache<B> {
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
         self.k.put(row, &text.k, end);
         self.v.put(row, &text.v, end);
+    }
+
+    /// As [`put`](Self::put), where `text` holds the keys that `kept` names
+    /// ([`AttentionSpec::kept_keys`](crate::AttentionSpec::kept_keys)).
+    pub fn put_kept(&mut self, row: usize, text: &Self, kept: Option<[usize; 2]>, end: usize) {
+        let [first, _] = kept_ends(text.len(), kept, 0);
+        self.k.put_ends(row, &text.k, first, end);
+        self.v.put_ends(row, &text.v, first, end);
     }
 
     /// Counts one token that a kernel has written after the others.
@@ -114,6 +144,18 @@ impl<B: Backend> KeyCache<B> {
             all.write(|all| all.mask_where(mask, one.expand(shape)));
         }
     }
+}
+
+/// The `first` and the `last` tokens of `[batch, tokens, heads, head_dim]`.
+pub fn both_ends<B: Backend>(x: Tensor<B, 4>, [first, last]: [usize; 2]) -> Tensor<B, 4> {
+    let len = x.dims()[1];
+    if first + last == len {
+        return x;
+    }
+    if first == 0 {
+        return x.narrow(1, len - last, last);
+    }
+    Tensor::cat(vec![x.clone().narrow(1, 0, first), x.narrow(1, len - last, last)], 1)
 }
 
 /// All keys of a text under a decode selector that evicts nothing: each token reads some of them.

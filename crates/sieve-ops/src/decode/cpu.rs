@@ -59,7 +59,7 @@ pub(crate) fn attention_decode(
 }
 
 /// Adds the token's key and value to the cache, which has room for them, and attends over the last `spec.window_size`
-/// keys or all.
+/// keys and those of `spec.far`, or over all.
 pub(crate) fn cached_attention(
     cache: &mut KeyCache<Flex>,
     qkv: FlexTensor,

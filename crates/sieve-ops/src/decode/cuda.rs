@@ -59,7 +59,7 @@ pub(crate) fn attention_decode(
 }
 
 /// Writes the token's key and value into the cache's buffers in place, and attends over the last `spec.window_size`
-/// keys or all.
+/// keys and those of `spec.far`, or over all.
 pub(crate) fn cached_attention(
     cache: &mut KeyCache<Cuda>,
     qkv: Float,
@@ -166,8 +166,8 @@ fn append_and_attend(
     let (len, kv) = (cache.len(), writable(cache));
     let sinks = sinks.map(|sinks| kernel_tensor(sinks.clone()));
     let all = DecodeStep::new(len, spec.softmax_scale as f32);
-    let step = DecodeStep { window: spec.window_size, sinks: sinks.as_ref(), ..all };
-    let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
+    let step = DecodeStep { window: spec.window_size, far: spec.far_keys(), sinks: sinks.as_ref(), ..all };
+    let seen = step.most_keys(len + 1);
     let (length, buffers) = scratch.for_call(&kv.k, shape, len, seen)?;
     let o = kv.attention_decode(&token, length, step, buffers)?;
     cache.count_token();

@@ -131,9 +131,10 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     })
 }
 
-/// Makes room for this token in a cache of the last `window` keys, or of all (`None`). Returns how many more fit.
-fn recent_room(cache: &mut KeyCache<Cuda>, window: Option<usize>) -> usize {
-    cache.reserve(1, window.map_or(cache.len(), |window| window - 1));
+/// Makes room for this token in a cache of the `kept` keys ([`AttentionSpec::kept_keys`](crate::AttentionSpec)), or of
+/// all (`None`). Returns how many more fit.
+fn recent_room(cache: &mut KeyCache<Cuda>, kept: Option<[usize; 2]>) -> usize {
+    cache.make_room(1, kept);
     cache.k.room() - (cache.len() + 1)
 }
 
@@ -159,9 +160,11 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
         // A new key takes the slot of an old one.
         TokenCache::Slots(_) => usize::MAX,
         TokenCache::Recent(cache) => {
-            let window = layer.attention.spec.window_size;
-            let room = recent_room(cache, window);
-            scratch_room(cache.len() + 1, window).min(room)
+            let spec = layer.attention.spec;
+            let room = recent_room(cache, spec.kept_keys());
+            // A query that reads bands sees its last new key when the text is as long as the last band's end.
+            let full = spec.kept_keys().map(|[first, last]| first + last);
+            scratch_room(cache.len() + 1, full).min(room)
         }
         TokenCache::Selector(cache) => {
             let room = cache.reserve_token();
@@ -180,9 +183,9 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
             let seen = selected.len() + 1;
             let rooms = [
                 recent_room(selected, None),
-                recent_room(window, size),
+                recent_room(window, size.map(|size| [0, size])),
                 scratch_room(window.len() + 1, size),
-                recent_room(tail, Some(blocks.compress_block_size)),
+                recent_room(tail, Some([0, blocks.compress_block_size])),
                 pooled_room(compressed.k.room(), *blocks, seen),
             ];
             rooms.into_iter().min().unwrap_or(0)
@@ -539,9 +542,10 @@ impl Layer<'_> {
     /// Operands of a step over a cache of all keys or of a window's: the step's sizes, the cache's buffers, and the
     /// most keys that the step sees.
     fn recent_step(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
-        let ([len, num_dropped], window) = (self.held_and_dropped(keys), self.attention.spec.window_size);
-        let step = DecodeStep { window, num_dropped, ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32) };
-        (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
+        let ([len, num_dropped], spec) = (self.held_and_dropped(keys), self.attention.spec);
+        let all = DecodeStep::new(len, spec.softmax_scale as f32);
+        let step = DecodeStep { window: spec.window_size, far: spec.far_keys(), num_dropped, ..all };
+        (step, self.cache(keys), step.most_keys(len + 1))
     }
 
     /// Attention over all cached keys or a window, from the packed projection `qkv` on. For one text a single launch

@@ -7,6 +7,7 @@ use burn::tensor::activation::softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, Draw};
+use std::ops::Range;
 
 /// Reference of [`crate::draw`], on the host, in whole numbers; ids `[rows, 1]`, -1 for none.
 pub(crate) fn draw<B: Backend>(logits: Float<B>, draws: Ints<B>, num_tokens: usize) -> Ints<B> {
@@ -90,16 +91,44 @@ pub(crate) fn append_and_attend<B: Backend>(
     qkv: Float<B>,
     sinks: Option<Float<B>>,
     spec: AttentionSpec,
-    attend: impl FnOnce(Float<B>, &KeyCache<B>, usize, Logits<B>, f64) -> Float<B>,
+    attend: impl Fn(Float<B>, &KeyCache<B>, usize, Logits<B>, f64) -> Float<B>,
 ) -> Float<B> {
     let [q, k, v] = split_heads(tensor::<B, 4>(qkv), spec.num_kv_heads);
     let [batch, _, num_heads, head_dim] = q.dims();
     cache.append(k, v);
+    if let Some((window, far)) = spec.far_window() {
+        let (q, len, group) = (q.reshape([batch, num_heads, head_dim]), cache.len(), spec.group_size());
+        let ranges: Vec<_> = (0..spec.num_kv_heads).map(|head| far.ranges(head, window, len)).collect();
+        let num_seen = |ranges: &[Range<usize>; 3]| ranges.iter().map(ExactSizeIterator::len).sum::<usize>();
+        // Neighbouring heads that read equally many keys attend together, over copies of these.
+        let (mut first, mut outputs) = (0, Vec::new());
+        for run in ranges.chunk_by(|one, next| num_seen(one) == num_seen(next)) {
+            let [k, v] = [&cache.k, &cache.v].map(|x| {
+                let heads = run.iter().zip(first..).map(|(ranges, head)| of_ranges(x.tokens(), head, ranges));
+                Tensor::cat(heads.collect(), 1)
+            });
+            let seen = num_seen(&run[0]);
+            let keys = KeyCache::with_capacity(k, v, Some(seen));
+            let queries = [first * group, run.len() * group];
+            let sinks = sinks.clone().map(|x| primitive(tensor::<B, 1>(x).narrow(0, queries[0], queries[1])));
+            let q = primitive(q.clone().narrow(1, queries[0], queries[1]));
+            outputs.push(tensor::<B, 3>(attend(q, &keys, seen, Logits { delta: None, sinks }, spec.softmax_scale)));
+            first += run.len();
+        }
+        return primitive(Tensor::cat(outputs, 1).reshape([batch, 1, num_heads, head_dim]));
+    }
     let seen = spec.window_size.unwrap_or(cache.len()).min(cache.len());
     let q = primitive(q.reshape([batch, num_heads, head_dim]));
     let logits = Logits { delta: None, sinks };
     let o = attend(q, cache, seen, logits, spec.softmax_scale);
     primitive(tensor::<B, 3>(o).reshape([batch, 1, num_heads, head_dim]))
+}
+
+/// The tokens of one KV head in these ranges, of `[batch, num_kv_heads, tokens, head_dim]`.
+fn of_ranges<B: Backend>(x: Tensor<B, 4>, head: usize, ranges: &[Range<usize>; 3]) -> Tensor<B, 4> {
+    let of_head = x.narrow(1, head, 1);
+    let parts = ranges.iter().filter(|range| !range.is_empty());
+    Tensor::cat(parts.map(|range| of_head.clone().narrow(2, range.start, range.len())).collect(), 2)
 }
 
 /// Reference of [`crate::mla_decode`]; computes the new tokens one by one.

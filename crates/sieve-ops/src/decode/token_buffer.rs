@@ -110,10 +110,26 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
 
     /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it.
     pub fn reserve(&mut self, new: usize, kept: usize) {
-        if self.len + new > self.room() {
-            let (kept, copies) = (kept.min(self.len), 1);
-            *self = self.copy_of_last(kept, kept + new + spare_room(kept), copies);
+        let first = 0;
+        self.reserve_ends(new, [first, kept]);
+    }
+
+    /// Makes room for `new` more tokens. If that takes another buffer, only the `first` tokens in use and the `last`
+    /// are copied to it.
+    pub fn reserve_ends(&mut self, new: usize, [first, last]: [usize; 2]) {
+        if self.len + new <= self.room() {
+            return;
         }
+        let first = first.min(self.len);
+        let last = last.min(self.len - first);
+        let kept = first + last;
+        let mut moved = self.empty_like(self.buffer().dims()[0], kept + new + spare_room(kept));
+        for (from, count) in [(0, first), (self.len - last, last)] {
+            if count > 0 {
+                moved.append(self.buffer().clone().narrow(self.axis, from, count));
+            }
+        }
+        *self = moved;
     }
 
     /// A new buffer with the rows of the batch that `rows` names. `size(tokens)` is the number of entries that a text
@@ -148,13 +164,23 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     /// last becomes entry `end - 1`. No other tensor shares the buffer, so it is written in place and keeps its
     /// address.
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
-        if text.is_empty() {
-            return;
+        let first = 0;
+        self.put_ends(row, text, first, end);
+    }
+
+    /// As [`put`](Self::put), but the `first` entries of `text` become the row's first ones.
+    pub fn put_ends(&mut self, row: usize, text: &Self, first: usize, end: usize) {
+        let first = first.min(text.len);
+        let rest = text.len - first;
+        for (from, count, to) in [(0, first, 0), (first, rest, end - rest)] {
+            if count > 0 {
+                let mut at = [0; D];
+                at[0] = row;
+                at[self.axis] = to;
+                let entries = text.buffer().clone().narrow(self.axis, from, count);
+                self.write(|buffer| with_block(buffer, at, entries));
+            }
         }
-        let mut first = [0; D];
-        first[0] = row;
-        first[self.axis] = end - text.len;
-        self.write(|buffer| with_block(buffer, first, text.tokens()));
     }
 
     /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
@@ -311,7 +337,18 @@ mod tests {
         buffer.reserve(1, 3);
         assert_eq!((buffer.len(), buffer.room()), (5, 6));
         buffer.reserve(2, 3);
-        assert_eq!(data(buffer.tokens()), data(all.narrow(1, 2, 3)));
+        assert_eq!(data(buffer.tokens()), data(all.clone().narrow(1, 2, 3)));
         assert!(buffer.room() >= 5);
+        let mut buffer = TokenBuffer::new(all.clone().narrow(1, 0, 9), 1, Some(9));
+        buffer.reserve_ends(1, [2, 3]);
+        let ends =
+            |first, last| Tensor::cat(vec![all.clone().narrow(1, 0, first), all.clone().narrow(1, 9 - last, last)], 1);
+        assert_eq!(data(buffer.tokens()), data(ends(2, 3)));
+        // Both ends go to their places in a row of a text of nine tokens.
+        let mut rows = buffer.rows(RowsOf::Texts { rows: 2, tokens: 12 }, |n| [n; 2]);
+        rows.put_ends(1, &buffer, 2, 9);
+        let taken = rows.rows(RowsOf::Text { row: 1, tokens: 9 }, |n| [n; 2]).tokens();
+        assert_eq!(data(taken.clone().narrow(1, 0, 2)), data(all.clone().narrow(1, 0, 2)));
+        assert_eq!(data(taken.narrow(1, 6, 3)), data(all.narrow(1, 6, 3)));
     }
 }

@@ -19,7 +19,7 @@ const WIDTHS: [usize; 3] = [64, 128, 96];
 const EMULATED: [usize; 1] = [32];
 
 /// Sizes and keys of a call.
-struct Draw {
+pub(crate) struct Draw {
     seq_len: usize,
     heads: [usize; 2],
     window: usize,
@@ -58,7 +58,7 @@ const REPEATED: [(Draw, usize); 3] = [
 
 impl Draw {
     /// Draws sizes that no tile divides, and sizes at the edges of tiles.
-    fn random(extent: &Extent, random: &mut Random) -> Self {
+    pub(crate) fn random(extent: &Extent, random: &mut Random) -> Self {
         let drawn = random.between(2, extent.longest.max(3));
         let seq_len = random.one_of(&[1, 15, 63, 64, 65, 127, 129, drawn, drawn, drawn]);
         let num_kv_heads = random.between(1, 4);
@@ -80,12 +80,17 @@ impl Draw {
         }
     }
 
+    /// The same for rows of one document.
+    pub(crate) fn of_one_document(self) -> Self {
+        Self { cuts: Cuts::Count(1), ..self }
+    }
+
     fn shape(&self, width: usize) -> AttentionShape {
         let batch = if self.seq_len < 130 { 2 } else { 1 };
         AttentionShape::new(batch, self.seq_len, self.heads, [width; 2])
     }
 
-    fn case(&self, width: usize, seed: u64, extent: &Extent) -> Result<Case> {
+    pub(crate) fn case(&self, width: usize, seed: u64, extent: &Extent) -> Result<Case> {
         let keys = Keys::Far(self.window, self.far);
         let case = Case::draw(self.shape(width), keys, self.cuts, &Scores::Independent, seed)?;
         Ok(case.under(extent.policy))

@@ -141,6 +141,7 @@ type Part = (&'static str, fn(&mut Report, &dyn Device, &Extent) -> Result<()>);
 
 const ATTENTION: Part = ("attention", attention::check_wrappers);
 const BANDS: Part = ("attention with bands", bands::check_wrappers);
+const DECODED_BANDS: Part = ("decoding with bands", decode::bands::check_wrappers);
 const SELECTIONS: Part = ("selectors", select::check_wrappers);
 const MASKS: Part = ("attention under masks", sparse::check_wrappers);
 const LATENT: Part = ("latent attention", latent::check_wrappers);
@@ -157,6 +158,7 @@ const OF_A_FAMILY: &[Part] = &[
     ATTENTION,
     BANDS,
     DECODING,
+    DECODED_BANDS,
     MASKS,
     ("large biases", biases::check_wrappers),
     LATENT,
@@ -167,7 +169,7 @@ const OF_A_FAMILY: &[Part] = &[
 const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, STEP];
 
 /// Parts about the attention of one new token: under decode selectors, and over a KV cache.
-const TOKENS: &[Part] = &[("tokens under selectors", select::check_tokens), DECODING];
+const TOKENS: &[Part] = &[("tokens under selectors", select::check_tokens), DECODING, DECODED_BANDS];
 
 impl CheckPart {
     /// The group's parts that are checked with each family of kernels.
@@ -175,7 +177,7 @@ impl CheckPart {
         match self {
             Self::All => OF_A_FAMILY,
             Self::Attention => &[ATTENTION],
-            Self::Bands => &[BANDS],
+            Self::Bands => &[BANDS, DECODED_BANDS],
             Self::Sparse => &[SELECTIONS, MASKS],
             Self::Nsa => &[NSA],
             Self::Mla => &[LATENT],

@@ -1,8 +1,10 @@
 //! Checks decoding: all tokens of a row, one after the other, against attention over the whole row.
+pub(crate) mod bands;
 mod branches;
 mod caches;
 mod whole_rows;
 
+use self::caches::Reads;
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
 use crate::error::Result;
@@ -51,19 +53,24 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     let mut random = Random(extent.seed);
     for at in 0..extent.few() {
         let (case, label) = draw(extent, at, &mut random)?;
-        let call = OnDevice::new(&case, device);
-        let o = match case.keys {
-            Keys::Chosen(_) => call.dma_decode(),
-            _ => call.decode(),
-        };
-        let (path, outcome) = match o {
-            Ok(o) => ("kernel", judge(&case, &o)),
-            Err(error) => ("refused", Err(Wrong::from(error))),
-        };
-        report.add(&case.keys.name_of("decode"), path, &label, outcome);
+        check_tokens(report, device, &case, &label);
     }
     caches::check(report, device, extent);
     branches::check(report, device, extent);
-    whole_rows::check(report, device, extent);
+    whole_rows::check(report, device, extent, Reads::Window);
     Ok(())
+}
+
+/// Checks all tokens of a case, one after the other.
+fn check_tokens(report: &mut Report, device: &dyn Device, case: &Case, label: &str) {
+    let call = OnDevice::new(case, device);
+    let o = match case.keys {
+        Keys::Chosen(_) => call.dma_decode(),
+        _ => call.decode(),
+    };
+    let (path, outcome) = match o {
+        Ok(o) => ("kernel", judge(case, &o)),
+        Err(error) => ("refused", Err(Wrong::from(error))),
+    };
+    report.add(&case.keys.name_of("decode"), path, label, outcome);
 }

@@ -175,7 +175,11 @@ impl<'a> OnDevice<'a> {
         let cache = KvCache::new(like, &shape, shape.seq_len + 1);
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
         self.token_by_token(|at| {
-            let step = DecodeStep { window: self.case.sliding_window(), ..DecodeStep::new(at, self.case.scale) };
+            let (window, far) = match self.case.keys {
+                Keys::Far(window, far) => (Some(window), Some(far)),
+                _ => (self.case.sliding_window(), None),
+            };
+            let step = DecodeStep { window, far, ..DecodeStep::new(at, self.case.scale) };
             cache.attention_decode(&self.token(at), &self.lengths(at), step, &scratch)
         })
     }

@@ -75,7 +75,7 @@ pub(in crate::specialisations) fn sinks(calls: &mut Calls, width: usize, dtype: 
 pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionShape, has_sinks: bool) {
     // A short cache takes another tiling than a long one.
     for capacity in [ROW, 256] {
-        tokens_that_join(calls, shape, has_sinks, capacity);
+        tokens_that_join(calls, shape, DecodeStep::new(capacity / 2, SCALE), has_sinks, capacity);
     }
     let Some(token) = calls.token(shape, ROW) else {
         return;
@@ -91,14 +91,22 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
     }
 }
 
+/// Decoding over a window and keys beyond it: tokens that join the cache.
+pub(in crate::specialisations) fn far_decoding(calls: &mut Calls, shape: &AttentionShape) {
+    for capacity in [ROW, 256] {
+        let far = DecodeStep { window: Some(WINDOW), far: Some(FAR), ..DecodeStep::new(capacity / 2, SCALE) };
+        tokens_that_join(calls, shape, far, false, capacity);
+    }
+}
+
 /// Tokens that join their caches, before and after their rotation.
-fn tokens_that_join(calls: &mut Calls, shape: &AttentionShape, has_sinks: bool, capacity: usize) {
+fn tokens_that_join(calls: &mut Calls, shape: &AttentionShape, step: DecodeStep<'_>, has_sinks: bool, capacity: usize) {
     let Some(token) = calls.token(shape, capacity) else {
         return;
     };
     let Token { shape, qkv, cache, length, scratch } = &token;
     let sinks = calls.bf16(&[shape.num_heads]);
-    let step = DecodeStep { sinks: has_sinks.then_some(&sinks), ..DecodeStep::new(capacity / 2, SCALE) };
+    let step = DecodeStep { sinks: has_sinks.then_some(&sinks), ..step };
     calls.note(cache.attention_decode(qkv, length, step, scratch));
     // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
     if shape.head_dim == shape.head_dim_v {

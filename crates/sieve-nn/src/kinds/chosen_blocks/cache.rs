@@ -90,7 +90,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
             let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);
             Tensor::cat(vec![earlier, new.clone()], 1)
         });
-        Packed { qkv: self.keys.before(&packed.qkv, self.keys.len()), index }
+        Packed { qkv: self.keys.before(&packed.qkv, [0, self.keys.len()]), index }
     }
 
     /// Appends keys and values of new tokens.

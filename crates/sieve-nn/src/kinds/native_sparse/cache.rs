@@ -148,7 +148,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         let size = blocks.compress_block_size;
         // This token completes a compressed block, whose other size - 1 tokens are the last ones of `tail`.
         if blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
-            let pair = compress(self.tail.before(&new.compressed, size - 1));
+            let pair = compress(self.tail.before(&new.compressed, [0, size - 1]));
             let [k, v] = first_blocks(pair, batch, blocks.num_slots(size), 1, spec);
             self.compressed.append(k, v);
         }

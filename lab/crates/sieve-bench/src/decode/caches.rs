@@ -7,7 +7,7 @@ use crate::report::{Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, values_of};
 use crate::tolerance::Tolerance;
-use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
+use sieve_core::{BlockChoice, ChoiceRule, FarKeys, ForcedBlocks, NsaBlocks};
 use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 use sieve_cpu::reference::{self, Rounding, attend};
 use sieve_kernels::step::{QkNormRope, rope};
@@ -16,6 +16,7 @@ use sieve_kernels::{
     ScoreBias, TokenRotation,
 };
 use sieve_testing::{Random, round_bf16};
+use std::ops::Range;
 
 /// One cached key with its value, and its bias and rank where it has them.
 #[derive(Clone)]
@@ -51,7 +52,10 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = TokenCheck::new(device, shape, extent.magnitude_of(at), seed);
         let has_local_window = at % 4 == 3;
         let (name, outcome) = match at % 4 {
-            0 | 2 => ("decode, caches", calls.check_dense([None, Some(true), Some(false)][at / 2 % 3])),
+            0 | 2 => {
+                let rotate = [None, Some(true), Some(false)][at / 2 % 3];
+                ("decode, caches", calls.check_dense(rotate, Reads::Window))
+            }
             1 => ("dma_decode, caches", calls.check_dma(has_local_window)),
             _ => ("dma_decode, local window, caches", calls.check_dma(has_local_window)),
         };
@@ -81,6 +85,32 @@ const CHOICES: [([usize; 4], ChoiceRule, bool, usize); 4] = [
     ([16, 16, 16, 3], ChoiceRule::MeanKey, false, 1),
     ([1, 1, 48, 3], ChoiceRule::LargestScore, true, 1),
 ];
+
+/// Which keys tokens of a dense cache read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reads {
+    /// All, or the last ones.
+    Window,
+    /// The last ones, the first, and a band of each KV head.
+    Bands,
+}
+
+impl Reads {
+    /// Keys beyond a window in a cache of up to `len` keys and `kv_heads` heads.
+    pub(super) fn far(self, random: &mut Random, window: usize, len: usize, kv_heads: usize) -> Option<FarKeys> {
+        if self == Self::Window {
+            return None;
+        }
+        let first = window + random.one_of(&[0, 0, 3, 200]);
+        let num_bands = random.between(1, kv_heads + 1);
+        Some(FarKeys {
+            sink_tokens: random.one_of(&[0, 1, 4, 17, 64, 130]),
+            distances: [first, first + random.one_of(&[0, 1, 30, len / 2, len, 3 * len])],
+            num_bands,
+            first_band: random.below(num_bands),
+        })
+    }
+}
 
 /// Checks new tokens of one shape: draws tokens and caches, and keeps the largest error as a share of the tolerance.
 pub(super) struct TokenCheck<'a> {
@@ -263,24 +293,36 @@ impl<'a> TokenCheck<'a> {
         Ok((token, weights))
     }
 
-    /// Checks one token over a dense cache after a prefill, with a window in half of the calls, and sinks in half.
-    /// With `rotate` the launch rotates the token, after norms where that is true.
-    fn check_dense(&mut self, rotate: Option<bool>) -> Result<(), Wrong> {
+    /// Checks one token over a dense cache after a prefill, with a window in half of the calls or with bands, and sinks
+    /// in half. With `rotate` the launch rotates the token, after norms where that is true.
+    pub(super) fn check_dense(&mut self, rotate: Option<bool>, reads: Reads) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let capacity = self.random.between(1, 700);
-        let has_window = self.random.chance(0.5);
+        let has_window = reads == Reads::Bands || self.random.chance(0.5);
         let window = has_window.then(|| self.random.between(1, capacity + 1));
+        let far = window.and_then(|window| reads.far(&mut self.random, window / 4 + 1, capacity, num_kv_heads));
+        let window = window.map(|window| if far.is_some() { window / 4 + 1 } else { window });
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(capacity)).collect();
         // A window's cache may have dropped the first tokens of a text.
-        let num_dropped = if has_window { self.random.below(1000) } else { 0 };
+        let num_dropped = match far {
+            _ if !has_window => 0,
+            None => self.random.below(1000),
+            Some(_) => self.random.below(8) * 128,
+        };
         let rows = batch * num_kv_heads;
-        let first = |row: usize| {
+        // What a row's head reads of its cache: the last range ends with the token itself, which is not there yet.
+        let ranges = |row: usize| -> Vec<Range<usize>> {
             let seen = lengths[row / num_kv_heads] + 1;
-            seen - seen.min(window.unwrap_or(seen))
+            let window = window.unwrap_or(seen);
+            let near = seen - seen.min(window)..seen - 1;
+            match far.map(|far| far.ranges(row % num_kv_heads, window, seen)) {
+                Some([first, band, _]) => vec![first, band, near],
+                None => vec![near],
+            }
         };
         let keys: Vec<Vec<_>> = (0..rows)
             .map(|row| {
-                let seen = first(row)..lengths[row / num_kv_heads];
+                let seen = ranges(row).into_iter().flatten();
                 seen.map(|slot| (slot, self.drawn_key(NO_BIAS, NO_RANK))).collect()
             })
             .collect();
@@ -309,6 +351,7 @@ impl<'a> TokenCheck<'a> {
         let sinks = has_sinks.then(|| self.device.float(&self.sinks, &[self.shape.num_heads], DType::BF16));
         let step = DecodeStep {
             window,
+            far,
             num_dropped,
             sinks: sinks.as_ref(),
             ..DecodeStep::new(lengths.iter().copied().max().unwrap_or(0), self.scale())

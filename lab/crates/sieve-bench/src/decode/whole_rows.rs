@@ -1,15 +1,18 @@
 //! Checks that a token has the same bits in a whole row and in a step of decoding, where kernels promise it: on Hopper,
-//! over all keys and windows, for heads of 64 and 128 columns.
+//! over all keys, windows and bands, for heads of 64 and 128 columns.
+use super::caches::Reads;
 use crate::device::{Device, family, separate};
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
+use sieve_core::FarKeys;
 use sieve_kernels::{
     AttentionResult, AttentionShape, DType, DecodeScratch, DecodeStep, KernelFamily, KeySource, KvCache, Qkv,
 };
 use sieve_testing::Random;
 
-/// Checks calls with and without windows, sinks and dropped keys, in rows of one stage of keys and of several.
-pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
+/// Checks calls with and without windows or with bands, sinks and dropped keys, in rows of one stage of keys and of
+/// several.
+pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent, reads: Reads) {
     let shape = AttentionShape::new(1, 1, [1, 1], [128, 128]);
     if family(device, &shape, KeySource::Dense) != KernelFamily::Hopper {
         return;
@@ -25,10 +28,12 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let (tokens, heads) = (random.between(1, 2500), [kv_heads * group, kv_heads]);
         let shape = AttentionShape::new(batch, tokens, heads, [[64, 128][at % 2]; 2]);
         let window = [None, Some(1024), Some(random.between(1, 300))][at % 3];
+        let window = window.or_else(|| (reads == Reads::Bands).then(|| random.between(1, 130)));
+        let far = window.and_then(|window| reads.far(&mut random, window, tokens, kv_heads));
         let (has_sinks, magnitude) = (at % 4 == 3, extent.magnitude_of(at));
         let seed = random.between(0, 1 << 30) as u64;
-        let outcome = compare(device, shape, window, has_sinks, magnitude, seed);
-        let case = format!("{shape:?} window {window:?} sinks {has_sinks} q, k x {magnitude} seed {seed}");
+        let outcome = compare(device, shape, (window, far), has_sinks, magnitude, seed);
+        let case = format!("{shape:?} window {window:?} {far:?} sinks {has_sinks} q, k x {magnitude} seed {seed}");
         report.add("a token as in its row", "kernel", &case, outcome);
     }
 }
@@ -47,15 +52,16 @@ impl Numbers {
         rows.flat_map(|row| &row[at * heads * width..][..heads * width]).copied().collect()
     }
 
-    /// The cache of tokens `first` to before `end`, `[batch, heads, capacity, head_dim]`, with NaN where no token is.
-    fn cache(&self, [first, end]: [usize; 2], capacity: usize) -> Vec<f32> {
+    /// The cache of the tokens before `first`, and of those from `kept` to before `end`, `[batch, heads, capacity,
+    /// head_dim]`, with NaN where no token is.
+    fn cache(&self, [first, kept, end]: [usize; 3], capacity: usize) -> Vec<f32> {
         let [batch, tokens, heads, width] = self.sizes;
         let mut cache = Vec::with_capacity(batch * heads * capacity * width);
         for (row, head) in (0..batch).flat_map(|row| (0..heads).map(move |head| (row, head))) {
-            for token in first..end {
+            for token in (0..first).chain(kept..end) {
                 cache.extend(&self.values[((row * tokens + token) * heads + head) * width..][..width]);
             }
-            cache.resize(cache.len() + (capacity - (end - first)) * width, f32::NAN);
+            cache.resize(cache.len() + (capacity - first - (end - kept)) * width, f32::NAN);
         }
         cache
     }
@@ -65,7 +71,7 @@ impl Numbers {
 fn compare(
     device: &dyn Device,
     shape: AttentionShape,
-    window: Option<usize>,
+    (window, far): (Option<usize>, Option<FarKeys>),
     has_sinks: bool,
     magnitude: f32,
     seed: u64,
@@ -84,7 +90,10 @@ fn compare(
 
     let whole = separate(device, [&q.values, &k.values, &v.values], shape);
     let starts = device.int(&vec![0; batch * seq_len], &[batch, seq_len]);
-    let result = whole.attention_forward(&starts, window, scale, None)?;
+    let result = match window.zip(far) {
+        Some((window, far)) => whole.far_attention_forward(&starts, window, far, scale)?,
+        None => whole.attention_forward(&starts, window, scale, None)?,
+    };
     let result: AttentionResult = sinks.as_ref().map_or(Ok(result.clone()), |sinks| result.with_sinks(sinks))?;
     let expected = Numbers { values: device.floats(&result.o)?, sizes: [batch, seq_len, num_heads, head_dim] };
 
@@ -92,9 +101,18 @@ fn compare(
     let some: [usize; 6] = std::array::from_fn(|_| random.below(seq_len));
     for at in edges.into_iter().filter(|at| *at < seq_len).chain(some) {
         let lowest = window.map_or(0, |window| (at + 1).saturating_sub(window));
-        let (num_dropped, capacity) = (random.below(lowest + 1), at + 1 + random.below(4));
+        let (first, num_dropped) = match far {
+            None => (0, random.below(lowest + 1)),
+            // Whole stages of first keys stay, and whole stages behind them are dropped.
+            Some(far) => {
+                let first = far.sink_tokens.next_multiple_of(128).min(at);
+                let lowest = lowest.min((at + 1).saturating_sub(far.distances[1]));
+                (first, random.below(lowest.saturating_sub(first) / 128 + 1) * 128)
+            }
+        };
+        let capacity = at + 1 + random.below(4);
         let cache_of = |x: &Numbers| {
-            let values = x.cache([num_dropped, at], capacity);
+            let values = x.cache([first, first + num_dropped, at], capacity);
             device.float(&values, &[batch, num_kv_heads, capacity, head_dim], DType::BF16)
         };
         let cache = KvCache { k: cache_of(&k), v: cache_of(&v) };
@@ -102,7 +120,7 @@ fn compare(
         let token: Qkv = separate(device, [&q, &k, &v].map(|x| x.token(at)).each_ref().map(Vec::as_slice), one);
         let scratch = DecodeScratch::new(&cache.k, one, capacity)?;
         let step =
-            DecodeStep { window, num_dropped, sinks: sinks.as_ref(), ..DecodeStep::new(at - num_dropped, scale) };
+            DecodeStep { window, far, num_dropped, sinks: sinks.as_ref(), ..DecodeStep::new(at - num_dropped, scale) };
         let lengths = device.int(&vec![at as i32; batch], &[batch]);
         let o = device.floats(&cache.attention_decode(&token, &lengths, step, &scratch)?)?;
         let of_row = expected.token(at);
