@@ -7,8 +7,7 @@ use sieve_core::recipe::AttentionKind;
 use sieve_hf::LoadedModel;
 use sieve_ops::DeviceBackend;
 
-/// Kinds of attention whose kernels for a token add in the order of whole rows, and their heads' widths.
-const KINDS: [AttentionKind; 3] = [AttentionKind::Mha, AttentionKind::Swa, AttentionKind::Cowa];
+/// Widths of heads whose kernels for a token can add in the order of whole rows.
 const HEAD_DIMS: [usize; 2] = [64, 128];
 
 /// The compute capability of the GPUs that have these kernels.
@@ -18,8 +17,8 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense attention, windows and bands, slower with few or long texts. On a
-    /// CPU every model does
+    /// any length and in a whole row; for models of dense attention, windows and bands, slower with few or long texts.
+    /// On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -42,11 +41,14 @@ impl SameBitsArgs {
             gpu.name
         );
         ensure!(!has_selector, "--same-bits is for a model's own attention, and --selector replaces it{HINT}");
+        let known = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().has_one_order);
+        let known: Vec<_> = known.map(AttentionKind::name).collect();
         for part in shape.by_kind() {
             let kind = part.attention.kind();
             ensure!(
-                KINDS.contains(&kind),
-                "--same-bits is for layers of kind mha, swa and cowa on a GPU, and this model has {} layers{HINT}",
+                kind.facts().has_one_order,
+                "--same-bits is for layers of kind {} on a GPU, and this model has {} layers{HINT}",
+                known.join(", "),
                 kind.name()
             );
         }

@@ -90,7 +90,7 @@ impl Settings for CowaShape {
 }
 
 impl HasFacts for CowaShape {
-    const FACTS: KindFacts = KindFacts { is_one_op: true, ..KindFacts::GROUPED };
+    const FACTS: KindFacts = KindFacts { is_one_op: true, has_one_order: true, ..KindFacts::GROUPED };
 }
 
 impl Kind for CowaShape {

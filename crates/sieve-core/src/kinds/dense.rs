@@ -17,6 +17,7 @@ impl HasFacts for Dense {
     const FACTS: KindFacts = KindFacts {
         is_one_op: true,
         takes_sinks: true,
+        has_one_order: true,
         stock_layer_type: Some(super::FULL_ATTENTION),
         ..KindFacts::GROUPED
     };

@@ -13,6 +13,8 @@ pub struct KindFacts {
     pub is_one_op: bool,
     /// Whether the softmax of a layer can have a learned logit of each query head, `model.attention_sinks`.
     pub takes_sinks: bool,
+    /// Whether the kernel for a new token on a Hopper GPU can add in the order of whole rows, to the bit.
+    pub has_one_order: bool,
     /// The kind's name in `layer_types` of the `transformers` classes of grouped-query attention; `None` for kinds that
     /// no such class has.
     pub stock_layer_type: Option<&'static str>,
@@ -26,6 +28,7 @@ impl KindFacts {
         no_shared_choice: "do not choose blocks that could be shared",
         is_one_op: false,
         takes_sinks: false,
+        has_one_order: false,
         stock_layer_type: None,
     };
     /// The facts of kinds that read all keys of chosen blocks.

@@ -35,6 +35,7 @@ impl HasFacts for SwaShape {
     const FACTS: KindFacts = KindFacts {
         is_one_op: true,
         takes_sinks: true,
+        has_one_order: true,
         stock_layer_type: Some(super::SLIDING_ATTENTION),
         ..KindFacts::GROUPED
     };
