@@ -48,7 +48,7 @@ def texts():
     dense = {row["size"]: row["tokens_per_second"] for row in together if row["kind"] == "mha"}
     return ["model", "16 texts, tokens/s", "over dense", "1,000 tokens alone, ms", "8,000", "32,000"], [
         [name(row), f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / dense[row['size']]:.2f}",
-         *(milliseconds(alone[name(row)][tokens]) for tokens in ("1000", "8000", "32000"))] for row in together]
+         *(milliseconds(alone.get(name(row), {}).get(tokens)) for tokens in ("1000", "8000", "32000"))] for row in together]
 
 
 TABLES = {"serve_load": load, "serve_texts": texts}
