@@ -99,14 +99,20 @@ impl AttentionNeeds {
                 let has_sinks = false;
                 dense::decoding(calls, shape, has_sinks);
             }
-            (Part::Decode, NeededKeys::Bands) => dense::far_decoding(calls, shape),
+            (Part::Decode, NeededKeys::Bands) => {
+                let has_sinks = false;
+                dense::far_decoding(calls, shape, has_sinks);
+            }
             (Part::Decode, NeededKeys::Chosen(bias)) => dma::decoding(calls, shape, bias),
             (Part::Decode, NeededKeys::Blocks) => blocks::decoding(calls, shape),
             (Part::Decode, NeededKeys::AllBiased) => {}
-            (Part::Sinks, _) => {
+            (Part::Sinks, keys) => {
                 let has_sinks = true;
                 dense::sinks(calls, shape.head_dim_v, DType::BF16);
-                dense::decoding(calls, shape, has_sinks);
+                match keys {
+                    NeededKeys::Bands => dense::far_decoding(calls, shape, has_sinks),
+                    _ => dense::decoding(calls, shape, has_sinks),
+                }
             }
             (Part::Masked, _) => masked::attention(calls, shape, &[PROBED_BLOCK]),
             (Part::MaskedTraining(sums), _) => masked::training(calls, shape, sums),

@@ -10,13 +10,15 @@ use crate::report::{Outcome, Report};
 use crate::scores::Scores;
 use crate::strided::Layout;
 use sieve_core::FarKeys;
-use sieve_kernels::{AttentionShape, DeviceReport, NeededKernels, NeededKeys, SumOrder};
+use sieve_kernels::{AttentionNeeds, AttentionShape, DeviceReport, NeededKernels, NeededKeys, SumOrder};
 use sieve_testing::Random;
 
 /// Widths of heads: those of Hopper's kernels, and one that no tile divides.
 const WIDTHS: [usize; 3] = [64, 128, 96];
 /// The width for the emulator.
 const EMULATED: [usize; 1] = [32];
+/// Widths of heads of tokens: those, and one for which warps of a token are few.
+pub(crate) const TOKEN_WIDTHS: [usize; 4] = [64, 128, 96, 256];
 
 /// Sizes and keys of a call.
 pub(crate) struct Draw {
@@ -145,6 +147,11 @@ pub(crate) fn kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for width in WIDTHS {
         add_attention(&mut list, gpu, AttentionShape::new(1, 1, [2, 1], [width; 2]), &[NeededKeys::Bands]);
+    }
+    for width in TOKEN_WIDTHS {
+        let shape = AttentionShape::new(1, 1, [2, 1], [width; 2]);
+        let needs = AttentionNeeds { shape, keys: NeededKeys::Bands, order: SumOrder::Any, has_sinks: true };
+        list.extend(needs.decoding(&gpu.arch()));
     }
     list
 }

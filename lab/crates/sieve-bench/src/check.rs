@@ -344,6 +344,7 @@ pub fn short_check(
 /// Every specialisation that checks and benchmarks of one new token launch.
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
+    list.extend(bands::kernels(gpu));
     // A token's rotation is compared with the kernel that rotates whole rows.
     list.extend(step::rare_kernels(gpu, &[]));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);

@@ -92,10 +92,10 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
 }
 
 /// Decoding over a window and keys beyond it: tokens that join the cache.
-pub(in crate::specialisations) fn far_decoding(calls: &mut Calls, shape: &AttentionShape) {
+pub(in crate::specialisations) fn far_decoding(calls: &mut Calls, shape: &AttentionShape, has_sinks: bool) {
     for capacity in [ROW, 256] {
         let far = DecodeStep { window: Some(WINDOW), far: Some(FAR), ..DecodeStep::new(capacity / 2, SCALE) };
-        tokens_that_join(calls, shape, far, false, capacity);
+        tokens_that_join(calls, shape, far, has_sinks, capacity);
     }
 }
 

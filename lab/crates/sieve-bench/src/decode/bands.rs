@@ -2,7 +2,7 @@
 //! caches as a prefill leaves them, and the bits of whole rows.
 use super::caches::{Reads, TokenCheck};
 use super::{check_tokens, whole_rows};
-use crate::bands::Draw;
+use crate::bands::{Draw, TOKEN_WIDTHS};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
@@ -13,7 +13,7 @@ use sieve_testing::Random;
 /// Checks the launch wrappers of decoding over bands.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
-    let widths: &[usize] = if extent.is_emulated { &[32, 64] } else { &[64, 128, 96, 256] };
+    let widths: &[usize] = if extent.is_emulated { &[32, 64] } else { &TOKEN_WIDTHS };
     let of_short_rows = Extent { longest: extent.longest.min(90), ..*extent };
     for at in 0..extent.few() {
         let draw = Draw::random(&of_short_rows, &mut random);
