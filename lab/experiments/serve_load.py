@@ -1,7 +1,8 @@
 """`sieve serve` under load: prompts and answers of published lengths, from 64 clients or at random moments.
 
     serve_load.py SIEVE CHECKPOINT [--cells lone full half texts parts] [--samplings greedy default] [--seconds 12] [--warm 4]
-        [--clients 64] [--shares 0.5] [--longest 32000] [--out FILE] [--label KEY=VALUE…] [more flags of serve]
+        [--clients 64] [--shares 0.5] [--longest 32000] [--out FILE] [--label KEY=VALUE…]
+        [--device cuda] [--max-texts 64] [more flags of serve]
 
 Lengths are drawn from those of two published sets of requests, see `MIX`. The cells, in this order:
 
