@@ -91,7 +91,7 @@ impl<B: Backend> KeyCache<B> {
     }
 
     /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it,
-    /// and those before them that [`aligned`] keeps.
+    /// and those before them that [`kept_ends`] keeps.
     pub fn reserve(&mut self, new: usize, kept: usize) {
         let kept = aligned(self.len(), kept);
         self.k.reserve(new, kept);
