@@ -16,7 +16,8 @@ use std::time::Duration;
 
 /// A running server and the first line that it read from its output.
 pub(crate) struct Served {
-    child: Child,
+    /// `None` once it was asked to stop.
+    child: Option<Child>,
     /// `127.0.0.1:PORT`.
     address: String,
 }
@@ -49,7 +50,7 @@ impl Served {
         child.stdout = Some(output.into_inner());
         let address = printed.split("http://").nth(1).and_then(|rest| rest.split("/v1").next());
         let address = address.expect("an address").to_owned();
-        Self { child, address }
+        Self { child: Some(child), address }
     }
 
     fn connect(&self) -> TcpStream {
@@ -102,15 +103,33 @@ impl Served {
 
     /// The resident memory in KiB.
     fn memory(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child().id())).expect("it runs");
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("a size");
         line.split_whitespace().nth(1).and_then(|size| size.parse().ok()).expect("a number")
     }
 
     /// Asks the server to stop, and returns what it printed since it listens.
-    pub(crate) fn stop(self) -> String {
-        signal(&self.child, "TERM");
-        text(&ended(self.child, 0))
+    pub(crate) fn stop(mut self) -> String {
+        signal(self.child(), "TERM");
+        self.printed()
+    }
+
+    fn child(&self) -> &Child {
+        self.child.as_ref().expect("it was not stopped")
+    }
+
+    /// Waits until the server has ended by itself, and returns what it printed since it listens.
+    fn printed(&mut self) -> String {
+        text(&ended(self.child.take().expect("it was not stopped"), 0))
+    }
+}
+
+/// A test that ends, also in a panic, leaves no server behind.
+impl Drop for Served {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = child.kill().and_then(|()| child.wait());
+        }
     }
 }
 
@@ -758,7 +777,7 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
 #[test]
 fn a_signal_lets_open_requests_end() {
     let tiny = dense();
-    let served = Served::new(&tiny, "run", "");
+    let mut served = Served::new(&tiny, "run", "");
     let mut stream = served.connect();
     // So many tokens that the request is still open when the signal comes.
     let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 16, "temperature": 0}).to_string();
@@ -767,10 +786,10 @@ fn a_signal_lets_open_requests_end() {
     stream.write_all(request.as_bytes()).expect("it reads");
     let mut first = [0; 64];
     stream.read_exact(&mut first).expect("a beginning");
-    signal(&served.child, "TERM");
+    signal(served.child(), "TERM");
     let mut rest = String::new();
     stream.read_to_string(&mut rest).expect("an end");
     assert!(rest.contains("[DONE]"), "{rest}");
-    let printed = text(&ended(served.child, 0));
+    let printed = served.printed();
     assert!(printed.contains("stopping when the open requests are answered"), "{printed}");
 }
