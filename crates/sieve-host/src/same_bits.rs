@@ -24,11 +24,12 @@ pub struct SameBitsArgs {
 }
 
 impl SameBitsArgs {
-    /// Checks that the model can hold it on this device, before the model is loaded.
+    /// Checks that the model can hold it on this device, before the model is loaded. `shape` is called where the flag
+    /// asks for more than the device does anyway.
     ///
     /// # Errors
     /// A GPU that is no Hopper GPU; kinds of attention or widths of heads without such kernels; a selector.
-    pub fn check(self, shape: &ModelShape, device: &Device, has_selector: bool) -> Result<()> {
+    pub fn check(self, device: &Device, has_selector: bool, shape: impl FnOnce() -> Result<ModelShape>) -> Result<()> {
         let Device::Cuda(gpu) = device else { return Ok(()) };
         if !self.same_bits {
             return Ok(());
@@ -43,6 +44,7 @@ impl SameBitsArgs {
         ensure!(!has_selector, "--same-bits is for a model's own attention, and --selector replaces it{HINT}");
         let known = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().has_one_order);
         let known: Vec<_> = known.map(AttentionKind::name).collect();
+        let shape = shape()?;
         for part in shape.by_kind() {
             let kind = part.attention.kind();
             ensure!(
@@ -93,7 +95,7 @@ mod tests {
         let window = ModelShape { attention: Attention::swa(4), ..dense.clone() };
         let wide = ModelShape { head_dim: 256, ..dense.clone() };
         for shape in [&dense, &window] {
-            wanted.check(shape, &hopper, false).expect("kernels in order");
+            wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for (shape, device, has_selector, part) in [
             (&dense, &ampere, false, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
@@ -102,10 +104,11 @@ mod tests {
             (&tiny_nsa(), &hopper, false, "has nsa layers"),
             (&wide, &hopper, false, "has heads of 256"),
         ] {
-            let error = wanted.check(shape, device, has_selector).expect_err(part).to_string();
+            let shape = || Ok(shape.clone());
+            let error = wanted.check(device, has_selector, shape).expect_err(part).to_string();
             assert!(error.contains(part) && error.contains("--device cpu"), "{error}");
-            SameBitsArgs { same_bits: false }.check(shape, device, has_selector).expect("not asked for");
-            wanted.check(shape, &Device::Cpu, has_selector).expect("a CPU adds in one order");
+            SameBitsArgs { same_bits: false }.check(device, has_selector, shape).expect("not asked for");
+            wanted.check(&Device::Cpu, has_selector, shape).expect("a CPU adds in one order");
         }
     }
 }

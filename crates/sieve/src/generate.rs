@@ -140,8 +140,8 @@ fn run_as(mut args: GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
             ..InferenceSize::rows_of(part, part)
         }
     })?;
-    let (_, shape) = peek_model(&args.checkpoint)?;
-    args.same_bits.check(&shape, &place.device, args.sparse.selector.is_some())?;
+    let shape = || Ok(peek_model(&args.checkpoint)?.1);
+    args.same_bits.check(&place.device, args.sparse.selector.is_some(), shape)?;
     on_device!(place, run_on(&args, &prompts, chats.as_deref(), ranks))
 }
 

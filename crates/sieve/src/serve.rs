@@ -171,7 +171,7 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
         args.host
     );
     let place = args.place.place(&args.checkpoint)?;
-    args.same_bits.check(&shape, &place.device, args.sparse.selector.is_some())?;
+    args.same_bits.check(&place.device, args.sparse.selector.is_some(), || Ok(shape.clone()))?;
     let max_texts = args.texts(&shape, context, &place);
     let of_all = |_: &Recipe, shape: &ModelShape| work(shape, [context, max_texts]);
     let planned = args.place.memory.check_inference(&args.checkpoint, &place, of_all);

@@ -30,7 +30,7 @@ impl FarKeys {
     }
 
     /// The keys that a KV head's query sees where its own key is the last of `len`, by rising position: the first ones,
-    /// the band and the last `window`, each without those of the next.
+    /// the band and the last `window`. A key that two of them hold is in the later one alone.
     pub fn ranges(&self, kv_head: usize, window: usize, len: usize) -> [Range<usize>; 3] {
         let (band, near) = (self.band(kv_head), len - window.min(len));
         let first = self.sink_tokens.min(near);

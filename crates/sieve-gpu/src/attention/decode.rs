@@ -30,7 +30,7 @@ pub struct DecodeStep<'a> {
     /// Number of first keys of a row that a query with a window sees beside it; 0 for chosen blocks.
     pub num_first: usize,
     /// The keys that a query of a token that joins its cache sees beyond its window; `None`: none. Distances count rows
-    /// of the cache, of which the first are never dropped.
+    /// of the cache, which never drops the row's first keys.
     pub far: Option<FarKeys>,
     /// Largest number of keys that any row has cached before this token.
     pub max_length: usize,
@@ -286,7 +286,7 @@ fn launch(
     let seen = SeenOperands { far: FarWords::new(NAME, step.far)?, ..seen.operands(shape, cache)? };
     if step.far.is_some() {
         require!(seen.form.joins(), NAME, "bands": "there", "none where the token does not join its cache");
-        require!(step.num_first == 0, NAME, "first keys": step.num_first, "those of the bands alone");
+        require!(step.num_first == 0, NAME, "first keys": step.num_first, "0, because bands have first keys of their own");
         require_non_empty(NAME, "window", step.window.unwrap_or(0))?;
     }
     scratch.require(NAME, &seen.heads)?;

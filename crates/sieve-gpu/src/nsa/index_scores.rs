@@ -49,7 +49,7 @@ impl KvCache {
         let (choice, start) = (pooled.choice, pooled.start);
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
         require!(choice.has_indexer() && choice.rule.takes_scores(), NAME, "rule": format!("{:?}", choice.rule),
-            "that of an indexer whose blocks have the largest score of a token");
+            "an indexer's rule that scores a block by its best token");
         operands!(only NAME, start: I32[shape.batch, 1] contiguous);
         let (q, importance) = call.scores(self, length, step, pooled)?;
         let blocks = choice.blocks;
@@ -134,8 +134,8 @@ impl IndexedToken<'_> {
         tensors.extend(&weights);
         tensors.extend([&cos, &sin, length, &cache.k, &cache.v, pooled.pooled, &rotated, &importance]);
         let kernel = index_scores_kernel(head_dim, self.rotation.norm.is_some(), num_kv_heads);
-        // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity, which is at most
-        // that of the index keys where it writes. It writes one row of each cache, every rotated query, importances.
+        // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity, and the index
+        // keys have at least as many rows. It writes one row of each cache, every rotated query, importances.
         unsafe { kernel.launch([scorers + joiners, batch, 1], &tensors, &params) }?;
         Ok((rotated, importance))
     }

@@ -7,7 +7,7 @@ use sieve_core::{CowaShape, ModelShape};
 
 impl BuildLayer for CowaShape {
     fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
-        // Sinks of a model are those of its other layers.
+        // A model's learned sinks belong to its other layers: bands have first keys in their place.
         let without_sinks = ModelShape { attention_sinks: false, ..shape.clone() };
         let layer = MultiHeadAttention::new(&without_sinks, Some(self.near_window), init, device);
         Attention::Grouped(layer.with_far(self.far_keys()))
