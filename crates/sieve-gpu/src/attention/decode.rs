@@ -286,7 +286,7 @@ fn launch(
     let seen = SeenOperands { far: FarWords::new(NAME, step.far)?, ..seen.operands(shape, cache)? };
     if step.far.is_some() {
         require!(seen.form.joins(), NAME, "bands": "there", "none where the token does not join its cache");
-        require!(step.num_first == 0, NAME, "first keys": step.num_first, "0, because bands have first keys of their own");
+        require!(step.num_first == 0, NAME, "first keys": step.num_first, "0: bands have their own");
         require_non_empty(NAME, "window", step.window.unwrap_or(0))?;
     }
     scratch.require(NAME, &seen.heads)?;
