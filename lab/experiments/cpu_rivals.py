@@ -6,7 +6,7 @@
 turns, on --cores alone, --rounds times. Each model is written once, in bf16, by transformers. Of a prompt of --prompt
 tokens: tokens a second. Of a token behind it: tokens a second, as the median of --tokens (ours, transformers) or as
 the median of three means (llama-bench). Ours is a new process in each round, so its first prompt is its only one; the
-rivals' prompt is the best of three in a process. With --isa, transformers runs once more without AMX.
+rivals' prompt is the best of three in a process. With --isa, transformers and ours run once more without AMX.
 
 A line a program, weight type and round is added to OUT/cpu.jsonl. lab/docs/benchmarks.md has the table of
 lab/rows/cpu.jsonl: medians of the rounds that all programs have, the slowest and the fastest. Its lines of
@@ -85,10 +85,10 @@ def pinned(args, command, **env):
     return done.stdout
 
 
-def ours(args, folder, dtype):
+def ours(args, folder, dtype, **env):
     """(tokens a second of the prompt, of a token)"""
     said = pinned(args, [args.sieve, "generate", "--checkpoint", folder, "--prompt", text_of(args.prompt), "--json",
-                         "--max-new-tokens", args.tokens + 4, "--temperature", 0, "--device", "cpu", "--dtype", dtype])  # fmt: skip
+                         "--max-new-tokens", args.tokens + 4, "--temperature", 0, "--device", "cpu", "--dtype", dtype], **env)  # fmt: skip
     line = json.loads(said.splitlines()[-1])
     return line["prompt_tokens"] / line["prompt_seconds"], 1 / line["median_token_seconds"]
 
@@ -183,7 +183,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--models", nargs="+", default=["98M", "253M"], choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"], choices=["bf16", "f32"])
-    parser.add_argument("--isa", help="ONEDNN_MAX_CPU_ISA of one more run of transformers, such as AVX512_CORE_BF16")
+    parser.add_argument("--isa", help="ONEDNN_MAX_CPU_ISA of one more run of transformers, such as AVX512_CORE_BF16; ours has one more, too")
     parser.add_argument("--seconds", type=float, default=1e9, help="no round of a model and type begins behind them")
     parser.add_argument("--rival", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
@@ -200,6 +200,7 @@ def main():
     began = time.monotonic()
     programs = {"sieve": ours, "transformers": transformers}
     if args.isa:
+        programs["sieve, without AMX"] = lambda *words: ours(*words, SIEVE_AMX="0")
         programs["transformers, " + args.isa] = lambda *words: transformers(*words, ONEDNN_MAX_CPU_ISA=args.isa)
     if args.llama:
         programs["llama.cpp"] = llama

@@ -6,10 +6,13 @@
 //! when decoded.
 //!
 //! Where the CPU has `vdpbf16ps`, a bf16 weight has one kernel for all numbers of rows, which rounds x to bf16. It
-//! computes twice as many products in a cycle. Elsewhere the weight is widened to f32 and x stays f32.
+//! computes twice as many products in a cycle, and Intel's tile unit (AMX), where it is there, eight times as many as
+//! that. Elsewhere the weight is widened to f32 and x stays f32.
 
 #[cfg(target_arch = "x86_64")]
 mod bf16_pairs;
+#[cfg(target_arch = "x86_64")]
+mod bf16_tiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod few_rows;
 mod weight;
@@ -23,10 +26,12 @@ use std::cell::Cell;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
 #[cfg(target_arch = "x86_64")]
-use crate::simd::Bf16Pairs;
+use crate::simd::{Bf16Pairs, Bf16Tiles};
 use crate::simd::{arch, dot, on_arch};
 #[cfg(target_arch = "x86_64")]
 use bf16_pairs::bf16_pairs;
+#[cfg(target_arch = "x86_64")]
+use bf16_tiles::bf16_tiles;
 #[cfg(target_arch = "x86_64")]
 use few_rows::{FEW_ROWS, few_rows};
 pub use weight::Weight;
@@ -78,7 +83,10 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     let sizes = [rows, d_in, d_out];
     #[cfg(target_arch = "x86_64")]
     if let (Weight::Bf16(weight), Some(pairs)) = (weight, Bf16Pairs::of_this_cpu()) {
-        return bf16_pairs(pairs, x, weight, sizes, y);
+        return match Bf16Tiles::of_this_cpu() {
+            Some(unit) => bf16_tiles(unit, x, weight, sizes, y),
+            None => bf16_pairs(pairs, x, weight, sizes, y),
+        };
     }
     if d_out <= NARROW_OUTPUTS || d_in <= NARROW_INPUTS {
         return narrow(x, weight, sizes, y);
@@ -197,7 +205,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::simd::tests::{on_every_arch, without_bf16_pairs};
+    use crate::simd::tests::{Tiles, on_every_arch, with_tiles, without_bf16_pairs};
     use sieve_testing::{Random, assert_close_relative, round_bf16, threads};
 
     /// x, the weight in bf16 and the same values in f32.
@@ -265,13 +273,15 @@ mod tests {
         });
     }
 
+    /// Inner lengths and outputs of weights. The emulated tile unit takes the first four in seconds.
+    const WEIGHTS: [[usize; 2]; 8] =
+        // [2048, 2100] is more than one panel.
+        [[64, 128], [48, 40], [700, 40], [96, 20], [192, 1024], [3000, 200], [768, 2304], [2048, 2100]];
+
     /// Calls `check(rows of x, sizes, weight, their part of the result of all rows)` for parts of 300 rows, with
     /// weights of both types.
-    fn parts_of_rows(check: impl Fn(&[f32], [usize; 3], Weight<'_>, &[f32])) {
-        // [2048, 2100] is more than one panel.
-        for [d_in, d_out] in
-            [[64, 128], [48, 40], [192, 1024], [3000, 200], [768, 2304], [2048, 2100], [700, 40], [96, 20]]
-        {
+    fn parts_of_rows(weights: &[[usize; 2]], check: impl Fn(&[f32], [usize; 3], Weight<'_>, &[f32])) {
+        for &[d_in, d_out] in weights {
             let rows = 300;
             let (x, rounded, wide) = operands([rows, d_in, d_out], 2);
             for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
@@ -301,10 +311,30 @@ mod tests {
 
     #[test]
     fn the_number_of_rows_does_not_change_a_bit() {
-        parts_of_rows(|x, sizes, weight, expected| {
-            let is_bf16 = matches!(weight, Weight::Bf16(_));
-            assert_eq!(run(x, weight, sizes), expected, "{sizes:?}, bf16: {is_bf16}");
-        });
+        for (tiles, weights) in
+            [(Tiles::OfTheCpu, &WEIGHTS[..]), (Tiles::Emulated, &WEIGHTS[..4]), (Tiles::None, &WEIGHTS)]
+        {
+            with_tiles(tiles, 2, || {
+                parts_of_rows(weights, |x, sizes, weight, expected| {
+                    let is_bf16 = matches!(weight, Weight::Bf16(_));
+                    assert_eq!(run(x, weight, sizes), expected, "{sizes:?}, bf16: {is_bf16}, {tiles:?}");
+                });
+            });
+        }
+    }
+
+    /// On CPUs that have the unit this compares it with its emulation, whose sums have the unit's order.
+    #[test]
+    fn the_tile_unit_adds_as_its_emulation_does_and_in_an_order_of_its_own() {
+        for sizes in [[1, 768, 130], [16, 64, 32], [33, 700, 96], [70, 1100, 257]] {
+            let (x, rounded, _) = operands(sizes, 5);
+            let with = |tiles| with_tiles(tiles, 1, || run(&x, Weight::Bf16(&rounded), sizes));
+            let (emulated, without) = (with(Tiles::Emulated), with(Tiles::None));
+            assert_eq!(emulated != without, x_is_rounded(), "{sizes:?}: both paths ran");
+            let is_there = with_tiles(Tiles::OfTheCpu, 1, || Bf16Tiles::of_this_cpu().is_some());
+            let expected = if is_there { &emulated } else { &without };
+            assert!(with(Tiles::OfTheCpu) == *expected, "{sizes:?}: the unit, which is there: {is_there}");
+        }
     }
 
     proptest! {
@@ -343,7 +373,7 @@ mod tests {
     #[test]
     fn where_bf16_is_widened_the_type_does_not_change_a_bit() {
         let parts = || {
-            parts_of_rows(|x, sizes, weight, expected| {
+            parts_of_rows(&WEIGHTS, |x, sizes, weight, expected| {
                 let Weight::Bf16(rounded) = weight else { return };
                 let wide: Vec<f32> = rounded.iter().map(|weight| weight.to_f32()).collect();
                 assert_eq!(run(x, Weight::F32(&wide), sizes), expected, "{sizes:?}");

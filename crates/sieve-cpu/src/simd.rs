@@ -5,6 +5,8 @@
 //! instruction set found at run time. (A closure given to `Arch::dispatch` is compiled separately, for the baseline.)
 
 use pulp::{Arch, Simd};
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
 
 /// The best instruction set of this CPU.
 #[cfg(not(test))]
@@ -36,6 +38,62 @@ impl Bf16Pairs {
         let is_there = matches!(arch(), Arch::V4(_)) && std::arch::is_x86_feature_detected!("avx512bf16");
         is_there.then_some(Self(()))
     }
+}
+
+/// Shows that this CPU has Intel's tile unit for bf16 (AMX) beside `vdpbf16ps`, and that the system lets this process
+/// use it. Rust has no stable functions for it, so `linear/bf16_tiles.rs` has its instructions as assembly.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bf16Tiles {
+    /// AVX-512, which every CPU with the unit has.
+    pub(crate) simd: pulp::x86::V4,
+    /// Whether plain code takes the unit's place.
+    #[cfg(test)]
+    pub(crate) is_emulated: bool,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Bf16Tiles {
+    /// `None`: the CPU, the system or the instruction set that a test chose has no such unit.
+    pub(crate) fn of_this_cpu() -> Option<Self> {
+        Bf16Pairs::of_this_cpu()?;
+        let Arch::V4(simd) = arch() else { return None };
+        #[cfg(test)]
+        match tests::TILES.get() {
+            tests::Tiles::Emulated => return Some(Self { simd, is_emulated: true }),
+            tests::Tiles::None => return None,
+            tests::Tiles::OfTheCpu => {}
+        }
+        static IS_THERE: LazyLock<bool> = LazyLock::new(tiles_are_there);
+        IS_THERE.then_some(Self {
+            simd,
+            #[cfg(test)]
+            is_emulated: false,
+        })
+    }
+}
+
+/// Whether the CPU has the unit; asks the system to save its registers, 8 KB a thread, which it does for processes that
+/// ask. `SIEVE_AMX=0` says no.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn tiles_are_there() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_int = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    let features = std::arch::x86_64::__cpuid_count(7, 0).edx;
+    if features & AMX_BF16 == 0 || features & AMX_TILE == 0 || std::env::var_os("SIEVE_AMX").is_some_and(|is| is == "0")
+    {
+        return false;
+    }
+    // SAFETY: this call reads and writes no memory of the process.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+/// Only Linux is asked for the unit's registers.
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn tiles_are_there() -> bool {
+    false
 }
 
 /// `fn name(arguments) -> output = inner;` defines `name`, which calls `inner(simd, arguments)` compiled for the best
@@ -190,6 +248,18 @@ pub(crate) mod tests {
     thread_local! {
         pub(super) static CHOSEN: Cell<Option<Arch>> = const { Cell::new(None) };
         pub(super) static WITHOUT_BF16_PAIRS: Cell<bool> = const { Cell::new(false) };
+        pub(super) static TILES: Cell<Tiles> = const { Cell::new(Tiles::OfTheCpu) };
+    }
+
+    /// Which tile unit a test sees.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) enum Tiles {
+        /// The CPU's, if it has one.
+        OfTheCpu,
+        /// Plain code in its place, on CPUs with `vdpbf16ps`.
+        Emulated,
+        /// None.
+        None,
     }
 
     /// Runs a test with each instruction set this CPU has, not only the best.
@@ -205,6 +275,15 @@ pub(crate) mod tests {
             });
         }
         without_bf16_pairs(1, &test);
+        with_tiles(Tiles::Emulated, 1, &test);
+        with_tiles(Tiles::None, 1, &test);
+    }
+
+    /// Runs a test on `count` threads with this tile unit.
+    pub(crate) fn with_tiles<T: Send>(tiles: Tiles, count: usize, test: impl FnOnce() -> T + Send) -> T {
+        let pool = threads(count);
+        pool.broadcast(|_| TILES.set(tiles));
+        pool.install(test)
     }
 
     /// Runs a test on `count` threads as a CPU without `vdpbf16ps` does.

@@ -14,7 +14,7 @@ use super::weight::TASK_OUTPUTS;
 use crate::simd::Bf16Pairs;
 
 /// Elements of a vector.
-const STEP: usize = 32;
+pub(super) const STEP: usize = 32;
 
 /// Accumulators of a tile: as many as a vector has lanes, so that the sums of their lanes are one vector.
 const SUMS: usize = 16;
@@ -24,7 +24,7 @@ const SUMS: usize = 16;
 const BLOCK_BYTES: usize = 192 << 10;
 
 /// Products from which all threads are used.
-const MIN_SHARED_PRODUCTS: usize = 1 << 17;
+pub(super) const MIN_SHARED_PRODUCTS: usize = 1 << 17;
 
 /// Elements of the weight between one that is multiplied and one that is prefetched. With four rows, reading runs at 28
 /// GB/s with this distance and at 13 without prefetching, on one core of a Zen 4.
@@ -36,7 +36,11 @@ const MIN_ROUNDED_GROUPS: usize = 16;
 /// Elements of a row of x, with zeros after its end; aligned, so that no load touches two cache lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Vector([bf16; STEP]);
+pub(super) struct Vector(pub(super) [bf16; STEP]);
+
+impl Vector {
+    pub(super) const ZERO: Self = Self([bf16::ZERO; STEP]);
+}
 
 thread_local! {
     /// Buffer of rounded rows. It is reused: zeroing newly allocated pages takes as long as rounding.
@@ -57,19 +61,39 @@ fn in_groups<const ROWS: usize, const OUTPUTS: usize>(
     pairs: Bf16Pairs,
     x: &[f32],
     weight: &[bf16],
-    [rows, d_in, d_out]: [usize; 3],
+    sizes @ [rows, d_in, _]: [usize; 3],
     y: &mut [f32],
 ) {
     let group_len = ROWS * d_in.div_ceil(STEP);
     let num_groups = rows.div_ceil(ROWS);
     let mut buffer = ROUNDED.take();
-    buffer.resize(buffer.len().max(num_groups * group_len), Vector([bf16::ZERO; STEP]));
+    buffer.resize(buffer.len().max(num_groups * group_len), Vector::ZERO);
     let rounded = &mut buffer[..num_groups * group_len];
     let groups = rounded.par_chunks_mut(group_len).zip(x.par_chunks(ROWS * d_in));
     groups.with_min_len(MIN_ROUNDED_GROUPS).for_each(|(rounded, x)| {
         // SAFETY: `pairs` shows that the CPU has these instructions.
         unsafe { round_group::<ROWS>(pairs, x, d_in, rounded) };
     });
+    let run = |task: Task<'_>| {
+        // SAFETY: `pairs` shows that the CPU has these instructions.
+        unsafe { task.run::<ROWS, OUTPUTS>(pairs) };
+    };
+    let tasks = tasks::<ROWS>(rounded, weight, sizes, y);
+    match rows * weight.len() {
+        few if few < MIN_SHARED_PRODUCTS => tasks.into_iter().for_each(run),
+        _ => tasks.into_par_iter().with_max_len(1).for_each(run),
+    }
+    ROUNDED.set(buffer);
+}
+
+/// Divides the product among tasks: some outputs each of as many groups of `ROWS` rows as stay in a cache.
+pub(super) fn tasks<'a, const ROWS: usize>(
+    rounded: &'a [Vector],
+    weight: &'a [bf16],
+    [_, d_in, d_out]: [usize; 3],
+    y: &'a mut [f32],
+) -> Vec<Task<'a>> {
+    let group_len = ROWS * d_in.div_ceil(STEP);
     let block_groups = (BLOCK_BYTES / (group_len * size_of::<Vector>())).max(1);
     let mut tasks = Vec::new();
     let blocks = rounded.chunks(block_groups * group_len).zip(y.chunks_mut(block_groups * ROWS * d_out));
@@ -80,15 +104,7 @@ fn in_groups<const ROWS: usize, const OUTPUTS: usize>(
             tasks.push(Task { x, weight, d_in, y });
         }
     }
-    let run = |task: Task<'_>| {
-        // SAFETY: `pairs` shows that the CPU has these instructions.
-        unsafe { task.run::<ROWS, OUTPUTS>(pairs) };
-    };
-    match rows * weight.len() {
-        few if few < MIN_SHARED_PRODUCTS => tasks.into_iter().for_each(run),
-        _ => tasks.into_par_iter().with_max_len(1).for_each(run),
-    }
-    ROUNDED.set(buffer);
+    tasks
 }
 
 /// Rounds up to `ROWS` rows of x to `[steps, ROWS]`. Rows that are missing keep their old values: they change results
@@ -111,7 +127,7 @@ fn round_group<const ROWS: usize>(_pairs: Bf16Pairs, x: &[f32], d_in: usize, rou
 /// Rounds to nearest even. NaN stays NaN; numbers below 2^-126 become 0, as `vdpbf16ps` reads them.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn round(x: &[f32; STEP]) -> Vector {
+pub(super) fn round(x: &[f32; STEP]) -> Vector {
     // SAFETY: both loads are inside x, and 64 bytes are any `Vector`.
     unsafe {
         let (low, high) = (_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x.as_ptr().add(STEP / 2)));
@@ -120,14 +136,14 @@ fn round(x: &[f32; STEP]) -> Vector {
 }
 
 /// Some outputs of some rows.
-struct Task<'a> {
+pub(super) struct Task<'a> {
     /// Rounded rows in groups, `[groups, steps, ROWS]`.
-    x: &'a [Vector],
+    pub(super) x: &'a [Vector],
     /// Rows of the weight, one for each output of the task.
-    weight: &'a [bf16],
-    d_in: usize,
+    pub(super) weight: &'a [bf16],
+    pub(super) d_in: usize,
     /// The task's outputs of each row.
-    y: Vec<&'a mut [f32]>,
+    pub(super) y: Vec<&'a mut [f32]>,
 }
 
 impl Task<'_> {
@@ -286,7 +302,7 @@ fn add_lanes(sums: [__m512; SUMS]) -> [f32; SUMS] {
 /// Prefetches `len` elements of the slice from `at` on; they may be out of bounds.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch(slice: &[bf16], at: usize, len: usize) {
+pub(super) fn prefetch(slice: &[bf16], at: usize, len: usize) {
     for line in (at..at + len).step_by(STEP) {
         _mm_prefetch::<_MM_HINT_T1>(slice.as_ptr().wrapping_add(line).cast());
     }
