@@ -124,7 +124,7 @@ fn task_by_tiles(unit: Bf16Tiles, Task { x, weight, d_in, mut y }: Task<'_>) {
     for first in (0..outputs).step_by(OUTPUTS) {
         let last = outputs.min(first + OUTPUTS);
         let panel = &weight[first * d_in..last * d_in];
-        let (panel, stride) = if last - first == OUTPUTS && d_in % STEP == 0 {
+        let (panel, stride) = if last - first == OUTPUTS && d_in.is_multiple_of(STEP) {
             (panel, d_in)
         } else {
             let stride = steps * STEP;
@@ -145,10 +145,10 @@ fn task_by_tiles(unit: Bf16Tiles, Task { x, weight, d_in, mut y }: Task<'_>) {
         for (x, y) in groups.chunks(2).zip(y.chunks_mut(OUTPUTS)) {
             let block = Block { panel, stride, x: [x[0], x[x.len() - 1]], next };
             if x.len() == 2 && groups.len() > 2 {
-                block.multiply_two(unit, &mut sums);
+                unit.multiply_two(&block, &mut sums);
             } else {
                 for (x, sums) in x.iter().zip(&mut sums) {
-                    Block { x: [x, x], ..block }.multiply_one(unit, sums);
+                    unit.multiply_one(&Block { x: [x, x], ..block }, sums);
                 }
             }
             for (y, of_group) in y.chunks_mut(SIDE).zip(&sums) {
@@ -182,118 +182,10 @@ struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// Sums of the panel's halves with the first group of x.
-    fn multiply_one(&self, unit: Bf16Tiles, sums: &mut [Sums; 2]) {
-        assert!(self.fits(), "tiles of other sizes than a step's");
-        #[cfg(test)]
-        if unit.is_emulated {
-            return self.emulate(0, sums);
-        }
-        let steps = self.stride / STEP;
-        // SAFETY: `unit` shows that the CPU has these instructions and that the system saves its tiles; `begin` gave
-        // them their shapes. `fits` says that each step's tiles lie inside the panel and inside x: 16 rows of 64 bytes
-        // in each half of the panel, `stride` elements apart, and 1024 bytes of x. A prefetch makes no address fault.
-        unsafe {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "2:",
-                "tileloadd tmm6, [{x} + {row}*1]",
-                "tileloadd tmm4, [{low} + {stride}*1]",
-                "tileloadd tmm5, [{high} + {stride}*1]",
-                "prefetcht1 [{next}]", "prefetcht1 [{next} + 64]",
-                "prefetcht1 [{next} + 128]", "prefetcht1 [{next} + 192]",
-                "prefetcht1 [{next} + 256]", "prefetcht1 [{next} + 320]",
-                "prefetcht1 [{next} + 384]", "prefetcht1 [{next} + 448]",
-                "prefetcht1 [{next} + 512]", "prefetcht1 [{next} + 576]",
-                "prefetcht1 [{next} + 640]", "prefetcht1 [{next} + 704]",
-                "prefetcht1 [{next} + 768]", "prefetcht1 [{next} + 832]",
-                "prefetcht1 [{next} + 896]", "prefetcht1 [{next} + 960]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "prefetcht1 [{next} + 1024]", "prefetcht1 [{next} + 1088]",
-                "prefetcht1 [{next} + 1152]", "prefetcht1 [{next} + 1216]",
-                "prefetcht1 [{next} + 1280]", "prefetcht1 [{next} + 1344]",
-                "prefetcht1 [{next} + 1408]", "prefetcht1 [{next} + 1472]",
-                "prefetcht1 [{next} + 1536]", "prefetcht1 [{next} + 1600]",
-                "prefetcht1 [{next} + 1664]", "prefetcht1 [{next} + 1728]",
-                "prefetcht1 [{next} + 1792]", "prefetcht1 [{next} + 1856]",
-                "prefetcht1 [{next} + 1920]", "prefetcht1 [{next} + 1984]",
-                "tdpbf16ps tmm1, tmm5, tmm6",
-                "add {low}, 64",
-                "add {high}, 64",
-                "add {x}, 1024",
-                "add {next}, 2048",
-                "dec {steps}",
-                "jnz 2b",
-                "tilestored [{sums} + {row}*1], tmm0",
-                "tilestored [{sums} + {row}*1 + 1024], tmm1",
-                low = inout(reg) self.panel.as_ptr() => _,
-                high = inout(reg) self.panel[SIDE * self.stride..].as_ptr() => _,
-                stride = in(reg) self.stride * size_of::<bf16>(),
-                x = inout(reg) self.x[0].as_ptr() => _,
-                next = inout(reg) self.next => _,
-                steps = inout(reg) steps => _,
-                sums = in(reg) sums.as_mut_ptr(),
-                row = in(reg) ROW_BYTES,
-                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
-                options(nostack),
-            );
-        }
-    }
-
-    /// Sums of the panel's halves with both groups of x, `[groups, halves]`.
-    fn multiply_two(&self, unit: Bf16Tiles, sums: &mut [[Sums; 2]; 2]) {
-        assert!(self.fits(), "tiles of other sizes than a step's");
-        #[cfg(test)]
-        if unit.is_emulated {
-            return sums.iter_mut().enumerate().for_each(|(group, sums)| self.emulate(group, sums));
-        }
-        let steps = self.stride / STEP;
-        // SAFETY: as in `multiply_one`, with both groups of x.
-        unsafe {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "2:",
-                "tileloadd tmm6, [{x} + {row}*1]",
-                "tileloadd tmm4, [{low} + {stride}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm5, [{high} + {stride}*1]",
-                "tdpbf16ps tmm1, tmm5, tmm6",
-                "tileloadd tmm7, [{x2} + {row}*1]",
-                "tdpbf16ps tmm2, tmm4, tmm7",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {low}, 64",
-                "add {high}, 64",
-                "add {x}, 1024",
-                "add {x2}, 1024",
-                "dec {steps}",
-                "jnz 2b",
-                "tilestored [{sums} + {row}*1], tmm0",
-                "tilestored [{sums} + {row}*1 + 1024], tmm1",
-                "tilestored [{sums} + {row}*1 + 2048], tmm2",
-                "tilestored [{sums} + {row}*1 + 3072], tmm3",
-                low = inout(reg) self.panel.as_ptr() => _,
-                high = inout(reg) self.panel[SIDE * self.stride..].as_ptr() => _,
-                stride = in(reg) self.stride * size_of::<bf16>(),
-                x = inout(reg) self.x[0].as_ptr() => _,
-                x2 = inout(reg) self.x[1].as_ptr() => _,
-                steps = inout(reg) steps => _,
-                sums = in(reg) sums.as_mut_ptr(),
-                row = in(reg) ROW_BYTES,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack),
-            );
-        }
-    }
-
     /// Whether all steps' tiles lie inside the slices.
     fn fits(&self) -> bool {
         let steps = self.stride / STEP;
-        let panel_fits = self.stride % STEP == 0 && steps > 0 && self.panel.len() == OUTPUTS * self.stride;
+        let panel_fits = self.stride.is_multiple_of(STEP) && steps > 0 && self.panel.len() == OUTPUTS * self.stride;
         panel_fits && self.x.iter().all(|x| x.len() == steps * SIDE)
     }
 
@@ -336,6 +228,114 @@ impl Bf16Tiles {
         // SAFETY: `self` shows that the CPU has this instruction and that the system lets this process use tiles. They
         // belong to nothing else: neither Rust nor a library keeps values in them across calls.
         unsafe { asm!("ldtilecfg [{shapes}]", shapes = in(reg) &shapes, options(nostack, readonly)) };
+    }
+
+    /// Sums of the panel's halves with the first group of x.
+    fn multiply_one(self, block: &Block<'_>, sums: &mut [Sums; 2]) {
+        assert!(block.fits(), "tiles of other sizes than a step's");
+        #[cfg(test)]
+        if self.is_emulated {
+            return block.emulate(0, sums);
+        }
+        let steps = block.stride / STEP;
+        // SAFETY: `self` shows that the CPU has these instructions and that the system saves its tiles; `begin` gave
+        // them their shapes. `fits` says that each step's tiles lie inside the panel and inside x: 16 rows of 64 bytes
+        // in each half of the panel, `stride` elements apart, and 1024 bytes of x. A prefetch makes no address fault.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "2:",
+                "tileloadd tmm6, [{x} + {row}*1]",
+                "tileloadd tmm4, [{low} + {stride}*1]",
+                "tileloadd tmm5, [{high} + {stride}*1]",
+                "prefetcht1 [{next}]", "prefetcht1 [{next} + 64]",
+                "prefetcht1 [{next} + 128]", "prefetcht1 [{next} + 192]",
+                "prefetcht1 [{next} + 256]", "prefetcht1 [{next} + 320]",
+                "prefetcht1 [{next} + 384]", "prefetcht1 [{next} + 448]",
+                "prefetcht1 [{next} + 512]", "prefetcht1 [{next} + 576]",
+                "prefetcht1 [{next} + 640]", "prefetcht1 [{next} + 704]",
+                "prefetcht1 [{next} + 768]", "prefetcht1 [{next} + 832]",
+                "prefetcht1 [{next} + 896]", "prefetcht1 [{next} + 960]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "prefetcht1 [{next} + 1024]", "prefetcht1 [{next} + 1088]",
+                "prefetcht1 [{next} + 1152]", "prefetcht1 [{next} + 1216]",
+                "prefetcht1 [{next} + 1280]", "prefetcht1 [{next} + 1344]",
+                "prefetcht1 [{next} + 1408]", "prefetcht1 [{next} + 1472]",
+                "prefetcht1 [{next} + 1536]", "prefetcht1 [{next} + 1600]",
+                "prefetcht1 [{next} + 1664]", "prefetcht1 [{next} + 1728]",
+                "prefetcht1 [{next} + 1792]", "prefetcht1 [{next} + 1856]",
+                "prefetcht1 [{next} + 1920]", "prefetcht1 [{next} + 1984]",
+                "tdpbf16ps tmm1, tmm5, tmm6",
+                "add {low}, 64",
+                "add {high}, 64",
+                "add {x}, 1024",
+                "add {next}, 2048",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{sums} + {row}*1], tmm0",
+                "tilestored [{sums} + {row}*1 + 1024], tmm1",
+                low = inout(reg) block.panel.as_ptr() => _,
+                high = inout(reg) block.panel[SIDE * block.stride..].as_ptr() => _,
+                stride = in(reg) block.stride * size_of::<bf16>(),
+                x = inout(reg) block.x[0].as_ptr() => _,
+                next = inout(reg) block.next => _,
+                steps = inout(reg) steps => _,
+                sums = in(reg) sums.as_mut_ptr(),
+                row = in(reg) ROW_BYTES,
+                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                options(nostack),
+            );
+        }
+    }
+
+    /// Sums of the panel's halves with both groups of x, `[groups, halves]`.
+    fn multiply_two(self, block: &Block<'_>, sums: &mut [[Sums; 2]; 2]) {
+        assert!(block.fits(), "tiles of other sizes than a step's");
+        #[cfg(test)]
+        if self.is_emulated {
+            return sums.iter_mut().enumerate().for_each(|(group, sums)| block.emulate(group, sums));
+        }
+        let steps = block.stride / STEP;
+        // SAFETY: as in `multiply_one`, with both groups of x.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tileloadd tmm6, [{x} + {row}*1]",
+                "tileloadd tmm4, [{low} + {stride}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{high} + {stride}*1]",
+                "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x2} + {row}*1]",
+                "tdpbf16ps tmm2, tmm4, tmm7",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {low}, 64",
+                "add {high}, 64",
+                "add {x}, 1024",
+                "add {x2}, 1024",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{sums} + {row}*1], tmm0",
+                "tilestored [{sums} + {row}*1 + 1024], tmm1",
+                "tilestored [{sums} + {row}*1 + 2048], tmm2",
+                "tilestored [{sums} + {row}*1 + 3072], tmm3",
+                low = inout(reg) block.panel.as_ptr() => _,
+                high = inout(reg) block.panel[SIDE * block.stride..].as_ptr() => _,
+                stride = in(reg) block.stride * size_of::<bf16>(),
+                x = inout(reg) block.x[0].as_ptr() => _,
+                x2 = inout(reg) block.x[1].as_ptr() => _,
+                steps = inout(reg) steps => _,
+                sums = in(reg) sums.as_mut_ptr(),
+                row = in(reg) ROW_BYTES,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
     }
 
     /// Makes this thread's tiles empty, so that the system has nothing to save.
