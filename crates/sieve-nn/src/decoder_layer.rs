@@ -47,6 +47,16 @@ impl<B: Backend> DecoderLayer<B> {
             rotates: shape.has_rope(0),
         }
     }
+
+    /// The layer with gradients for its indexer alone, if it has one. Autodiff keeps what a pass computed until its
+    /// backward pass; without gradients a tensor leaves nothing behind.
+    pub fn for_indexer_alone(&self) -> Self {
+        let mut frozen = self.clone().no_grad();
+        if let (Attention::Chosen(frozen), Attention::Chosen(own)) = (&mut frozen.self_attn, &self.self_attn) {
+            frozen.indexer = own.indexer.clone();
+        }
+        frozen
+    }
 }
 
 impl<B: SieveBackend> DecoderLayer<B> {

@@ -239,7 +239,7 @@ fn pass_of_indexers<B: TrainBackend>(
     for layer_idx in 0..model.layers.len() {
         let segment = Segment::Block(layer_idx);
         hooks.before_forward(model, segment, gradients)?;
-        let layer = &model.layers[layer_idx];
+        let layer = model.layers[layer_idx].for_indexer_alone();
         context.settings.precision = settings.precision(layer_idx);
         let no_caches = None;
         let output = layer.forward(Tensor::from_inner(stream), &context, &mut state, no_caches);
@@ -247,7 +247,7 @@ fn pass_of_indexers<B: TrainBackend>(
         indexers.extend(output.indexer);
         for o in std::mem::take(&mut state.indexed) {
             let mut computed = seed_gradient(o.clone(), o.zeros_like()).backward();
-            gradients.collect(layer, &mut computed);
+            gradients.collect(&layer, &mut computed);
         }
         hooks.after_backward(model, segment, gradients)?;
     }
