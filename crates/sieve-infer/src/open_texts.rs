@@ -1,6 +1,6 @@
 //! Texts that are decoded as one batch while others join and leave between tokens, and texts that have ended and may go
 //! on.
-use crate::continuation::{Continuation, Drawn, most_behind, rows_of_texts};
+use crate::continuation::{Continuation, Drawn, rows_of_texts};
 use crate::input::check_row;
 use crate::kept_texts::KeptTexts;
 use crate::logits::NextLogits;
@@ -102,10 +102,9 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         Ok(self.empty.clone().with_copy_of(self.selection.as_ref()))
     }
 
-    /// Whether a part of a prompt takes its share of the time of the whole prompt, so that the prompt may be read in
-    /// parts. Else it is best read in one pass.
+    /// Whether a prompt may be read in parts. Under a selector it is read in one pass.
     pub fn reads_in_parts(&self) -> bool {
-        self.selection.is_none() && most_behind::<B>(self.model.shape(), 0) > 0
+        self.selection.is_none()
     }
 
     /// Adds a text that has read its prompt to the others. If no row is left for it, the oldest kept text is dropped.
@@ -156,12 +155,10 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.kept.keep(tokens, text);
     }
 
-    /// Takes the longest kept text that `prompt` begins with, and the number of tokens that it has read. `None` also
-    /// where the rest of the prompt would take longer behind the text's cache than the whole prompt takes.
+    /// Takes the longest kept text that `prompt` begins with, and the number of tokens that it has read.
     pub fn take_kept(&mut self, prompt: &[u32]) -> Option<(usize, Continuation<'a, B>)> {
         self.drop_lost();
-        let shape = self.model.shape();
-        let (num_read, mut text) = self.kept.take(prompt, |cached| most_behind::<B>(shape, cached))?;
+        let (num_read, mut text) = self.kept.take(prompt)?;
         text.go_on(&mut self.rows);
         Some((num_read, text))
     }
@@ -313,10 +310,9 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::continuation::most_behind_on_gpu;
-    use crate::test_model::{tiny_model, tiny_shape, words};
+    use crate::test_model::{tiny_model, words};
     use burn_flex::{Flex, FlexDevice};
-    use sieve_core::{Attention, DmaShape, MlaShape};
+    use sieve_core::{Attention, DmaShape};
 
     /// Texts of at most 3 at a time in rows of one cache, as on a GPU. A step on a CPU gives them their own caches.
     fn in_rows(model: &Qwen3<Flex>) -> OpenTexts<'_, Flex, usize> {
@@ -388,14 +384,5 @@ mod tests {
     #[test]
     fn a_gpu_keeps_texts_that_take_longer_to_read_again() {
         assert_eq!([64, 768, 2048, 4096, 8192].map(least_kept_on_gpu), [6_103_515, 42_385, 5_960, 1_490, 1_024]);
-    }
-
-    #[test]
-    fn a_gpu_reads_few_tokens_behind_a_cache_where_each_costs_as_much_as_a_text() {
-        let mla = Attention::Mla(MlaShape::published(8));
-        let most = |attention, cached| most_behind_on_gpu(&tiny_shape(attention, 64), cached);
-        assert_eq!([0, 8000].map(|cached| most(Attention::DENSE, cached)), [usize::MAX; 2]);
-        assert_eq!(most(Attention::Dma(DmaShape::published(5)), 0), usize::MAX);
-        assert_eq!([0, 31, 8000].map(|cached| most(mla, cached)), [0, 0, 250]);
     }
 }
