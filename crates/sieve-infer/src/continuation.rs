@@ -270,6 +270,11 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.row.is_some()
     }
 
+    /// Takes the row that a text has now, by the row that it had.
+    pub(crate) fn move_row(&mut self, now: &[usize]) {
+        self.row = self.row.map(|row| now[row]);
+    }
+
     /// Keeps a text that has ended in its row, if it has one.
     pub(crate) fn stay(&self, rows: &mut Option<TextRows<B>>) {
         if let (Some(rows), Some(row)) = (rows, self.row) {

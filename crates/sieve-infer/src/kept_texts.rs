@@ -48,6 +48,11 @@ impl<'a, B: DeviceBackend> KeptTexts<'a, B> {
         Some((tokens.len(), text))
     }
 
+    /// The texts, the oldest first.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Continuation<'a, B>> {
+        self.texts.iter_mut().map(|(_, text)| text)
+    }
+
     /// Number of kept texts.
     pub(crate) fn len(&self) -> usize {
         self.texts.len()

@@ -169,6 +169,20 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.kept.all_but(most).for_each(|mut text| text.leave(rows));
     }
 
+    /// Whether open and kept texts would do with a quarter of the common cache or less.
+    pub fn is_roomy(&self) -> bool {
+        self.rows.as_ref().is_some_and(TextRows::is_roomy)
+    }
+
+    /// Gives memory of the common cache back that open and kept texts do not need.
+    pub fn shrink(&mut self) {
+        if let Some(rows) = &mut self.rows {
+            let now = rows.shrink();
+            let open = self.texts.iter_mut().map(|(text, _)| text);
+            open.chain(self.kept.iter_mut()).for_each(|text| text.move_row(&now));
+        }
+    }
+
     /// Drops kept texts whose common cache is gone.
     fn drop_lost(&mut self) {
         if self.rows.is_none() {
@@ -353,6 +367,34 @@ mod tests {
             open.keep_at_most(0);
             assert!(open.rows.as_ref().is_some_and(TextRows::has_free));
         }
+    }
+
+    #[test]
+    fn texts_go_on_in_a_cache_that_has_shrunk() {
+        let model = tiny_model(Attention::DENSE, 64);
+        let rows = TextRows::beginning_with([1, 8], [6, 40], &FlexDevice);
+        let mut open = OpenTexts { rows: Some(rows), ..OpenTexts::new(&model, [6, 40], None, &FlexDevice) };
+        assert!(!open.is_roomy());
+        let prompts = [words(30), words(6), words(9).split_off(2)];
+        for (owned, prompt) in prompts.iter().enumerate() {
+            let text = read(&open, prompt);
+            open.add(text, owned);
+        }
+        open.let_leave(|&owned| owned == 0, |_| None);
+        open.let_leave(|&owned| owned == 2, |owned| Some(prompts[owned].clone()));
+        let rest = |open: &mut OpenTexts<'_, Flex, usize>| {
+            let (num_read, mut text) = open.take_kept(&[&prompts[2][..], &[3]].concat()).expect("it was kept");
+            let whole = open.before(&[3]).expect("a prompt").read(&[&prompts[2][..], &[3]].concat()).expect("it fits");
+            assert_eq!((num_read, text.read(&[3]).expect("it fits")), (prompts[2].len(), whole));
+        };
+        assert!(open.is_roomy(), "two texts of up to 8 tokens in 4 rows of 32");
+        open.shrink();
+        assert!(!open.is_roomy());
+        rest(&mut open);
+        let mut logits = Vec::new();
+        open.step(|_| Some(3), |_, row| logits = row.to_vec()).expect("a step");
+        let longer = [&prompts[1][..], &[3]].concat();
+        assert_eq!(logits, open.before(&longer).expect("a prompt").read(&longer).expect("it fits"));
     }
 
     fn read<'a>(open: &OpenTexts<'a, Flex, usize>, prompt: &[u32]) -> Continuation<'a, Flex> {
