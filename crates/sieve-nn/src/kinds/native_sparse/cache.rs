@@ -182,9 +182,9 @@ impl<B: DeviceBackend> BlockCache<B> {
         [coarse, selected, window]
     }
 
-    /// Appends several tokens. Returns the row in which they attend in the compressed and the selected branch, and their
-    /// output of the window branch, `[batch, new, num_heads, head_dim]`. `compress` computes the compressed keys and
-    /// values of rows of tokens.
+    /// Appends several tokens. Returns the row in which they attend in the compressed and the selected branch, and
+    /// their output of the window branch, `[batch, new, num_heads, head_dim]`. `compress` computes the compressed keys
+    /// and values of rows of tokens.
     pub(super) fn row<S: SieveBackend<Inner = B>>(
         &mut self,
         new: Branches<B>,
