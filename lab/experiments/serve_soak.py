@@ -8,7 +8,7 @@ random moments the process is frozen (SIGSTOP) for up to three seconds. Then the
 and stopped (SIGTERM) at a random moment while streams are read
 and one is not.
 
-Prints a line of JSON: requests by answer, the longest one in seconds, allocated memory in MiB (RssAnon, the median of each third
+Prints a line of JSON: requests by answer, the longest one of each kind in seconds, allocated memory in MiB (RssAnon, the median of each third
 of the time), and seconds and exit code of each stop. Exits with 1 if an answer was not the expected one or took over
 --stuck seconds, if the last third's memory is over 1.02 times that of the second, if a stop took over 33 seconds, or if
 a stream ended without a last event.
@@ -39,13 +39,13 @@ class Count:
         self.lock = threading.Lock()
         self.answers = collections.Counter()
         self.wrong = []
-        self.longest = 0.0
+        self.longest = {}
 
     def add(self, kind, answer, seconds, expected):
         """Counts an answer; one that is not among the expected ones is kept with its kind."""
         with self.lock:
             self.answers[f"{kind}: {answer}"] += 1
-            self.longest = max(self.longest, seconds)
+            self.longest[kind] = max(self.longest.get(kind, 0.0), round(seconds, 1))
             if answer not in expected and len(self.wrong) < 20:
                 self.wrong.append(f"{kind}: {answer}")
 
@@ -221,10 +221,10 @@ def main():
     draw = random.Random(words.seed)
     stops = [stopped(words, flags, draw) for _ in range(words.stops)]
     print(json.dumps({"requests": sum(count.answers.values()), "answers": dict(sorted(count.answers.items())),
-                      "wrong": count.wrong, "longest": round(count.longest, 1), "allocated_mib": memory, "stops": stops}))
+                      "wrong": count.wrong, "longest": dict(sorted(count.longest.items())), "allocated_mib": memory, "stops": stops}))
     is_flat = memory[2] <= 1.02 * memory[1]
     stop_well = all(seconds <= STOP_SECONDS and code == 0 and cut == 0 for seconds, code, cut in stops)
-    return int(bool(count.wrong) or count.longest > words.stuck or not is_flat or not stop_well)
+    return int(bool(count.wrong) or max(count.longest.values()) > words.stuck or not is_flat or not stop_well)
 
 
 if __name__ == "__main__":

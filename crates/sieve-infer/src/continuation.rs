@@ -59,19 +59,6 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
-/// Most tokens behind `cached` ones that take no longer than a pass over all of them: any number on a CPU, where only
-/// new tokens are computed, and for most kinds on a GPU.
-pub(crate) fn most_behind<B: DeviceBackend>(shape: &ModelShape, cached: usize) -> usize {
-    if B::ON_HOST { usize::MAX } else { most_behind_on_gpu(shape, cached) }
-}
-
-/// [`most_behind`] on a GPU.
-pub(crate) fn most_behind_on_gpu(shape: &ModelShape, cached: usize) -> usize {
-    let parts = shape.by_kind().into_iter();
-    let most = parts.filter_map(|part| part.attention.as_kind().cached_per_new()).map(|per_new| cached / per_new);
-    most.min().unwrap_or(usize::MAX)
-}
-
 /// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, on a device
 /// without a step for all rows, and where rows take far more memory than the texts' own caches: in a layer with a
 /// window, a row holds all tokens.
@@ -281,6 +268,11 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// Whether the text has a row.
     pub(crate) fn is_in_row(&self) -> bool {
         self.row.is_some()
+    }
+
+    /// Takes the row that a text has now, by the row that it had.
+    pub(crate) fn move_row(&mut self, now: &[usize]) {
+        self.row = self.row.map(|row| now[row]);
     }
 
     /// Keeps a text that has ended in its row, if it has one.

@@ -39,20 +39,18 @@ impl<'a, B: DeviceBackend> KeptTexts<'a, B> {
     }
 
     /// Takes the longest text that `prompt` begins with, and the number of tokens that it has read. At least one token
-    /// of the prompt is left to read, and `most_behind` of the text's number of tokens at most.
-    pub(crate) fn take(
-        &mut self,
-        prompt: &[u32],
-        most_behind: impl Fn(usize) -> usize,
-    ) -> Option<(usize, Continuation<'a, B>)> {
-        let begins = |tokens: &[u32]| {
-            let fits = |left: usize| (1..=most_behind(tokens.len())).contains(&left);
-            prompt.len().checked_sub(tokens.len()).is_some_and(fits) && prompt.starts_with(tokens)
-        };
+    /// of the prompt is left to read.
+    pub(crate) fn take(&mut self, prompt: &[u32]) -> Option<(usize, Continuation<'a, B>)> {
+        let begins = |tokens: &[u32]| tokens.len() < prompt.len() && prompt.starts_with(tokens);
         let kept = self.texts.iter().enumerate().filter(|(_, (tokens, _))| begins(tokens));
         let (at, _) = kept.max_by_key(|(_, (tokens, _))| tokens.len())?;
         let (tokens, text) = self.texts.remove(at)?;
         Some((tokens.len(), text))
+    }
+
+    /// The texts, the oldest first.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Continuation<'a, B>> {
+        self.texts.iter_mut().map(|(_, text)| text)
     }
 
     /// Number of kept texts.
@@ -76,20 +74,14 @@ mod tests {
             kept.keep(tokens, text());
         }
         // A text as long as the prompt leaves nothing to read, and one with another token is another text.
-        let take = |kept: &mut KeptTexts<'_, Flex>, prompt: &[u32], most_behind: usize| {
-            kept.take(prompt, |num_kept| most_behind * num_kept).map(|(read, _)| read)
-        };
-        let read = |kept: &mut KeptTexts<'_, Flex>, prompt: &[u32]| take(kept, prompt, 100);
+        let read = |kept: &mut KeptTexts<'_, Flex>, prompt: &[u32]| kept.take(prompt).map(|(read, _)| read);
         assert_eq!(read(&mut kept, &[1, 2, 3, 4]), Some(3));
         assert_eq!(read(&mut kept, &[1, 2, 3, 4]), Some(2));
         assert_eq!(read(&mut kept, &[1, 2, 3, 4]), None);
         assert_eq!(read(&mut kept, &[1, 2, 3, 5, 6]), None);
         assert_eq!(kept.all_but(1).count(), 1);
         assert_eq!((kept.len(), read(&mut kept, &[9, 9])), (1, None));
-        // Four tokens are kept, and a rest of five may be too long to be read behind them.
-        let longer = [1, 2, 3, 4, 5, 6, 7, 8, 9];
-        assert_eq!(take(&mut kept, &longer, 1), None);
-        assert_eq!(take(&mut kept, &longer[..8], 1), Some(4));
+        assert_eq!(read(&mut kept, &[1, 2, 3, 4, 5, 6, 7, 8, 9]), Some(4));
         assert_eq!(kept.len(), 0);
     }
 }

@@ -1,6 +1,6 @@
 //! Texts that are decoded as one batch while others join and leave between tokens, and texts that have ended and may go
 //! on.
-use crate::continuation::{Continuation, Drawn, most_behind, rows_of_texts};
+use crate::continuation::{Continuation, Drawn, rows_of_texts};
 use crate::input::check_row;
 use crate::kept_texts::KeptTexts;
 use crate::logits::NextLogits;
@@ -102,10 +102,9 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         Ok(self.empty.clone().with_copy_of(self.selection.as_ref()))
     }
 
-    /// Whether a part of a prompt takes its share of the time of the whole prompt, so that the prompt may be read in
-    /// parts. Else it is best read in one pass.
+    /// Whether a prompt may be read in parts. Under a selector it is read in one pass.
     pub fn reads_in_parts(&self) -> bool {
-        self.selection.is_none() && most_behind::<B>(self.model.shape(), 0) > 0
+        self.selection.is_none()
     }
 
     /// Adds a text that has read its prompt to the others. If no row is left for it, the oldest kept text is dropped.
@@ -156,12 +155,10 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.kept.keep(tokens, text);
     }
 
-    /// Takes the longest kept text that `prompt` begins with, and the number of tokens that it has read. `None` also
-    /// where the rest of the prompt would take longer behind the text's cache than the whole prompt takes.
+    /// Takes the longest kept text that `prompt` begins with, and the number of tokens that it has read.
     pub fn take_kept(&mut self, prompt: &[u32]) -> Option<(usize, Continuation<'a, B>)> {
         self.drop_lost();
-        let shape = self.model.shape();
-        let (num_read, mut text) = self.kept.take(prompt, |cached| most_behind::<B>(shape, cached))?;
+        let (num_read, mut text) = self.kept.take(prompt)?;
         text.go_on(&mut self.rows);
         Some((num_read, text))
     }
@@ -170,6 +167,20 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     pub fn keep_at_most(&mut self, most: usize) {
         let rows = &mut self.rows;
         self.kept.all_but(most).for_each(|mut text| text.leave(rows));
+    }
+
+    /// Whether open and kept texts would do with a quarter of the common cache or less.
+    pub fn is_roomy(&self) -> bool {
+        self.rows.as_ref().is_some_and(TextRows::is_roomy)
+    }
+
+    /// Gives memory of the common cache back that open and kept texts do not need.
+    pub fn shrink(&mut self) {
+        if let Some(rows) = &mut self.rows {
+            let now = rows.shrink();
+            let open = self.texts.iter_mut().map(|(text, _)| text);
+            open.chain(self.kept.iter_mut()).for_each(|text| text.move_row(&now));
+        }
     }
 
     /// Drops kept texts whose common cache is gone.
@@ -313,10 +324,9 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::continuation::most_behind_on_gpu;
-    use crate::test_model::{tiny_model, tiny_shape, words};
+    use crate::test_model::{tiny_model, words};
     use burn_flex::{Flex, FlexDevice};
-    use sieve_core::{Attention, DmaShape, MlaShape};
+    use sieve_core::{Attention, DmaShape};
 
     /// Texts of at most 3 at a time in rows of one cache, as on a GPU. A step on a CPU gives them their own caches.
     fn in_rows(model: &Qwen3<Flex>) -> OpenTexts<'_, Flex, usize> {
@@ -359,6 +369,34 @@ mod tests {
         }
     }
 
+    #[test]
+    fn texts_go_on_in_a_cache_that_has_shrunk() {
+        let model = tiny_model(Attention::DENSE, 64);
+        let rows = TextRows::beginning_with([1, 8], [6, 40], &FlexDevice);
+        let mut open = OpenTexts { rows: Some(rows), ..OpenTexts::new(&model, [6, 40], None, &FlexDevice) };
+        assert!(!open.is_roomy());
+        let prompts = [words(30), words(6), words(9).split_off(2)];
+        for (owned, prompt) in prompts.iter().enumerate() {
+            let text = read(&open, prompt);
+            open.add(text, owned);
+        }
+        open.let_leave(|&owned| owned == 0, |_| None);
+        open.let_leave(|&owned| owned == 2, |owned| Some(prompts[owned].clone()));
+        let rest = |open: &mut OpenTexts<'_, Flex, usize>| {
+            let (num_read, mut text) = open.take_kept(&[&prompts[2][..], &[3]].concat()).expect("it was kept");
+            let whole = open.before(&[3]).expect("a prompt").read(&[&prompts[2][..], &[3]].concat()).expect("it fits");
+            assert_eq!((num_read, text.read(&[3]).expect("it fits")), (prompts[2].len(), whole));
+        };
+        assert!(open.is_roomy(), "two texts of up to 8 tokens in 4 rows of 32");
+        open.shrink();
+        assert!(!open.is_roomy());
+        rest(&mut open);
+        let mut logits = Vec::new();
+        open.step(|_| Some(3), |_, row| logits = row.to_vec()).expect("a step");
+        let longer = [&prompts[1][..], &[3]].concat();
+        assert_eq!(logits, open.before(&longer).expect("a prompt").read(&longer).expect("it fits"));
+    }
+
     fn read<'a>(open: &OpenTexts<'a, Flex, usize>, prompt: &[u32]) -> Continuation<'a, Flex> {
         let mut text = open.before(prompt).expect("a prompt");
         text.read(prompt).expect("a prompt");
@@ -388,14 +426,5 @@ mod tests {
     #[test]
     fn a_gpu_keeps_texts_that_take_longer_to_read_again() {
         assert_eq!([64, 768, 2048, 4096, 8192].map(least_kept_on_gpu), [6_103_515, 42_385, 5_960, 1_490, 1_024]);
-    }
-
-    #[test]
-    fn a_gpu_reads_few_tokens_behind_a_cache_where_each_costs_as_much_as_a_text() {
-        let mla = Attention::Mla(MlaShape::published(8));
-        let most = |attention, cached| most_behind_on_gpu(&tiny_shape(attention, 64), cached);
-        assert_eq!([0, 8000].map(|cached| most(Attention::DENSE, cached)), [usize::MAX; 2]);
-        assert_eq!(most(Attention::Dma(DmaShape::published(5)), 0), usize::MAX);
-        assert_eq!([0, 31, 8000].map(|cached| most(mla, cached)), [0, 0, 250]);
     }
 }

@@ -3,9 +3,9 @@
 //!
 //! Tokens that join a cache together attend as one row: the keys that may still be seen, with queries of zero, and
 //! then the tokens. The keys are all earlier ones, a window's last, or DMA's slots by rising position; DMA's mask
-//! of that row is the one of the whole text. NSA takes tokens one by one, MLA attends over the latents, on a CPU over
-//! the keys and values that it caches there instead. On a CPU queries of zero are not computed, DMA takes few
-//! tokens after many keys one by one, and a token's output has the same bits in any such division.
+//! of that row is the one of the whole text. MLA computes the keys and values of earlier tokens from their latents
+//! again; on a CPU it caches keys and values. On a CPU queries of zero are not computed, NSA takes tokens one by one,
+//! DMA takes few tokens after many keys one by one, and a token's output has the same bits in any such division.
 mod text_rows;
 
 pub use text_rows::TextRows;

@@ -68,7 +68,7 @@ pub use embedding::embedding;
 pub use fp8::{Fp8Kept, GemmPrecision, ToQuantise};
 pub use linear::{add_bias, linear, linear_add};
 pub use loss::{IGNORE_LABEL, linear_cross_entropy, token_losses};
-pub use mla::{MlaCall, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
+pub use mla::{MlaCall, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_attention_of_last, mla_pack};
 pub use norm::{RmsNormCall, rms_norm};
 pub use nsa::{
     CompressedAttention, NsaBlocks, NsaCall, NsaCompressed, NsaSelected, choose_blocks, nsa_blocks,

@@ -11,7 +11,7 @@ mod tests;
 pub use call::{MlaCall, MlaNorm, MlaPackCall, MlaSpec};
 
 use crate::tensors::{primitive, tensor};
-use crate::{DeviceBackend, Documents, QkNorm, RotaryEmbedding, SieveBackend};
+use crate::{DeviceBackend, DocumentBounds, Documents, QkNorm, RotaryEmbedding, SieveBackend};
 use burn::tensor::{Int, Tensor};
 
 /// Rotates and packs queries, keys and values. A token has `num_heads` queries `[q_C ; RoPE(q_R)]`, then `num_heads`
@@ -73,4 +73,21 @@ pub fn mla_attention<B: SieveBackend>(packed: Tensor<B, 3>, documents: &Document
     let (x, call) = (B::value(packed.clone()), MlaCall::new(documents.bounds(), spec));
     let output = B::Inner::mla_attention(x.clone(), &call);
     tensor(B::node([&packed], output.o.clone(), move |d_o| [B::Inner::mla_attention_backward(x, &call, output, d_o)]))
+}
+
+/// Attention of the tokens from `first` on in rows of one document each, without a graph; the tokens before them have
+/// keys and values alone. Each has the output of [`mla_attention`], on a CPU to the bit.
+///
+/// # Shapes
+/// - packed: `[batch, tokens, num_heads * (3 * head_dim + 2 * rope_dim)]`
+/// - bounds: those that [`bounds_of_last`](crate::bounds_of_last) makes, for all layers of a pass
+/// - returns: `[batch, tokens - first, num_heads, head_dim]`
+pub fn mla_attention_of_last<B: DeviceBackend>(
+    packed: Tensor<B, 3>,
+    spec: MlaSpec,
+    (first, bounds): (usize, DocumentBounds<B>),
+) -> Tensor<B, 4> {
+    let tokens = packed.dims()[1];
+    let output = B::mla_attention(primitive(packed), &MlaCall::new(bounds, spec));
+    tensor::<B, 4>(output.o).narrow(1, first, tokens - first)
 }

@@ -17,7 +17,7 @@ pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
 use crate::tensors::{primitive, tensor};
-use crate::{DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, SieveBackend, chosen_by_last};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -65,7 +65,7 @@ pub struct CompressedAttention<B: Backend> {
 
 /// Attention over the compressed blocks, and the choice of selected blocks by its probabilities (eq. 8 to 11), which
 /// has no gradient. The document's first block, the query's block and the block before it are always chosen. Of blocks
-/// with equal scores, the later one is chosen.
+/// with equal scores, the later one is chosen. With [`NsaCall::of_last`] earlier tokens choose none.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; only its queries are read
@@ -75,13 +75,14 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
     compressed: Tensor<B, 3>,
     call: &NsaCall<B::Inner>,
 ) -> CompressedAttention<B> {
-    let (qkv, compressed, call) = (primitive(qkv), primitive(compressed), call.clone());
+    let (qkv, compressed, call, first) = (primitive(qkv), primitive(compressed), call.clone(), call.first);
     let (q, c) = (B::value(qkv.clone()), B::value(compressed.clone()));
     let NsaCompressed { output, block_indices } = B::Inner::nsa_compressed_attention(q.clone(), c.clone(), &call);
     let o = B::node([&qkv, &compressed], output.o.clone(), move |d_o| {
         B::Inner::nsa_compressed_attention_backward(q, c, &call, output, d_o)
     });
-    CompressedAttention { o: tensor(o), block_indices: Tensor::from_primitive(block_indices) }
+    let block_indices = chosen_by_last(Tensor::from_primitive(block_indices), first);
+    CompressedAttention { o: tensor(o), block_indices }
 }
 
 /// Causal attention of each query over the tokens of its chosen blocks; the cost is proportional to their number.

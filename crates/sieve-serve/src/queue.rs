@@ -4,6 +4,7 @@ use sieve_infer::{Grammar, LogitRules, Sampling, StopTexts, TokenScore};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;
+use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 /// One text to write.
@@ -85,6 +86,21 @@ impl Taken {
             return next;
         }
         None
+    }
+
+    /// The next text if it arrives within `time`.
+    pub(crate) fn within(&mut self, time: Duration) -> Option<Text> {
+        if self.has_ended {
+            return None;
+        }
+        match self.texts.recv_timeout(time) {
+            Err(mpsc::RecvTimeoutError::Timeout) => None,
+            next => {
+                let next = next.ok().flatten();
+                self.has_ended = next.is_none();
+                next
+            }
+        }
     }
 
     /// Whether the last text was taken: no further one comes.
@@ -174,10 +190,12 @@ mod tests {
         let reader = Arc::new(queue);
         let _pieces = reader.send(2, text).expect("room");
         assert_eq!(taken.arrived().len(), 2);
+        assert!(taken.within(Duration::from_millis(1)).is_none() && !taken.has_ended(), "no text came");
         let _pieces = reader.send(1, text).expect("room");
         reader.end();
         let _late = reader.send(1, text).expect("room");
-        assert!(taken.wait().is_some(), "the text before the end");
+        assert!(taken.within(Duration::from_secs(9)).is_some(), "the text before the end");
+        assert!(taken.within(Duration::from_secs(9)).is_none() && taken.has_ended());
         assert!(taken.wait().is_none() && taken.wait().is_none() && taken.arrived().is_empty());
         drop(reader);
     }

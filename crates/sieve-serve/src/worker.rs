@@ -2,8 +2,7 @@
 //!
 //! A prompt is read in parts between the tokens of the open texts, so that these go on, and the caches of texts that
 //! have ended are kept for prompts that begin with them. On a CPU the logits of a text are the same however it is read;
-//! docs/serving.md says for which kinds they are on a GPU. Kinds that read a part behind a cache slowly there read
-//! their prompts whole.
+//! docs/serving.md says for which kinds they are on a GPU.
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::queue::{Piece, Taken, Text, Waiting};
@@ -30,6 +29,10 @@ const LONGEST_WAIT: f64 = 4.0;
 
 /// No fewer tokens are left for a last part: a GPU has kernels of their own for up to four, which add in another order.
 const LEAST_REST: usize = 8;
+
+/// The common cache shrinks when open and kept texts have needed a quarter of it or less for so long. Growing again
+/// copies them and captures a step anew.
+const ROOMY_FOR: Duration = Duration::from_secs(5);
 
 /// How long parts of prompts are.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +70,8 @@ pub(crate) struct Worker<'a, B: DeviceBackend> {
     open: OpenTexts<'a, B, Writing<'a>>,
     /// Most open and kept texts.
     most_texts: usize,
+    /// Since when the common cache has been too large; `None` where it is not.
+    roomy_since: Option<Instant>,
     pace: Pace,
 }
 
@@ -176,6 +181,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             reading: None,
             short_is_next: false,
             most_texts: size[0],
+            roomy_since: None,
             pace: Pace::new(if B::ON_HOST { Parts::ON_HOST } else { Parts::ON_GPU }),
             engine,
             metrics,
@@ -194,7 +200,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
     pub(crate) fn run(mut self) {
         loop {
             if self.open.is_empty() && self.waiting.is_empty() && self.reading.is_none() {
-                match self.texts.wait() {
+                match self.next_text() {
                     Some(text) => self.waiting.push_back(text),
                     None => return,
                 }
@@ -206,9 +212,46 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             self.drop_abandoned();
             // Before the next prompts: a client that has the end of a text may have sent one that goes on from it.
             self.let_leave();
+            self.shrink_if_roomy();
             self.begin_waiting();
             self.step();
             self.metrics.open.store(self.open.len() as u64, Relaxed);
+        }
+    }
+
+    /// Waits for the next text, and meanwhile gives the memory back that the last ones took; `None` once the queue has
+    /// ended.
+    fn next_text(&mut self) -> Option<Text> {
+        if self.open.is_roomy() {
+            let next = self.texts.within(ROOMY_FOR);
+            if next.is_some() {
+                return next;
+            }
+            self.shrink();
+        }
+        self.texts.wait()
+    }
+
+    /// Shrinks the common cache where it has been too large for some time.
+    fn shrink_if_roomy(&mut self) {
+        // A prompt that is being read may need the room.
+        if !self.open.is_roomy() || self.reading.is_some() {
+            self.roomy_since = None;
+        } else if self.roomy_since.get_or_insert_with(Instant::now).elapsed() >= ROOMY_FOR {
+            self.shrink();
+            self.roomy_since = None;
+        }
+    }
+
+    /// Shrinks the common cache. Texts fail with it, as they do with a step.
+    fn shrink(&mut self) {
+        let open = &mut self.open;
+        let done = caught(|| {
+            open.shrink();
+            Ok(())
+        });
+        if let Err(error) = done {
+            self.open.clear().iter_mut().for_each(|writing| writing.fail(error.clone()));
         }
     }
 

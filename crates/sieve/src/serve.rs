@@ -19,7 +19,8 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
 
 /// The variable that holds the key where `--api-key` is absent: other users can read a command line.
 const API_KEY: &str = "SIEVE_API_KEY";
@@ -217,6 +218,7 @@ fn run_on<B: DeviceBackend>(
     let template = ChatTemplate::of_model(&args.checkpoint)?;
     // A template that no chat can be written with is refused here, and not at the first request.
     template.as_ref().map_or(Ok(()), ChatTemplate::check)?;
+    let (log, wait_for_lines) = request_log(args.log_requests)?;
     let settings = Settings {
         name: args.model_name(),
         api_key: args
@@ -238,7 +240,7 @@ fn run_on<B: DeviceBackend>(
         rules,
         attention: attention_label(&loaded.shape),
         selector: args.sparse.selector.as_ref().map(ToString::to_string),
-        log: request_log(args.log_requests)?,
+        log,
     };
     let address = listener.local_addr().context("reading the address")?;
     if !settings.access.is_local && settings.api_key.is_none() {
@@ -255,24 +257,50 @@ fn run_on<B: DeviceBackend>(
     ));
     terminal::line(&format!("a page to talk to it: http://{address}/"));
     sieve_serve::serve(listener, &engine, settings, &stop)?;
+    wait_for_lines();
     terminal::line("stopped; every request that had begun was answered, or waited for 30 seconds");
     Ok(())
 }
 
 /// Lines of requests that wait to be printed, at most.
 const MOST_LINES: usize = 4096;
+/// Time for them at the end, in which a terminal or a pipe may take none.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+/// What the thread that prints requests is sent.
+enum ToPrint {
+    Line(String),
+    /// The lines before this were printed.
+    Last(SyncSender<()>),
+}
 
 /// Prints a line of each request: of JSON, or of words on a terminal and with `-v`. A thread prints, so that requests
 /// do not wait for a terminal or a pipe that takes no more; lines for which there is no place are counted.
-fn request_log(as_json: bool) -> Result<Option<RequestLog>> {
+/// The function waits for the lines so far.
+fn request_log(as_json: bool) -> Result<(Option<RequestLog>, impl FnOnce())> {
+    let (lines, printed) = sync_channel::<ToPrint>(MOST_LINES);
+    let last = lines.clone();
+    let wait = move || {
+        let (done, is_done) = sync_channel(1);
+        if last.try_send(ToPrint::Last(done)).is_ok() {
+            // An error, too, is an end of the wait.
+            let _ = is_done.recv_timeout(LAST_LINES);
+        }
+    };
     if !as_json && !terminal::is_verbose() && !std::io::stdout().is_terminal() {
-        return Ok(None);
+        return Ok((None, wait));
     }
-    let (lines, printed) = sync_channel::<String>(MOST_LINES);
     let lost = Arc::new(AtomicU64::new(0));
     let counted = lost.clone();
     let print = move || {
-        for line in printed {
+        for next in printed {
+            let line = match next {
+                ToPrint::Line(line) => line,
+                ToPrint::Last(done) => {
+                    let _ = done.try_send(());
+                    continue;
+                }
+            };
             if as_json {
                 terminal::line(&line);
             } else {
@@ -285,12 +313,13 @@ fn request_log(as_json: bool) -> Result<Option<RequestLog>> {
         }
     };
     std::thread::Builder::new().name("request-log".to_owned()).spawn(print).context("starting a thread that prints")?;
-    Ok(Some(RequestLog::new(move |request| {
+    let log = RequestLog::new(move |request| {
         let line = if as_json { request.json().to_string() } else { request.to_string() };
-        if lines.try_send(line).is_err() {
+        if lines.try_send(ToPrint::Line(line)).is_err() {
             lost.fetch_add(1, Relaxed);
         }
-    })))
+    });
+    Ok((Some(log), wait))
 }
 
 /// How a request samples that does not say it: as `generation_config.json` says, of which a line tells, else from the

@@ -84,13 +84,6 @@ pub trait Kind: Cost + Exported + Launched + std::fmt::Debug {
         None
     }
 
-    /// For a kind whose tokens behind a cache take a GPU more time than as many tokens of a prompt: of so many cached
-    /// tokens one new one takes as long as all would take in one pass with it. `None` for the other kinds, a part of
-    /// whose prompt takes its share of the time.
-    fn cached_per_new(&self) -> Option<usize> {
-        None
-    }
-
     /// How queries choose blocks; `None` for kinds that only read them beside other keys, and for kinds without blocks.
     fn block_choice(&self) -> Option<BlockChoice> {
         None

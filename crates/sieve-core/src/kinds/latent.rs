@@ -150,12 +150,6 @@ impl Kind for MlaShape {
         Some(LatentSizes { rank: self.kv_lora_rank, rope_width: self.qk_rope_head_dim, has_norm })
     }
 
-    /// A new token attends over the latents, with far wider keys than in a prompt. Counted from the operations of both,
-    /// not measured.
-    fn cached_per_new(&self) -> Option<usize> {
-        Some(32)
-    }
-
     fn label(&self) -> Option<String> {
         Some(format!("rank {}", self.kv_lora_rank))
     }

@@ -208,11 +208,6 @@ impl Kind for NsaShape {
         NsaShape::pairs(self, seq_len).iter().sum()
     }
 
-    /// New tokens are read one by one, with some twenty launches each. Counted from them, not measured.
-    fn cached_per_new(&self) -> Option<usize> {
-        Some(512)
-    }
-
     fn label(&self) -> Option<String> {
         let (count, size) = (self.num_selected_blocks, self.select_block_size);
         Some(format!("{count} x {size} selected, window {}", self.window_size))

@@ -140,13 +140,31 @@ impl Heads {
         blocks: NsaBlocks,
         softmax_scale: f32,
     ) -> Result<(AttentionResult, CudaTensor), KernelError> {
+        let first = 0;
+        self.nsa_compressed_attention_of_last(documents, compressed, blocks, softmax_scale, first)
+    }
+
+    /// As [`nsa_compressed_attention_forward`](Self::nsa_compressed_attention_forward), where only the tokens from
+    /// `first` on choose blocks; what the others choose is left undefined.
+    ///
+    /// # Errors
+    /// As [`nsa_compressed_attention_forward`](Self::nsa_compressed_attention_forward), and no token from `first` on.
+    pub fn nsa_compressed_attention_of_last(
+        &self,
+        documents: Bounds,
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+        first: usize,
+    ) -> Result<(AttentionResult, CudaTensor), KernelError> {
         let (shape, documents) = require_compressed(self, documents, compressed, blocks)?;
+        require!(first < shape.seq_len, NAME, "first token": first, "one of the {} of a row", shape.seq_len);
         let compressed = compressed.contiguous();
         let (sums, delta) = (None, None);
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
         let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
         let (bounds, choice) = (documents.each_ref(), BlockChoice::nsa(blocks));
-        let indices = nsa_choose(self, &shape, [&compressed, &result.lse], bounds, (choice, 0), softmax_scale)?;
+        let indices = nsa_choose(self, &shape, [&compressed, &result.lse], bounds, (choice, first), softmax_scale)?;
         Ok((result, indices))
     }
 

@@ -202,8 +202,7 @@ impl<B: Backend> LayerCache<B> {
 }
 
 /// Attention over all keys, or a window and keys beyond it, of `new` tokens after cached tokens; returns
-/// `[batch, new, num_heads, head_dim]`. Several new tokens attend in a row of their own: the cached keys that they may
-/// see, then the new tokens.
+/// `[batch, new, num_heads, head_dim]`.
 fn attend_recent<B: SieveBackend>(
     Cached { rows: cached, context, state }: Cached<'_, '_, B>,
     qkv: Tensor<B::Inner, 4>,
@@ -214,12 +213,23 @@ fn attend_recent<B: SieveBackend>(
     let LayerCache::Recent(RecentCache { keys, .. }) = cached.cache else {
         panic!("a layer of grouped queries decodes after a prompt");
     };
-    let new = qkv.dims()[1];
-    if new == 1 {
+    if qkv.dims()[1] == 1 {
         return cached_attention(keys, qkv, sinks, spec, cached.scratch);
     }
+    attend_in_row(keys, qkv, sinks, spec, state)
+}
+
+/// Attention of several new tokens in a row of their own, the cached keys that they may see and then the new tokens,
+/// which it adds to the cache; returns `[batch, new, num_heads, head_dim]`.
+pub(super) fn attend_in_row<B: SieveBackend>(
+    keys: &mut KeyCache<B::Inner>,
+    qkv: Tensor<B::Inner, 4>,
+    sinks: Option<Tensor<B::Inner, 1>>,
+    spec: AttentionSpec,
+    state: &mut PassState<B>,
+) -> Tensor<B::Inner, 4> {
     // A window includes the query's own token, so the first new token sees one cached token fewer.
-    let (kept, own) = (spec.kept_keys(), 1);
+    let (new, kept, own) = (qkv.dims()[1], spec.kept_keys(), 1);
     let [first, last] = kept_ends(keys.len(), kept, own);
     let row = keys.before(&qkv, [first, last]);
     let bounds = state.rows_behind([row.dims()[0], row.dims()[1]], first + last, &row.device());

@@ -5,16 +5,16 @@
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
 use crate::attention_weights::by_key;
 use crate::layer::{Cached, KindAttention, PerToken, Rows};
-use crate::pass::{LayerContext, PassState, on_device};
+use crate::pass::{LayerContext, PassState, from_device, on_device};
 use crate::{AttentionConfig, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
 use sieve_core::{MlaShape, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, KeyCache, MlaSpec, QkNorm,
-    RotaryEmbedding, RowsOf, SieveBackend, TokenAttention, TokenBuffer, TokenCache, TokenExtra, attention_decode,
-    mla_attention, mla_decode,
+    AttentionSpec, ContextParallel, DeviceBackend, Heads, KernelPolicy, KeyCache, MlaSpec, QkNorm, RotaryEmbedding,
+    RowsOf, SieveBackend, TokenAttention, TokenBuffer, TokenCache, TokenExtra, attention_decode, mla_attention_of_last,
+    mla_decode,
 };
 
 /// Dense attention that computes keys and values from a latent of `kv_lora_rank` values per token, and from one rotated
@@ -168,13 +168,13 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
         self.pack(x, [self.kv_b_proj.forward(latent.clone()), latent, k_rope], context)
     }
 
-    /// Where the cache holds latents, only the queries and the rotated key of the packed tensor are read, so its keys
-    /// and values may be zeros. Normed keys are needed for their 1 / rms.
+    /// Of a single token that attends to latents only the queries and the rotated key of the packed tensor are read,
+    /// so its keys and values may be zeros. Normed keys are needed for their 1 / rms.
     fn project_cached(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> PackedLatents<B> {
-        if B::Inner::ON_HOST || self.k_norm.is_some() {
+        let [batch, new, _d_model] = x.dims();
+        if B::Inner::ON_HOST || self.k_norm.is_some() || new > 1 {
             return self.project(x, context);
         }
-        let [batch, new, _d_model] = x.dims();
         let (latent, k_rope) = self.latent(x.clone());
         let kv = Tensor::zeros([batch, new, self.num_heads * 2 * self.head_dim], (&x.device(), x.dtype()));
         self.pack(x, [kv, latent, k_rope], context)
@@ -220,40 +220,39 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
         })
     }
 
-    /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
-    /// of the keys' norm and by W_UK, the rows of `kv_b_proj` for keys, so that their product with a latent is the
-    /// logit; the attention's outputs by W_UV, its rows for values. A query head is then `kv_lora_rank +
-    /// qk_rope_head_dim` wide.
+    /// A token after the prompt attends to what the cache holds. Several attend in a row of their own: the cached
+    /// tokens, with queries of zero and with keys and values that are computed from their latents again, then the new
+    /// ones.
     fn attend_cached(&self, tokens: PackedLatents<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
-        let LayerCache::Latent(cache) = cached.rows.cache else {
+        let LayerCache::Latent(LatentCache { stored }) = cached.rows.cache else {
             panic!("a layer of latents decodes after a prompt");
         };
         let packed = tokens.packed.clone();
-        let (latents, key_scale) = match &mut cache.stored {
-            Stored::Keys(keys) => return self.attend_to_keys(keys, packed, cached.rows.scratch),
-            Stored::Latents(latents) => {
-                latents.append(self.cache_entries(tokens));
-                latents.tokens()
-            }
-        };
-        let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
-        let key_dim = self.spec().key_dim();
-        let q = packed.narrow(2, 0, heads * key_dim).reshape([batch * new, heads, key_dim]);
-        let up = on_device(self.kv_b_proj.weight.val()).reshape([heads, 2 * d, rank]);
-        let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
-        let q_c = q.clone().narrow(2, 0, d);
-        let q_c = match &self.k_norm {
-            Some(norm) => q_c * on_device(norm.weight.val()).narrow(0, 0, d).unsqueeze(),
-            None => q_c,
-        };
-        let q_c = q_c.swap_dims(0, 1).matmul(w_uk);
-        let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
-        let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
-        let o = mla_decode(q, latents, key_scale, rank, self.spec().softmax_scale);
-        let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
-        let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
-        o.reshape([batch, new, heads, d])
+        if new > 1 {
+            let earlier = match stored {
+                Stored::Keys(keys) => {
+                    let [k, v] = [&keys.k, &keys.v].map(|x| x.tokens().swap_dims(1, 2));
+                    self.without_queries([k, v])
+                }
+                Stored::Latents(latents) => self.without_queries(self.keys_and_values(latents)),
+            };
+            let first = earlier.dims()[1];
+            self.append(stored, tokens);
+            let row = Tensor::cat(vec![earlier, packed], 1);
+            let bounds = cached.state.rows_behind([batch, first + new], first, &row.device());
+            let spec = MlaSpec { policy: cached.context.settings.policy, ..self.spec() };
+            return mla_attention_of_last(row, spec, (first, bounds));
+        }
+        self.append(stored, tokens);
+        match stored {
+            Stored::Latents(latents) => self.attend_to_latents(latents, packed),
+            Stored::Keys(keys) => {
+                let ([q, _, _], bias) = (self.heads(packed), None);
+                let scale = self.spec().softmax_scale;
+                attention_decode(q.squeeze_dim(1), keys, bias, scale, cached.rows.scratch).unsqueeze_dim(1)
+            }
+        }
     }
 
     fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
@@ -272,27 +271,22 @@ impl<B: Backend> LatentAttention<B> {
             .map(|(first, width)| packed.clone().narrow(2, first, heads * width).reshape([batch, tokens, heads, width]))
     }
 
-    /// Attention of new tokens over cached keys and values, to which it adds theirs. Several new tokens attend in a row
-    /// of their own: the cached tokens, with queries of zero, then the new ones.
-    fn attend_to_keys<I: DeviceBackend>(
-        &self,
-        cache: &mut KeyCache<I>,
-        packed: Tensor<I, 3>,
-        scratch: &mut I::DecodeScratch,
-    ) -> Tensor<I, 4> {
-        let ([batch, new, _], spec, earlier) = (packed.dims(), self.spec(), cache.len());
-        let [q, k, v] = self.heads(packed.clone());
-        if new == 1 {
-            cache.append(k, v);
-            let bias = None;
-            return attention_decode(q.squeeze_dim(1), cache, bias, spec.softmax_scale, scratch).unsqueeze_dim(1);
+    /// A packed tensor with queries of zero; keys, `[batch, tokens, num_heads, head_dim + qk_rope_head_dim]`, and
+    /// values, `[batch, tokens, num_heads, head_dim]`.
+    fn without_queries<I: Backend>(&self, [k, v]: [Tensor<I, 4>; 2]) -> Tensor<I, 3> {
+        let [k, v] = [k, v].map(|x| x.flatten::<3>(2, 3));
+        Tensor::cat(vec![k.zeros_like(), k, v], 2)
+    }
+
+    /// Adds new tokens to a cache.
+    fn append<I: Backend>(&self, stored: &mut Stored<I>, tokens: PackedLatents<I>) {
+        match stored {
+            Stored::Latents(latents) => latents.append(self.cache_entries(tokens)),
+            Stored::Keys(keys) => {
+                let [_, k, v] = self.heads(tokens.packed);
+                keys.append(k, v);
+            }
         }
-        let queries = Tensor::zeros([batch, earlier, self.num_heads * spec.key_dim()], (&q.device(), q.dtype()));
-        let [cached_k, cached_v] = [&cache.k, &cache.v].map(|x| x.tokens().swap_dims(1, 2).flatten::<3>(2, 3));
-        let row = Tensor::cat(vec![Tensor::cat(vec![queries, cached_k, cached_v], 2), packed], 1);
-        let documents = Documents::whole_rows([batch, earlier + new], &row.device());
-        cache.append(k, v);
-        mla_attention(row, &documents, spec).narrow(1, earlier, new)
     }
 
     /// The cache's entries of new tokens: `kv_lora_rank + qk_rope_head_dim` values per token, and where keys are normed
@@ -307,6 +301,59 @@ impl<B: Backend> LatentAttention<B> {
             }
         };
         NewLatents { latents: Tensor::cat(vec![tokens.latent, k_rope], 2), key_scale }
+    }
+}
+
+impl<B: SieveBackend> LatentAttention<B> {
+    /// Keys, `[batch, tokens, num_heads, head_dim + qk_rope_head_dim]`, and values,
+    /// `[batch, tokens, num_heads, head_dim]`, of cached tokens, as their own pass computed them: to the bit where the
+    /// GEMM adds in the same order and keys are not normed. A cached rotated key has the norm's weight, and is rounded
+    /// before it is divided by the rms.
+    fn keys_and_values(&self, latents: &Latents<B::Inner>) -> [Tensor<B::Inner, 4>; 2] {
+        let (latents, key_scale) = latents.tokens();
+        let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
+        let [batch, tokens, _] = latents.dims();
+        let latent = latents.clone().narrow(2, 0, rank);
+        let kv = on_device(self.kv_b_proj.forward(from_device(latent))).reshape([batch, tokens, heads, 2 * d]);
+        let k_rope = latents.narrow(2, rank, self.rope_dim).unsqueeze_dim::<4>(2).repeat_dim(2, heads);
+        let (k, v) = (kv.clone().narrow(3, 0, d), kv.narrow(3, d, d));
+        let k = match self.k_norm.as_ref().zip(key_scale) {
+            None => Tensor::cat(vec![k, k_rope], 3),
+            Some((norm, scale)) => {
+                let (dtype, scale) = (k.dtype(), scale.unsqueeze_dim::<4>(3));
+                let weight = on_device(norm.weight.val()).narrow(0, 0, d).cast(DType::F32).unsqueeze::<4>();
+                let k = k.cast(DType::F32) * (scale.clone() * weight);
+                let k_rope = k_rope.cast(DType::F32) * scale;
+                Tensor::cat(vec![k.cast(dtype), k_rope.cast(dtype)], 3)
+            }
+        };
+        [k, v]
+    }
+
+    /// Attention of one token of each row to latents instead of keys and values: queries are multiplied by the weight
+    /// of the keys' norm and by W_UK, the rows of `kv_b_proj` for keys, so that their product with a latent is the
+    /// logit; the attention's outputs by W_UV, its rows for values. A query head is then `kv_lora_rank +
+    /// qk_rope_head_dim` wide.
+    fn attend_to_latents(&self, latents: &Latents<B::Inner>, packed: Tensor<B::Inner, 3>) -> Tensor<B::Inner, 4> {
+        let (latents, key_scale) = latents.tokens();
+        let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
+        let [batch, new, _] = packed.dims();
+        let key_dim = self.spec().key_dim();
+        let q = packed.narrow(2, 0, heads * key_dim).reshape([batch * new, heads, key_dim]);
+        let up = on_device(self.kv_b_proj.weight.val()).reshape([heads, 2 * d, rank]);
+        let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
+        let q_c = q.clone().narrow(2, 0, d);
+        let q_c = match &self.k_norm {
+            Some(norm) => q_c * on_device(norm.weight.val()).narrow(0, 0, d).unsqueeze(),
+            None => q_c,
+        };
+        let q_c = q_c.swap_dims(0, 1).matmul(w_uk);
+        let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
+        let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
+        let o = mla_decode(q, latents, key_scale, rank, self.spec().softmax_scale);
+        let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
+        let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
+        o.reshape([batch, new, heads, d])
     }
 }
 
@@ -387,6 +434,14 @@ impl<B: Backend> LatentCache<B> {
         let buffer = |x| TokenBuffer::new(x, token_axis, room);
         let latents = Latents { latents: buffer(new.latents), key_scale: new.key_scale.map(buffer) };
         Self { stored: Stored::Latents(latents) }
+    }
+}
+
+#[cfg(test)]
+impl<B: SieveBackend<Inner = B>> LatentAttention<B> {
+    /// The cache of these tokens as a GPU has it.
+    pub(super) fn cache_of_latents(&self, packed: PackedLatents<B>) -> LayerCache<B> {
+        LayerCache::Latent(LatentCache::of_latents(self.cache_entries(packed)))
     }
 }
 

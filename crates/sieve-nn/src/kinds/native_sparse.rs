@@ -17,8 +17,8 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, Documents, Heads, KernelPolicy, NsaCall, SieveBackend, TokenAttention,
-    TokenBranches, TokenExtra,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, NsaCall, SieveBackend,
+    TokenAttention, TokenBranches, TokenExtra,
 };
 use std::ops::Range;
 
@@ -184,6 +184,38 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 }
 
+impl<B: SieveBackend> NativeSparseAttention<B> {
+    /// Compressed keys and values of rows that are one document each.
+    fn compress_row(&self, qkv: Tensor<B::Inner, 4>) -> Tensor<B::Inner, 3> {
+        let [batch, tokens, _, _] = qkv.dims();
+        let documents = Documents::whole_rows([batch, tokens], &qkv.device());
+        on_device(self.compress(from_device(qkv), &documents))
+    }
+
+    /// Attention of several new tokens after cached ones, which it adds to the cache, by the ops of whole rows: the
+    /// cached tokens, with queries of zero, then the new ones. Returns `[batch, new, num_heads, head_dim]`.
+    pub(super) fn attend_in_row(
+        &self,
+        branches: Branches<B::Inner>,
+        cache: &mut BlockCache<B::Inner>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+    ) -> Tensor<B::Inner, 4> {
+        let spec = context.under_policy(self.spec());
+        let (bias, gates) = (on_device(self.gate_bias.val()), branches.gates.clone().flatten(2, 3));
+        let [batch, new, ..] = branches.window.dims();
+        let (row, window) = cache.row(branches, spec, &|tokens| self.compress_row(tokens), state);
+        let [_, tokens, ..] = row.selected.dims();
+        let (first, device) = (tokens - new, row.selected.device());
+        let documents = Documents::<B::Inner>::whole_rows([batch, tokens], &device);
+        let call = NsaCall::new(documents.bounds(), spec, self.nsa.blocks()).of_last(first);
+        let coarse = sieve_ops::nsa_compressed_attention(row.compressed, row.pooled, &call);
+        let selected = sieve_ops::nsa_selected_attention(row.selected, coarse.block_indices, &call);
+        let [compressed, selected] = [coarse.o, selected].map(|o| o.narrow(1, first, new));
+        sieve_ops::nsa_gates([compressed, selected, window], gates, bias)
+    }
+}
+
 impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
     type Packed = Branches<B>;
     /// The compressed keys and values.
@@ -245,18 +277,18 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
         LayerCache::Blocks(BlockCache::of_prompt(&branches, on_device(compressed), self.spec(), self.nsa.blocks()))
     }
 
-    /// Attends one token at a time: a token may complete a block, which later tokens attend to.
+    /// On a GPU several tokens attend in one row. On a CPU, which would compute a query for each cached token, and
+    /// where there is one token, each attends by itself: it may complete a block, which later tokens attend to.
     fn attend_cached(&self, branches: Branches<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
         let (spec, blocks) = (self.spec(), self.nsa.blocks());
-        let CachedRows { cache, scratch, .. } = cached.rows;
+        let Cached { rows: CachedRows { cache, scratch, .. }, context, state } = cached;
         let LayerCache::Blocks(cache) = cache else {
             panic!("an NSA layer decodes after a prompt");
         };
-        let compress = |block: Tensor<B::Inner, 4>| {
-            let [batch, size, _, _] = block.dims();
-            let documents = Documents::whole_rows([batch, size], &block.device());
-            on_device(self.compress(from_device(block), &documents))
-        };
+        if !<B::Inner as DeviceBackend>::ON_HOST && branches.window.dims()[1] > 1 {
+            return self.attend_in_row(branches, cache, context, state);
+        }
+        let compress = |block| self.compress_row(block);
         let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
         for token in 0..branches.window.dims()[1] {
             let new = branches.clone().change(&|branch| branch.narrow(1, token, 1));

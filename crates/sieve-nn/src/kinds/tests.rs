@@ -5,7 +5,7 @@ use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, Slo
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
-use sieve_core::{DmaBias, DmaRecency, DmaShape, ModelShape, NsaShape};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, MlaShape, ModelShape, NsaShape};
 use sieve_ops::{Documents, Residual, RowsOf, SieveBackend};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
@@ -338,4 +338,83 @@ fn tokens_after_cached_ones_read_their_blocks_where_the_cached_ones_choose_none(
         // A token that chooses no block reads nothing.
         assert!(values(last.0.flatten::<3>(2, 3)).iter().all(|&x| x == 0.0), "{attention:?}");
     }
+}
+
+/// Divisions of 23 tokens into parts.
+const PARTS: [&[usize]; 6] = [&[3, 7, 1, 12], &[1, 2, 2, 18], &[10, 13], &[22, 1], &[9, 1, 1, 2, 10], &[2, 5, 5, 5, 6]];
+
+#[test]
+fn parts_behind_latents_have_the_outputs_of_one_pass() {
+    use crate::kv_cache::CachedRows;
+    use crate::layer::{Cached, PerToken, Rows as AttendedRows};
+    for qk_norm in [false, true] {
+        // On a GPU the cache holds latents.
+        let attention = sieve_core::Attention::Mla(MlaShape { qk_norm, ..MlaShape::published(8) });
+        let Attention::Latent(layer) = layer::<Flex>(attention) else { panic!("latents") };
+        let rows = Rows::new([2, 23], &shape(attention));
+        let (context, x) = (rows.context(), input::<Flex, 3>([2, 23, 24], 6));
+        let packed = layer.project(x, &context);
+        let whole = AttendedRows { documents: context.documents, first: 0, cached: 0, heads: 0..6, context: &context };
+        let (all, ()) = layer.attend(packed.clone(), &whole, &mut PassState::default());
+        let part = |first, count| packed.clone().change(&|x| x.narrow(1, first, count));
+        for parts in PARTS {
+            let (mut cache, mut scratch) = (layer.cache_of_latents(part(0, parts[0])), Default::default());
+            let mut done = parts[0];
+            for &new in &parts[1..] {
+                let rows = CachedRows { rows: [0, 2], cache: &mut cache, scratch: &mut scratch };
+                let state = &mut PassState::default();
+                let o = layer.attend_cached(part(done, new), Cached { rows, context: &context, state });
+                let [got, expected] = [o, all.clone().narrow(1, done, new)].map(|o| values(o.flatten::<3>(2, 3)));
+                let what = format!("norm {qk_norm}, {new} of {parts:?} behind {done}");
+                assert_close(&what, &got, &expected, 1e-5);
+                if new > 1 && !qk_norm {
+                    assert_eq!(got, expected, "{what}");
+                }
+                done += new;
+            }
+            assert_eq!(cache.num_keys(), 23);
+        }
+    }
+}
+
+#[test]
+fn parts_behind_blocks_have_the_outputs_of_one_pass() {
+    use crate::kv_cache::CachedRows;
+    use crate::layer::{Cached, PerToken, Rows as AttendedRows};
+    let mut compared = 0;
+    for attention in kinds(0.5) {
+        let Attention::Branches(layer) = layer::<Flex>(attention) else { continue };
+        let rows = Rows::new([2, 23], &shape(attention));
+        let (context, x) = (rows.context(), input::<Flex, 3>([2, 23, 24], 6));
+        let packed = layer.project(x, &context);
+        let attend = |first, count| {
+            let part = packed.clone().change(&|x| x.narrow(1, first, count));
+            let documents = Documents::whole_rows([2, count], &Default::default());
+            let rows = AttendedRows { documents: &documents, first: 0, cached: 0, heads: 0..6, context: &context };
+            (part.clone(), layer.attend(part, &rows, &mut PassState::default()))
+        };
+        let (_, (all, _)) = attend(0, 23);
+        for parts in PARTS {
+            let (begun, (_, pooled)) = attend(0, parts[0]);
+            let (mut cache, mut scratch) = (layer.fill(begun, pooled), Default::default());
+            let mut done = parts[0];
+            for &new in &parts[1..] {
+                let (part, state) = (packed.clone().change(&|x| x.narrow(1, done, new)), &mut PassState::default());
+                // Several tokens attend as on a GPU.
+                let o = match &mut cache {
+                    LayerCache::Blocks(cache) if new > 1 => layer.attend_in_row(part, cache, &context, state),
+                    cache => {
+                        let rows = CachedRows { rows: [0, 2], cache, scratch: &mut scratch };
+                        layer.attend_cached(part, Cached { rows, context: &context, state })
+                    }
+                };
+                let [got, expected] = [o, all.clone().narrow(1, done, new)].map(|o| values(o.flatten::<3>(2, 3)));
+                assert_eq!(got, expected, "{attention:?}, {new} of {parts:?} behind {done}");
+                done += new;
+                compared += new;
+            }
+            assert_eq!(cache.num_keys(), 23);
+        }
+    }
+    assert!(compared > 0, "nsa is a kind");
 }

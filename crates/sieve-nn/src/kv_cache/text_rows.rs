@@ -1,8 +1,9 @@
 //! Texts of different lengths in the rows of one cache, for devices that take a token of all rows in one call.
 //!
 //! Kernels read each row's length, and a token lies at its position in the text. A text is copied into a free row in
-//! place, so a captured graph stays valid. The cache begins small and grows when a text has no row or no room; the
-//! graph is then captured anew. Where no step takes the model, each text gets its own cache back.
+//! place, so a captured graph stays valid. The cache begins small and grows when a text has no row or no room, and
+//! shrinks when it is told to; the graph is then captured anew. Where no step takes the model, each text gets its own
+//! cache back.
 //!
 //! A text that has ended may be kept in its row. A step takes the row as free, so that the text costs no time, and
 //! writes its first entries over: these are copied before, and put back when the text goes on.
@@ -22,7 +23,8 @@ pub struct TextRows<B: DeviceBackend> {
     rows: Vec<Row<B>>,
     /// Tokens that each row has room for.
     room: usize,
-    /// Most rows, and most tokens of each.
+    /// Rows and tokens of each to begin with, and at most.
+    least: [usize; 2],
     most: [usize; 2],
     device: B::Device,
 }
@@ -55,9 +57,10 @@ impl<B: DeviceBackend> TextRows<B> {
     }
 
     /// As [`new`](Self::new) for `most` texts and tokens, with another size to begin with.
-    pub fn beginning_with([num_rows, room]: [usize; 2], most: [usize; 2], device: &B::Device) -> Self {
-        let rows = (0..num_rows.min(most[0])).map(|_| Row::Free).collect();
-        Self { cache: KvCache::new(0), rows, room: room.min(most[1]), most, device: device.clone() }
+    pub fn beginning_with(first: [usize; 2], most: [usize; 2], device: &B::Device) -> Self {
+        let [num_rows, room] = [first[0].min(most[0]), first[1].min(most[1])];
+        let (rows, least) = ((0..num_rows).map(|_| Row::Free).collect(), [num_rows, room]);
+        Self { cache: KvCache::new(0), rows, room, least, most, device: device.clone() }
     }
 
     /// Number of rows that there are now.
@@ -162,16 +165,61 @@ impl<B: DeviceBackend> TextRows<B> {
         self.grow(self.rows.len(), longest + 1);
     }
 
-    /// Grows to `num_rows` rows, and to twice the room until `tokens` fit, but not above the most. The memory of a
-    /// layer's old rows is given back before the next layer grows.
+    /// Whether the texts would do with a quarter of the memory or less.
+    pub fn is_roomy(&self) -> bool {
+        let [num_rows, room] = self.needed();
+        !self.cache.layers.is_empty() && 4 * num_rows * room <= self.rows.len() * self.room
+    }
+
+    /// The rows, and tokens of each, to which a cache grows for these texts.
+    fn needed(&self) -> [usize; 2] {
+        let texts = self.rows.iter().filter(|row| row.tokens() > 0);
+        let tokens = texts.clone().map(|row| row.tokens() + 1).max().unwrap_or(0);
+        [self.doubled(0, self.least[0], texts.count()), self.doubled(1, self.least[1], tokens)]
+    }
+
+    /// Twice the number of rows (`axis` 0) or tokens (1) until there are `wanted`, but not above the most.
+    fn doubled(&self, axis: usize, mut size: usize, wanted: usize) -> usize {
+        let most = self.most[axis];
+        while size < wanted.min(most) {
+            size = (2 * size).min(most);
+        }
+        size
+    }
+
+    /// Gives memory back that the texts do not need, all of it where there is no text. Returns the row that each row's
+    /// text has now.
+    pub fn shrink(&mut self) -> Vec<usize> {
+        let used = self.rows.iter().map(|row| usize::from(row.tokens() > 0));
+        let before = used.clone().scan(0, |before, used| {
+            Some({
+                let now = *before;
+                *before += used;
+                now
+            })
+        });
+        let (now, size): (Vec<usize>, _) = (before.collect(), self.needed());
+        if used.sum::<usize>() == 0 {
+            *self = Self::beginning_with(self.least, self.most, &self.device);
+            give_back::<B>(&self.device);
+        } else {
+            self.resize(size, &now);
+        }
+        now
+    }
+
+    /// Grows to `num_rows` rows, and to twice the room until `tokens` fit, but not above the most.
     fn grow(&mut self, num_rows: usize, tokens: usize) {
-        let mut room = self.room;
-        while room < tokens {
-            room = (2 * room).min(self.most[1]);
+        let room = self.doubled(1, self.room, tokens);
+        if (num_rows, room) != (self.rows.len(), self.room) {
+            let same: Vec<usize> = (0..self.rows.len()).collect();
+            self.resize([num_rows, room], &same);
         }
-        if (num_rows, room) == (self.rows.len(), self.room) {
-            return;
-        }
+    }
+
+    /// Gives the cache another size, in which the text of each row has row `now[row]`, in the same order. The memory of
+    /// a layer's old rows is given back before the next layer follows.
+    fn resize(&mut self, [num_rows, room]: [usize; 2], now: &[usize]) {
         // A captured step holds the buffers.
         self.cache.graph = Default::default();
         self.cache.scratch = Default::default();
@@ -179,18 +227,27 @@ impl<B: DeviceBackend> TextRows<B> {
         let texts = self.rows.iter().map(Row::tokens).enumerate().filter(|(_, tokens)| *tokens > 0);
         let texts: Vec<_> = texts.collect();
         for layer in &mut self.cache.layers {
-            let mut larger = layer.rows(size);
+            let mut other = layer.rows(size);
             for &(row, tokens) in &texts {
-                put(&mut larger, row, &layer.rows(RowsOf::Text { row, tokens }), tokens);
+                put(&mut other, now[row], &layer.rows(RowsOf::Text { row, tokens }), tokens);
             }
-            *layer = larger;
-            // Copies that were begun may still read the old rows.
-            B::sync(&self.device).unwrap_or_else(|error| panic!("{error}"));
-            B::memory_cleanup(&self.device);
+            *layer = other;
+            give_back::<B>(&self.device);
         }
+        let old = std::mem::take(&mut self.rows);
         self.rows.resize_with(num_rows, || Row::Free);
+        for (row, &now) in old.into_iter().zip(now).filter(|(row, _)| row.tokens() > 0) {
+            self.rows[now] = row;
+        }
         self.room = room;
     }
+}
+
+/// Gives the memory of dropped buffers back.
+fn give_back<B: DeviceBackend>(device: &B::Device) {
+    // Copies that were begun may still read them.
+    B::sync(device).unwrap_or_else(|error| panic!("{error}"));
+    B::memory_cleanup(device);
 }
 
 /// Copies `text`, a cache of one row of `tokens` tokens, into row `row`.

@@ -13,12 +13,20 @@ pub struct NsaCall<B: Backend> {
     pub spec: AttentionSpec,
     /// Sizes of compressed and selected blocks.
     pub blocks: NsaBlocks,
+    /// Blocks that tokens before this one of each row choose are not read, and may be anything.
+    pub first: usize,
 }
 
 impl<B: Backend> NsaCall<B> {
     /// The call inside these documents.
     pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
-        Self { documents, spec, blocks }
+        Self { documents, spec, blocks, first: 0 }
+    }
+
+    /// The same call for the tokens from `first` on in each row.
+    #[must_use]
+    pub fn of_last(self, first: usize) -> Self {
+        Self { first, ..self }
     }
 }
 

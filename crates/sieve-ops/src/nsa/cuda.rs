@@ -146,11 +146,12 @@ fn compressed_forward(
     call: &NsaCall<Cuda>,
 ) -> Result<NsaCompressed<Cuda>, KernelError> {
     let [start, end] = bounds(&call.documents);
-    let (result, indices) = packed(qkv, call.spec).q.nsa_compressed_attention_forward(
+    let (result, indices) = packed(qkv, call.spec).q.nsa_compressed_attention_of_last(
         [&start, &end],
         &kernel_tensor(compressed.clone()),
         call.blocks,
         call.spec.softmax_scale as f32,
+        call.first,
     )?;
     Ok(NsaCompressed { output: output(result), block_indices: indices.burn() })
 }

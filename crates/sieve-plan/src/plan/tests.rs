@@ -389,6 +389,25 @@ fn logits_that_are_returned_together_count_all_at_once() {
 }
 
 #[test]
+fn a_part_behind_latents_takes_no_more_than_the_whole_prompt_that_is_planned() {
+    let tokens = 32_768;
+    for qk_norm in ["false", "true"] {
+        let set = format!("attention.qk_norm={qk_norm}");
+        let shape = recipe(&MLA_80M, &[&set]).model_shape(50_277).expect("a shape");
+        let planned = inference_memory(&shape, InferenceSize::rows_of(tokens, tokens), &h200(), h200().value_bytes());
+        let (values, rope) = (shape.q_width() as u64, (shape.num_heads * shape.head_dim / 2) as u64);
+        let keys = values + rope;
+        // Of each earlier token: what the GEMM writes, keys, queries of zero, and the packed row; or, where keys are
+        // normed, three tensors of f32.
+        let packed = 2 * (2 * values + keys + keys + (2 * keys + values));
+        let normed = 2 * 2 * values + 3 * 4 * values;
+        // Beside it the part keeps the residual stream and its norm alone.
+        let part = tokens as u64 * (packed.max(normed) + 2 * 2 * shape.d_model as u64);
+        assert!(part < planned.peak.activation_bytes, "{part} of {}", planned.peak.activation_bytes);
+    }
+}
+
+#[test]
 fn rows_of_no_tokens_need_as_much_as_rows_of_one() {
     let shape = dma_80m();
     for target in [CPU, h200()] {

@@ -2,17 +2,19 @@
 //! each compressed block, and of the tokens of the next, incomplete block.
 use super::Branches;
 use crate::kinds::chosen_blocks::{chosen_blocks, keys_of_blocks};
+use crate::kinds::dense::attend_in_row;
 use crate::kinds::{KindCache, LayerCache, OTHER_CACHE};
 use crate::kv_cache::last;
+use crate::pass::PassState;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, KeyCache, NsaBlocks, RowsOf, TokenCache, attention_decode, cached_attention,
-    split_heads,
+    AttentionSpec, DeviceBackend, KeyCache, NsaBlocks, RowsOf, SieveBackend, TokenCache, attention_decode,
+    cached_attention, split_heads,
 };
 
-/// Computes the compressed keys and values, `[2, rows, head_dim]`, of the packed tokens of one block of each row.
+/// Computes the compressed keys and values, `[2, slots, head_dim]`, of the packed tokens of rows.
 type Compress<'a, B> = dyn Fn(Tensor<B, 4>) -> Tensor<B, 3> + 'a;
 
 /// Keys and values of NSA's three branches.
@@ -27,6 +29,16 @@ pub struct BlockCache<B: Backend> {
     /// The compressed branch's keys and values before compression, of at least the last `compress_block_size` tokens.
     tail: KeyCache<B>,
     blocks: NsaBlocks,
+}
+
+/// A row of cached and new tokens for two of the branches.
+pub(super) struct BranchRows<B: Backend> {
+    /// Packed queries of the compressed branch.
+    pub(super) compressed: Tensor<B, 4>,
+    /// Compressed keys, then values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
+    pub(super) pooled: Tensor<B, 3>,
+    /// Packed queries, keys and values of the selected branch.
+    pub(super) selected: Tensor<B, 4>,
 }
 
 impl<B: Backend> BlockCache<B> {
@@ -169,6 +181,50 @@ impl<B: DeviceBackend> BlockCache<B> {
         let [coarse, selected] = [coarse, selected].map(|o| o.reshape([batch, 1, spec.num_heads, d]));
         [coarse, selected, window]
     }
+
+    /// Appends several tokens. Returns the row in which they attend in the compressed and the selected branch, and
+    /// their output of the window branch, `[batch, new, num_heads, head_dim]`. `compress` computes the compressed keys
+    /// and values of rows of tokens.
+    pub(super) fn row<S: SieveBackend<Inner = B>>(
+        &mut self,
+        new: Branches<B>,
+        spec: AttentionSpec,
+        compress: &Compress<'_, B>,
+        state: &mut PassState<S>,
+    ) -> (BranchRows<B>, Tensor<B, 4>) {
+        let ([batch, num_new, heads, d], blocks) = (new.selected.dims(), self.blocks);
+        let (earlier, size) = (self.num_tokens(), blocks.compress_block_size);
+        let window = attend_in_row(&mut self.window, new.window, None, spec, state);
+        let selected = self.selected.before(&new.selected, [0, earlier]);
+        let [_, k, v] = split_heads(new.selected, spec.num_kv_heads);
+        self.selected.append(k, v);
+        // The blocks that end with the new tokens, from the first one's first token on, which is in `tail`.
+        let begun = earlier - self.num_compressed() * blocks.compress_stride;
+        let ended = blocks.num_compressed_blocks(earlier + num_new) - self.num_compressed();
+        if ended > 0 {
+            let pair = compress(self.tail.before(&new.compressed, [0, begun]));
+            let [k, v] = first_blocks(pair, batch, blocks.num_slots(begun + num_new), ended, spec);
+            self.compressed.append(k, v);
+        }
+        let [_, k, v] = split_heads(new.compressed.clone(), spec.num_kv_heads);
+        self.tail.reserve(num_new, size - 1);
+        self.tail.append(k, v);
+        // Of the tokens only queries are read.
+        let options = (&selected.device(), selected.dtype());
+        let queries = Tensor::zeros([batch, earlier, heads, d], options);
+        let compressed = Tensor::cat(vec![queries, new.compressed], 1);
+        let num_slots = blocks.num_slots(earlier + num_new);
+        let num_unused = num_slots - self.num_compressed();
+        let unused = (num_unused > 0).then(|| Tensor::zeros([batch, num_unused, spec.num_kv_heads, d], options));
+        let pooled = [&self.compressed.k, &self.compressed.v].map(|x| {
+            // Burn has no view of no token, and no tensor without one.
+            let used = (!x.is_empty()).then(|| x.tokens().swap_dims(1, 2));
+            let all = Tensor::cat(used.into_iter().chain(unused.clone()).collect(), 1);
+            all.reshape([1, batch * num_slots * spec.num_kv_heads, d])
+        });
+        (BranchRows { compressed, pooled: Tensor::cat(pooled.into(), 0), selected }, window)
+    }
+
     /// The blocks that the last cached token chooses by its query in the compressed branch,
     /// `[batch, num_heads, head_dim]`, one list per row and KV head.
     pub(in crate::kinds) fn choose(&self, coarse_q: Tensor<B, 3>, spec: AttentionSpec) -> Vec<Vec<i32>> {

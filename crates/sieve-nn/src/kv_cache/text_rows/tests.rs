@@ -62,10 +62,10 @@ fn texts_of_every_kind_stay_as_they_are_while_others_come_and_go_and_rows_grow()
         // Each text's row, its cache apart from the others, and whether it is kept.
         let mut texts: Vec<(usize, KvCache<Flex>, bool)> = Vec::new();
         let one_token = reader.text_of(&mut random, 1);
-        let mut sizes = Vec::new();
-        for _ in 0..60 {
+        let (mut sizes, mut shrunk) = (Vec::new(), Vec::new());
+        for _ in 0..80 {
             let at = (!texts.is_empty()).then(|| random.below(texts.len()));
-            match (random.below(5), at) {
+            match (random.below(6), at) {
                 (0 | 1, _) if rows.has_free() => {
                     let num_tokens = 1 + random.below(22);
                     let text = reader.text_of(&mut random, num_tokens);
@@ -80,6 +80,11 @@ fn texts_of_every_kind_stay_as_they_are_while_others_come_and_go_and_rows_grow()
                     reader.assert_equal(&what, &rows.take(row), &text);
                 }
                 (4, Some(at)) if random.below(2) == 0 => rows.free(texts.swap_remove(at).0),
+                (5, _) => {
+                    let now = rows.shrink();
+                    texts.iter_mut().for_each(|(row, ..)| *row = now[*row]);
+                    shrunk.push([rows.num_rows(), rows.room()]);
+                }
                 _ => {}
             }
             if rows.cache.layers.is_empty() || texts.iter().any(|(_, text, _)| text.num_tokens + 2 >= MOST[1]) {
@@ -106,8 +111,8 @@ fn texts_of_every_kind_stay_as_they_are_while_others_come_and_go_and_rows_grow()
         for (row, text, _) in texts {
             reader.assert_equal(&what, &rows.take(row), &text);
         }
-        assert_eq!(rows.num_rows(), MOST[0], "{what}");
-        assert!(rows.room() > 16 && sizes.iter().all(|[rows, room]| *rows <= MOST[0] && *room <= MOST[1]), "{what}");
+        assert!(sizes.iter().all(|[rows, room]| *rows <= MOST[0] && *room <= MOST[1]), "{what}");
+        assert!(sizes.iter().any(|[rows, room]| *rows > 2 && *room > 16) && !shrunk.is_empty(), "{what}");
     }
 }
 
@@ -143,4 +148,35 @@ fn rows_begin_small_and_grow_to_what_was_asked_for() {
     rows.put(&mut text_of(10));
     rows.make_room();
     assert_eq!(size(&rows), [2, 20]);
+}
+
+#[test]
+fn rows_shrink_to_what_their_texts_need() {
+    let reader = Reader::new(sieve_core::Attention::Mha);
+    let mut random = Random(3);
+    let size = |rows: &TextRows<Flex>| [rows.num_rows(), rows.room()];
+    let mut rows = TextRows::beginning_with([2, 10], [8, 40], &FlexDevice);
+    assert!(!rows.is_roomy(), "no memory is taken yet");
+    let mut texts: Vec<_> = [35, 9, 3, 8, 4].map(|tokens| reader.text_of(&mut random, tokens)).into();
+    let held: Vec<usize> = texts.iter().map(|text| rows.put(&mut text.clone())).collect();
+    assert_eq!((size(&rows), rows.is_roomy()), ([8, 40], false));
+    // The others fit into two rows of ten tokens, an eighth.
+    rows.free(held[0]);
+    rows.free(held[2]);
+    rows.free(held[3]);
+    rows.keep(held[4]);
+    assert!(rows.is_roomy());
+    let now = rows.shrink();
+    assert_eq!((size(&rows), [now[held[1]], now[held[4]]], rows.is_roomy()), ([2, 10], [0, 1], false));
+    assert_eq!(rows.lengths(), [9, 0], "one is open, one kept");
+    reader.assert_equal("open", &rows.take(0), &texts.remove(1));
+    reader.assert_equal("kept", &rows.take(1), &texts.remove(3));
+    // Without a text nothing is left.
+    rows.put(&mut texts.remove(0));
+    rows.free(0);
+    assert!(rows.is_roomy());
+    rows.shrink();
+    assert_eq!((size(&rows), rows.cache.layers.len(), rows.is_roomy()), ([2, 10], 0, false));
+    rows.put(&mut texts.remove(0));
+    assert_eq!(rows.lengths(), [3, 0]);
 }

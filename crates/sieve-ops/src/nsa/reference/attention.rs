@@ -92,7 +92,7 @@ pub(crate) fn compressed_attention<B: Backend>(
         documents: call.documents.clone(),
         spec: call.spec,
         choice: BlockChoice::nsa(call.blocks),
-        first: 0,
+        first: call.first,
     };
     let block_indices = choose_key_blocks::<B>(qkv.clone(), compressed.clone(), &choice);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
