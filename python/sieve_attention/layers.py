@@ -229,6 +229,8 @@ class CoWindowAttention(DenseAttention):
         self, *sizes: int, sink_tokens: int = 64, near_window: int = 1024, far_reach: int = 8128,
         num_bands: int | None = None, **shared: "Unpack[Shared]",
     ) -> None:  # fmt: skip
+        """Sets the bands beside the dense layer's weights; SieveError where they do not divide the KV heads or have no
+        room."""
         super().__init__(*sizes, **shared)
         number = self.num_kv_heads if num_bands is None else num_bands
         if number < 1 or self.num_kv_heads % number:
