@@ -4,7 +4,8 @@ use sieve_hf::TensorFile;
 
 const ALONE: &str = "--set training.train=[\"indexer\"]";
 
-/// Both ways in which an indexer scores blocks, with the layers of the model: the second may have the first one's choice.
+/// Both ways in which an indexer scores blocks, with the layers of the model: the second may have the first one's
+/// choice.
 const INDEXERS: [(&str, &str); 3] =
     [("msa", "[\"sparse\"]"), ("msa\"\nindexer = \"qsa", "[\"sparse\"]"), ("msa", "[\"sparse\",\"shared\"]")];
 

@@ -239,8 +239,9 @@ pub(crate) fn pass<B: TrainBackend>(
     Ok(MicroBatchResult { loss: value, expire, clamped_scores, indexers })
 }
 
-/// As [`pass`], where indexers alone are trained. Their gradients come from the attention of their own layer and of those
-/// that read its choice, so their backward pass follows the last one's forward pass, and no gradient goes through blocks.
+/// As [`pass`], where indexers alone are trained. Their gradients come from the attention of their own layer and of
+/// those that read its choice, so their backward pass follows the last one's forward pass, and no gradient goes through
+/// blocks.
 fn pass_of_indexers<B: TrainBackend>(
     settings: &BlockSettings,
     model: &mut Qwen3<B>,

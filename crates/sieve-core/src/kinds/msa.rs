@@ -60,9 +60,9 @@ keys! {
         /// trained indexer. A `[[stage]]` has a key of the same name: the first stage of a run, and the first of a
         /// dense model that trains on as MSA.
         pub index_warmup: bool = false,
-        /// Whether layers that read an earlier layer's choice (`"shared"` in `model.layer_types`) train its indexer too:
-        /// each adds its own loss, so that the indexer learns the mean of their attention (arXiv:2603.12201). `false`: it
-        /// learns its own layer's alone.
+        /// Whether layers that read an earlier layer's choice (`"shared"` in `model.layer_types`) train its indexer
+        /// too: each adds its own loss, so that the indexer learns the mean of their attention (arXiv:2603.12201).
+        /// `false`: it learns its own layer's alone.
         pub index_loss_of_shared: bool = true,
     }
 }

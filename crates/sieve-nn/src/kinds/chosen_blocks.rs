@@ -121,8 +121,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// The indexer's tensors with which attention computes its loss: this layer's own, which later layers get in
-    /// training, or those of the layer whose choice it reads. `None` where there is no indexer or, in a layer without one,
-    /// no loss.
+    /// training, or those of the layer whose choice it reads. `None` where there is no indexer or, in a layer without
+    /// one, no loss.
     fn learning_index(
         &self,
         packed: &Packed<B>,

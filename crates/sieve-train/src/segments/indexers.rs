@@ -4,7 +4,8 @@ use burn::tensor::Tensor;
 use sieve_nn::{HandedIndex, IndexTensors, Qwen3};
 use sieve_ops::{TrainBackend, seed_gradient};
 
-/// The ends of a block's graph at indexers: at an earlier one's tensors, which are given, and at its own, which it made.
+/// The ends of a block's graph at indexers: at an earlier one's tensors, which are given, and at its own, which it
+/// made.
 pub(super) struct IndexGraph<B: TrainBackend>(pub(super) HandedIndex<B>);
 
 impl<B: TrainBackend> IndexGraph<B> {
@@ -46,8 +47,8 @@ impl<B: TrainBackend> IndexGraph<B> {
     }
 }
 
-/// The backward pass of an indexer that is trained alone: `outputs` are of attention in the layers that read its choice,
-/// its own, `layer_idx`, the first.
+/// The backward pass of an indexer that is trained alone: `outputs` are of attention in the layers that read its
+/// choice, its own, `layer_idx`, the first.
 pub(super) fn learn<B: TrainBackend>(
     model: &Qwen3<B>,
     (layer_idx, outputs): (usize, Vec<Tensor<B, 4>>),
