@@ -21,7 +21,7 @@ const SEQ_LEN: usize = 37;
 /// Weight of one token in the loss of MSA's indexers.
 const TOKEN_SHARE: f64 = 0.01;
 
-const KINDS: [&str; 14] = [
+const KINDS: [&str; 15] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
     QWEN2,
@@ -35,6 +35,7 @@ const KINDS: [&str; 14] = [
     "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 2",
     "kind = \"msa\"\nindexer = \"qsa\"\nselect_block_size = 4\nnum_selected_blocks = 3",
     SHARED_MSA,
+    SHARED_QSA,
     SHARED_MOBA,
     SINKS,
     "kind = \"cowa\"\nsink_tokens = 2\nnear_window = 4\nfar_reach = 20",
@@ -42,6 +43,7 @@ const KINDS: [&str; 14] = [
 
 /// MSA whose last two layers read the blocks that the first one chose.
 const SHARED_MSA: &str = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3";
+const SHARED_QSA: &str = "kind = \"msa\"\nindexer = \"qsa\"\nselect_block_size = 4\nnum_selected_blocks = 4";
 const SHARED_MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3";
 
 /// Qwen2's form: biases in place of the norms of queries and keys.
@@ -59,7 +61,7 @@ fn recipe(attention: &str, tied: bool) -> Recipe {
     let form = match attention {
         QWEN2 => "qk_norm = false\nqkv_bias = true\n",
         SINKS => "attention_sinks = true\n",
-        SHARED_MSA | SHARED_MOBA => "layer_types = [\"sparse\", \"shared\", \"shared\"]\n",
+        SHARED_MSA | SHARED_QSA | SHARED_MOBA => "layer_types = [\"sparse\", \"shared\", \"shared\"]\n",
         _ => "",
     };
     let text = format!(

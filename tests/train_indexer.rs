@@ -4,8 +4,10 @@ use sieve_hf::TensorFile;
 
 const ALONE: &str = "--set training.train=[\"indexer\"]";
 
-/// Both ways in which an indexer scores blocks.
-const INDEXERS: [&str; 2] = ["msa", "msa\"\nindexer = \"qsa"];
+/// Both ways in which an indexer scores blocks, with the layers of the model: the second may have the first one's
+/// choice.
+const INDEXERS: [(&str, &str); 3] =
+    [("msa", "[\"sparse\"]"), ("msa\"\nindexer = \"qsa", "[\"sparse\"]"), ("msa", "[\"sparse\",\"shared\"]")];
 
 fn tiny(kind: &str) -> TinyRun {
     TinyRun::new(&format!("kind = \"{kind}\"\nselect_block_size = 4\nnum_selected_blocks = 2"))
@@ -20,12 +22,14 @@ fn tensors(tiny: &TinyRun, file: &str) -> Vec<(String, Vec<u8>)> {
 
 #[test]
 fn an_indexer_alone_has_the_gradients_of_a_whole_step_and_moves_alone() {
-    for kind in INDEXERS {
+    for (kind, layers) in INDEXERS {
         let tiny = tiny(kind);
         // Nothing is clipped, so the first moments are the gradients of one step in both runs.
-        let set = "--stop-after 1 --set checkpoint.at_start=true --set training.max_norm=1e9 \
-                   --set lr_scheduler.warmup_steps=0";
-        tiny.trained("whole", set);
+        let set = format!(
+            "--stop-after 1 --set checkpoint.at_start=true --set training.max_norm=1e9 \
+             --set lr_scheduler.warmup_steps=0 --set model.layer_types={layers}"
+        );
+        tiny.trained("whole", &set);
         tiny.trained("alone", &format!("{set} {ALONE}"));
         let moments = |out: &str| tensors(&tiny, &format!("{out}/checkpoint/step-1/optimizer.safetensors"));
         let of_indexer: Vec<_> = moments("whole")
@@ -38,6 +42,21 @@ fn an_indexer_alone_has_the_gradients_of_a_whole_step_and_moves_alone() {
         for ((name, before), (_, after)) in weights(0).into_iter().zip(weights(1)) {
             assert_eq!(before != after, name.contains("indexer"), "{kind}: {name}");
         }
+    }
+}
+
+#[test]
+fn an_indexer_learns_from_the_layers_that_read_its_choice() {
+    let tiny = tiny("msa");
+    let set = "--stop-after 1 --set training.max_norm=1e9 --set lr_scheduler.warmup_steps=0 \
+               --set model.layer_types=[\"sparse\",\"shared\"]";
+    tiny.trained("all", set);
+    tiny.trained("own", &format!("{set} --set attention.index_loss_of_shared=false"));
+    let moments = |out: &str| tensors(&tiny, &format!("{out}/checkpoint/step-1/optimizer.safetensors"));
+    for ((name, all), (other, own)) in moments("all").into_iter().zip(moments("own")) {
+        assert_eq!(name, other);
+        let is_gradient = name.ends_with("exp_avg") || name.ends_with("exp_avg_sq");
+        assert_eq!(all != own, is_gradient && name.contains("indexer"), "{name}");
     }
 }
 

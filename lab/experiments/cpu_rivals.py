@@ -132,13 +132,38 @@ def llama(args, folder, dtype):
     return max(read), statistics.median(written)
 
 
+def rounds_of(programs):
+    """Stored lines of the rounds that have these programs and no others."""
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    round_of = lambda row: tuple(row[key] for key in ("session", "turn", "model", "dtype"))  # noqa: E731
+    measured = collections.defaultdict(set)
+    for row in rows:
+        measured[round_of(row)].add(row["program"])
+    return [row for row in rows if measured[round_of(row)] == set(programs)]
+
+
+def tiles_table():
+    """Head and lines: medians of the rounds with and without the tile unit, ours and transformers'."""
+    programs = ["sieve", "sieve, without AMX", "transformers", "transformers, AVX512_CORE_BF16"]
+    by_case = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in rounds_of(programs):
+        for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
+            by_case[what, row["model"]][row["program"]].append(row[key])
+    lines = []
+    for (what, model), by_program in sorted(by_case.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1])):
+        middle = {program: statistics.median(rates) for program, rates in by_program.items()}
+        cells = [f"{middle[program]:,.0f} ({min(by_program[program]):,.0f} to {max(by_program[program]):,.0f})"
+                 for program in programs]
+        lines.append([f"{what}, {model}", str(len(by_program["sieve"])), *cells, f"{middle['sieve'] / middle[programs[1]]:.2f}",
+                      f"{middle['sieve'] / middle['transformers']:.2f}"])
+    return ["bf16, tokens/s", "rounds", "ours", "ours without AMX", "transformers", "transformers without AMX",
+            "ours over ours without", "over transformers"], lines  # fmt: skip
+
+
 def table():
     """Head and lines: medians of the stored rounds with the slowest and the fastest, and ours over the best rival."""
     programs = ["sieve", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    round_of = lambda row: tuple(row[key] for key in ("session", "turn", "model", "dtype"))  # noqa: E731
-    measured = collections.Counter(map(round_of, rows))
-    whole = [row for row in rows if measured[round_of(row)] == len(programs)]
+    whole = rounds_of(programs)
     by_case = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in whole:
         for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):

@@ -75,6 +75,12 @@ SHORT_INFLLM_V2 = [
     "attention.kind=infllm_v2", "attention.compress_block_size=16", "attention.compress_stride=8",
     "attention.num_local_blocks=4", *SHORT_BLOCKS,
 ]
+# In every second layer blocks of 24, with fewer keys: their borders meet the others' at every 48th token alone.
+BY_TURNS = [
+    *SHORT_INFLLM_V2, 'model.layer_types=["sparse","wider"]', "attention.wider.kind=infllm_v2",
+    "attention.wider.compress_block_size=24", "attention.wider.compress_stride=12", "attention.wider.select_block_size=24",
+    "attention.wider.num_selected_blocks=5", "attention.wider.num_local_blocks=3",
+]
 SHORT_MSA = ["attention.kind=msa", *SHORT_BLOCKS, "attention.index_loss_weight=1.0", "model.intermediate_size=448"]
 
 
@@ -158,6 +164,7 @@ ROWS = {
         "window 128 + slope, 1 of 4 dense": dma(128, 128, *SLOPE, *ONE_DENSE),
         "NSA": SHORT_NSA,
         "InfLLM-V2": SHORT_INFLLM_V2,
+        "InfLLM-V2, blocks of 16 and 24 by turns": BY_TURNS,
         **{kinds.label(kind): [f"attention.kind={kind}", *SHORT_BLOCKS] for kind in kinds.of_blocks_alone()},
         "MSA": SHORT_MSA,
         WARMUP: SHORT_MSA,

@@ -18,6 +18,8 @@ from runs import (chart, device_name, evaluated, finished, named, parsed, parser
                   trained)
 
 KINDS = ["dense", "InfLLM-V2", "MoBA", "MSA", "NSA", "DMA 128, slope, r 32", "window 128"]
+# Whose blocks begin elsewhere in each second layer: does InfLLM-V2 keep its gap?
+MORE = ["InfLLM-V2, blocks of 16 and 24 by turns"]
 KEY = ("kind", "steps", "length", "needles", "phases", "seed")
 
 
@@ -50,7 +52,7 @@ def print_table(rows):
     """Prints a line a run: found at the best and the worst phase, the gap with its interval and its chance; the same of the
     log-likelihood."""
     lines = []
-    for key, row in sorted(rows.items(), key=lambda pair: (KINDS.index(pair[0][0]), pair[0][-1])):
+    for key, row in sorted(rows.items(), key=lambda pair: ([*KINDS, *MORE].index(pair[0][0]), pair[0][-1])):
         found, likelihood = row["found"], row["log_likelihood"]
         interval = " to ".join(f"{100 * end:.0f}" for end in found["gap_interval"] or [])
         high, low = max(found["means"]), min(found["means"])
@@ -63,7 +65,7 @@ def print_table(rows):
 
 def drawn(rows):
     """A panel for the needles found and one for the log-likelihood, over the phase: a line a kind, a dot a seed."""
-    kinds = [kind for kind in KINDS if any(key[0] == kind for key in rows)]
+    kinds = [kind for kind in [*KINDS, *MORE] if any(key[0] == kind for key in rows)]
 
     def series(score, factor):
         of_kind = {kind: [row[score]["means"] for key, row in rows.items() if key[0] == kind] for kind in kinds}
@@ -77,7 +79,7 @@ def drawn(rows):
 def main():
     """Trains and asks what has no line yet where --sieve is given; prints the table of these steps and needles."""
     parser = parser_of(__doc__, "phases.jsonl", reads_text=False)
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=[*KINDS, *MORE])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=2400, help="2.5 times as many are trained, as in learning_table.py")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row, and of a question's text")

@@ -121,15 +121,18 @@ def tokens_of(blocks, size):
 class ChosenBlocks(nn.Module):
     """Exact attention over blocks that queries choose by means of rotated keys, or by an indexer."""
 
-    def __init__(self, model, attention, eps):
-        """`attention`: the recipe's table, whose kind MSA adds the indexer's projection and norms."""
+    def __init__(self, model, attention, eps, chooser=None):
+        """`attention`: the recipe's table, whose kind MSA adds the indexer's projection and norms. `chooser`: the layer
+        whose blocks this one reads; it has no indexer of its own then."""
         super().__init__()
+        # In a list, so that its parameters are not this module's too.
+        self.chooser = [chooser] if chooser else []
         self.heads, self.kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
         self.d, self.theta, self.of = model["head_dim"], model["rope_theta"], attention
         self.narrowest = math.inf
         self.qkv = Packed(model, eps)
         self.o_proj = linear(self.heads * self.d, model["hidden_size"])
-        if attention["kind"] == "msa":
+        if attention["kind"] == "msa" and not chooser:
             proj = linear(model["hidden_size"], (self.kv_heads + 1) * self.d)
             self.indexer = nn.ModuleDict({"proj": proj, "q_norm": RmsNorm(self.d, eps), "k_norm": RmsNorm(self.d, eps)})
 
@@ -140,18 +143,32 @@ class ChosenBlocks(nn.Module):
         return (rotate(x, self.theta).transpose(1, 2) for x in (q, k))
 
     def by_indexer(self, x, q, k, v):
-        """The output; keeps the divergence of the indexer, summed over queries, averaged over KV heads."""
+        """The output; keeps what the indexer reads, its log-probabilities, and the attention that it learns."""
         index_q, index_k = self.index_heads(x.detach())
         n, select = x.shape[1], self.of["select_block_size"]
         by = index_q.detach(), index_k.detach(), torch.arange(n)[None, :, None]
         blocks, self.narrowest = chosen(definitions.msa_importance(*by, select, n), 0, 1, self.of)
         mask = tokens_of(blocks, select)
-        o = definitions.masked_attention(q, k, v, mask)
-        p = definitions.probabilities(q, k, mask).detach().unflatten(1, (self.kv_heads, -1)).mean(2)
         scores = index_q @ index_k.transpose(2, 3) / math.sqrt(self.d)
         index = scores.masked_fill(~mask, -math.inf).log_softmax(-1).masked_fill(~mask, 0.0)
-        self.divergence = (torch.xlogy(p, p) - p * index).sum() / self.kv_heads
-        return o
+        self.read, self.teachers = (mask, index), []
+        return self.taught(q, k, v, self)
+
+    def taught(self, q, k, v, chooser):
+        """The output over what `chooser` reads, whose indexer learns these probabilities too."""
+        mask, _ = chooser.read
+        chooser.teachers.append(definitions.probabilities(q, k, mask).detach().unflatten(1, (self.kv_heads, -1)).mean(2))
+        return definitions.masked_attention(q, k, v, mask)
+
+    def divergence(self):
+        """Of the indexer from the mean attention of the layers that read its choice, times their number, summed over
+        queries, averaged over KV heads; 0 without an indexer."""
+        if self.chooser:
+            return 0.0
+        if self.of.get("indexer") == "qsa":
+            return self.of_blocks
+        p, (_, index) = torch.stack(self.teachers).mean(0), self.read
+        return len(self.teachers) * (torch.xlogy(p, p) - p * index).sum() / self.kv_heads
 
     def by_pooled_indexer(self, x, q, k, v):
         """As by_indexer with QSA's scores: one key for each complete block, one choice for all heads."""
@@ -168,7 +185,7 @@ class ChosenBlocks(nn.Module):
         mask, scores = tokens_of(blocks, select), scores[:, 0]
         o, p = definitions.masked_attention(q, k, v, mask), definitions.probabilities(q, k, mask)
         if complete == 0:
-            self.divergence = scores.sum()
+            self.of_blocks = scores.sum()
             return o
         p = p.detach().sum(1)[..., : complete * select].unflatten(-1, (complete, select)).amax(-1)
         ended = torch.arange(1, complete + 1)[None, :] * select - 1 <= torch.arange(n)[:, None]
@@ -177,7 +194,7 @@ class ChosenBlocks(nn.Module):
         p = p / p.sum(-1, keepdim=True).clamp_min(1e-300)
         # A finite number: a query may read no complete block.
         index = scores.masked_fill(~read, -1e30).log_softmax(-1).masked_fill(~read, 0.0)
-        self.divergence = (torch.xlogy(p, p) - p * index).sum()
+        self.of_blocks = (torch.xlogy(p, p) - p * index).sum()
         return o
 
     def choice(self, q, k):
@@ -197,12 +214,14 @@ class ChosenBlocks(nn.Module):
 
     def forward(self, x):
         """Output for x `[batch, tokens, hidden size]`; keeps the narrowest gap of the
-        choice, and of an indexer its divergence."""
+        choice, and of an indexer what its divergence is made of."""
         batch, n, _ = x.shape
         packed = self.qkv.qkv_proj(x).view(batch, n, self.heads + 2 * self.kv_heads, self.d)
         q, k, v = packed.split([self.heads, self.kv_heads, self.kv_heads], 2)
         q, k = (rotate(y, self.theta) for y in (self.qkv.q_norm(q), self.qkv.k_norm(k)))
-        if self.of["kind"] == "msa":
+        if self.chooser:
+            o = self.taught(q, k, v, *self.chooser)
+        elif self.of["kind"] == "msa":
             by = self.by_pooled_indexer if self.of.get("indexer") == "qsa" else self.by_indexer
             o = by(x, q, k, v)
         else:
@@ -270,8 +289,8 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, model, attention, eps, has_norms):
-        """A layer with the attention of the recipe's kind: latent, NSA, or of chosen blocks."""
+    def __init__(self, model, attention, eps, has_norms, chooser=None):
+        """A layer with the attention of the recipe's kind: latent, NSA, or of blocks that it or `chooser` chooses."""
         super().__init__()
         size = model["hidden_size"]
         self.input_layernorm, self.post_attention_layernorm = RmsNorm(size, eps), RmsNorm(size, eps)
@@ -280,7 +299,7 @@ class Layer(nn.Module):
         elif attention["kind"] == "nsa":
             self.self_attn = SparseAttention(model, attention, eps)
         else:
-            self.self_attn = ChosenBlocks(model, attention, eps)
+            self.self_attn = ChosenBlocks(model, attention, eps, chooser)
         self.mlp = Mlp(size, model["intermediate_size"])
 
     def forward(self, x):
@@ -300,8 +319,13 @@ class PlainModel(nn.Module):
         has_norms = "layers.0.self_attn.q_norm.weight" in weights
         vocabulary, size = weights["embed_tokens.weight"].shape
         self.embed_tokens = nn.Embedding(vocabulary, size)
-        layers = range(model["num_hidden_layers"])
-        self.layers = nn.ModuleList(Layer(model, attention, eps, has_norms) for _ in layers)
+        types, self.layers = model.get("layer_types") or ["sparse"], nn.ModuleList()
+        for index in range(model["num_hidden_layers"]):
+            # "shared": the blocks of the last layer that chooses.
+            chooser = (chooser if types[index % len(types)] == "shared" else None) if index else None
+            layer = Layer(model, attention, eps, has_norms, chooser)
+            self.layers.append(layer)
+            chooser = chooser or layer.self_attn
         self.head = nn.ModuleDict({"norm": RmsNorm(size, eps)})
         self.double()
         self.load_state_dict({name: value.double() for name, value in weights.items()})
@@ -312,7 +336,7 @@ class PlainModel(nn.Module):
 
     def divergence(self):
         """The indexers' loss in the last call, summed over queries and layers."""
-        return sum(layer.self_attn.divergence for layer in self.layers)
+        return sum(layer.self_attn.divergence() for layer in self.layers)
 
     def forward(self, tokens):
         x = self.embed_tokens(tokens)

@@ -74,9 +74,10 @@ num_selected_blocks = 3
 index_loss_weight = {INDEX_LOSS_WEIGHT}""",
 }
 ATTENTION["msa_qsa"] = ATTENTION["msa"] + '\nindexer = "qsa"'
+ATTENTION["msa_shared"] = ATTENTION["msa"]
 
 # Kinds that plain_models.py has.
-PLAIN = ("mla", "nsa", "infllm_v2", *of_blocks_alone(), "msa", "msa_qsa")
+PLAIN = ("mla", "nsa", "infllm_v2", *of_blocks_alone(), "msa", "msa_qsa", "msa_shared")
 
 RECIPE = """
 [model]
@@ -89,6 +90,7 @@ head_dim = 16
 tie_word_embeddings = true
 max_position_embeddings = 96
 residual_scale = {residual_scale}
+{layers}
 [attention]
 {attention}
 [tokenizer]
@@ -156,6 +158,8 @@ class Sieve:
                 steps=steps,
                 # Doge always has residual scales, and trains them.
                 residual_scale="true" if kind == "dma" else "false",
+                # The indexer of the first layer learns the attention of all three.
+                layers='layer_types = ["sparse", "shared", "shared"]' if kind == "msa_shared" else "",
                 kv_heads=4 if kind == "mla" else 2,
                 interval=1 if kind in PLAIN else steps,
             )

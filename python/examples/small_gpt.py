@@ -25,6 +25,9 @@ NSA = {"compress_block_size": 16, "compress_stride": 8, "select_block_size": 16,
 LAYERS = {
     "dense": lambda: layers.DenseAttention(WIDTH, HEADS, KV_HEADS, HEAD_WIDTH),
     "window": lambda: layers.WindowAttention(WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, window_size=32),
+    "cowa": lambda: layers.CoWindowAttention(
+        WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, sink_tokens=2, near_window=16, far_reach=96
+    ),
     "dma": lambda: layers.DynamicMaskAttention(WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, keep_window_size=32),
     "nsa": lambda: layers.NativeSparseAttention(WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, window_size=32, **NSA),
     "infllm_v2": lambda: layers.InfLLMv2Attention(WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, num_local_blocks=1, **NSA),

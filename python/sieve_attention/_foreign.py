@@ -73,7 +73,11 @@ OF_LAYERS = {
     **dict.fromkeys(["bias", "qkv_proj_bias", "use_bias"], "it is qkv_bias here"),
     **dict.fromkeys(["rope_base", "rotary_emb_base", "base"], "it is rope_theta here"),
     "norm_eps": "it is rms_norm_eps here",
-    **dict.fromkeys(["window", "window_size", "sliding_window"], "it is window_size of WindowAttention"),
+    **dict.fromkeys(
+        ["window", "window_size", "sliding_window"],
+        "it is window_size of WindowAttention, near_window of CoWindowAttention",
+    ),
+    "bands": "they are sink_tokens, far_reach and num_bands of CoWindowAttention",
     **dict.fromkeys(["keep", "keep_window"], "it is keep_window_size of DynamicMaskAttention"),
     **dict.fromkeys(["local", "local_window"], "it is local_window_size of DynamicMaskAttention"),
     **dict.fromkeys(["block", "block_size", "chunk_size"], f"it is select_block_size of {CHOOSERS}"),

@@ -90,6 +90,10 @@ class Bands(NamedTuple):
 
     The distances from the window's end to before `reach` are divided into `number` bands of equal width, to a token. KV
     head h has band h; where there are fewer bands than heads, they begin again.
+
+    >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
+    >>> sieve.attention(q, k, v, window=32, bands=sieve.Bands(first=2, reach=120, number=2)).shape
+    torch.Size([1, 128, 4, 64])
     """
 
     first: int

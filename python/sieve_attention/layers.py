@@ -19,8 +19,8 @@ or first tokens and ends of your own, two int32 `[batch, tokens]`, which serve r
 a document of one token. Padding behind a row's tokens needs neither, as no token sees it. Positions begin at 0 in each
 document.
 cache: a `Cache` of this layer alone, which gets what the call brings; rows in it have equal lengths, and one document.
-Behind it the attention of `DenseAttention` and `WindowAttention` has the bits of whole rows where `decode` has them; the
-projections before and behind it are other products for a token than for a row, and so the output's last bits differ.
+Behind it the attention of `DenseAttention`, `WindowAttention` and `CoWindowAttention` has the bits of whole rows where
+`decode` has them; the projections before and behind it are other products for a token than for a row, and so the output's last bits differ.
 What no kernel does is a SieveError, as of the functions.
 """
 
@@ -35,7 +35,7 @@ from . import _axes, _config, _dma, _foreign, functional
 from . import definitions as d
 from ._library import SieveError
 from ._parts import Cache, RMSNorm, Rotary, cast
-from .functional import Documents, NsaBlocks
+from .functional import Bands, Documents, NsaBlocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypedDict, Unpack
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Cache", "DenseAttention", "DynamicMaskAttention", "InfLLMv2Attention", "LatentAttention", "MSA", "MoBA",
-    "NativeSparseAttention", "WindowAttention", "of_config",
+    "Cache", "CoWindowAttention", "DenseAttention", "DynamicMaskAttention", "InfLLMv2Attention", "LatentAttention", "MSA",
+    "MoBA", "NativeSparseAttention", "WindowAttention", "of_config",
 ]  # fmt: skip
 
 
@@ -125,6 +125,7 @@ class DenseAttention(_Layer):
     """
 
     window_size: int | None = None
+    bands: Bands | None = None
 
     def __init__(
         self, hidden_size: int, num_attention_heads: int, num_key_value_heads: int | None = None,
@@ -177,13 +178,16 @@ class DenseAttention(_Layer):
         """Attention of whole rows, `[batch, tokens, heads, head_dim]`; a cache that is given gets their keys."""
         k, v = self.keys(x, positions)
         self.keep(cache, k=k, v=v)
-        settings: dict[str, Any] = {"window": self.window_size, "scale": self.scale, "sinks": self.sinks}
-        return functional.attention(q, k, v, documents=documents, **settings)
+        return functional.attention(q, k, v, documents=documents, sinks=self.sinks, **self.reads())
 
     def step(self, x: Tensor, q: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The same of one token a row behind a cache."""
         sinks = None if self.sinks is None else cast(self.sinks)
         return self.join(q, *self.keys(x, positions), cache, sinks=sinks)
+
+    def reads(self) -> dict[str, Any]:
+        """Which keys a query sees, and the scale, as `attention` and `decode` take them."""
+        return {"window": self.window_size, "scale": self.scale, "bands": self.bands}
 
     @staticmethod
     def keep(cache: Cache | None, **new: Tensor) -> None:
@@ -194,7 +198,7 @@ class DenseAttention(_Layer):
 
     def join(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, sinks: Tensor | None = None) -> Tensor:
         """Attention of a token over a cache, which gets its key and value: only `decode` with both has `whole`'s bits."""
-        settings: dict[str, Any] = {"window": self.window_size, "scale": self.scale, "sinks": sinks}
+        settings = {**self.reads(), "sinks": sinks}
         caches = cache.tensors["k"], cache.tensors["v"]
         if torch.compiler.is_compiling():
             # torch.compile traces no operator that returns a list and writes to its inputs.
@@ -210,6 +214,33 @@ class WindowAttention(DenseAttention):
     def __init__(self, *sizes: int, window_size: int = 512, attention_sinks: bool = False, **shared: "Unpack[Shared]"):
         super().__init__(*sizes, attention_sinks=attention_sinks, **shared)
         self.window_size = window_size
+
+
+class CoWindowAttention(DenseAttention):
+    """CoWindow (arXiv:2609.32704): each query sees the last `near_window` tokens, the first `sink_tokens` of its document,
+    and the distances of its KV head's band. Nothing is learned or chosen.
+
+    The distances from `near_window` to `far_reach` are divided into `num_bands` of equal width, one for each KV head
+    without it; KV head h has band h. far_reach: `near_window + num_bands` at least; a row's length less `sink_tokens` is
+    usual. A cache holds all tokens: those between two bands come back to a query later.
+    """
+
+    def __init__(
+        self, *sizes: int, sink_tokens: int = 64, near_window: int = 1024, far_reach: int = 8128,
+        num_bands: int | None = None, **shared: "Unpack[Shared]",
+    ) -> None:  # fmt: skip
+        """Sets the bands beside the dense layer's weights; SieveError where they do not divide the KV heads or have no
+        room."""
+        super().__init__(*sizes, **shared)
+        number = self.num_kv_heads if num_bands is None else num_bands
+        if number < 1 or self.num_kv_heads % number:
+            what = f"CoWindowAttention: {number} bands do not divide {self.num_kv_heads} KV heads"
+            raise SieveError(f"{what}\n  hint: leave num_bands out: every KV head then has a band of its own")
+        if far_reach < near_window + number:
+            what = f"CoWindowAttention: far_reach {far_reach} has no room for {number} bands behind near_window"
+            raise SieveError(f"{what} = {near_window}\n  hint: the row's length less sink_tokens is usual")
+        self.sink_tokens, self.near_window, self.far_reach, self.num_bands = sink_tokens, near_window, far_reach, number
+        self.window_size, self.bands = near_window, Bands(sink_tokens, far_reach, number)
 
 
 class DynamicMaskAttention(DenseAttention):
@@ -688,6 +719,7 @@ OF_HEADS = (*SHARED, "qk_norm", "qkv_bias")
 KINDS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "mha": (DenseAttention, (*OF_HEADS, "attention_sinks")),
     "swa": (WindowAttention, (*OF_HEADS, "attention_sinks", "window_size")),
+    "cowa": (CoWindowAttention, (*OF_HEADS, "sink_tokens", "near_window", "far_reach", "num_bands")),
     "dma": (DynamicMaskAttention, (*OF_HEADS, "keep_window_size", "local_window_size", "bias", "periods")),
     "nsa": (
         NativeSparseAttention,

@@ -20,6 +20,10 @@ KINDS = {
     "mha without positions": {"no_rope_layers": [0, 1]}, "mha with sinks": {"attention_sinks": True},
     "mha, scaled": {"rope_frequencies": [0.5 ** n for n in range(32)], "rope_amplitude": 1.2},
     "swa": {"window_size": 9}, "swa with sinks": {"window_size": 9, "attention_sinks": True},
+    "cowa": {"sink_tokens": 2, "near_window": 5, "far_reach": 30, "num_bands": 2},
+    "cowa, one band, without norms": {
+        "sink_tokens": 0, "near_window": 3, "far_reach": 50, "num_bands": 1, "qk_norm": False, "qkv_bias": True,
+    },
     "dma": {"keep_window_size": 12, "local_window_size": 3, "bias": "linear", "periods": [16.0, 32.0]},
     "dma of the paper": {"keep_window_size": 12, "local_window_size": 0, "bias": "exp"},
     "nsa": {**NSA, "window_size": 12, "compress_hidden_size": 24},
@@ -117,7 +121,7 @@ def test_padding_is_documents_of_one_token(kind):
             assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("kind", ["mha with sinks", "moba", "mla with norms"])
+@pytest.mark.parametrize("kind", ["mha with sinks", "cowa", "moba", "mla with norms"])
 def test_one_graph_is_compiled(kind):
     """Without a break, with gradients."""
     _, ours, _ = both(kind)
@@ -148,7 +152,7 @@ def test_weights_of_a_layer_from_the_device_meta_begin_as_a_new_ones(kind):
         assert (x.std() - y.std()).abs() < 2e-3 and 0.017 < x.std() < 0.023 if is_drawn else torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("kind", ["dma", "nsa", "msa", "mla"])
+@pytest.mark.parametrize("kind", ["cowa", "dma", "nsa", "msa", "mla"])
 def test_twenty_steps_equal_an_exports(kind):
     """A whole model of an export, and the same with our layers in it."""
     module = exported()
@@ -229,7 +233,7 @@ def test_the_tiny_checkpoint_by_its_names():
         assert type(layer).__name__ == ("DenseAttention" if config["dense_layers"][index] else "DynamicMaskAttention")
 
 
-@pytest.mark.parametrize("kind", ["dma", "nsa by means", "moba", "msa", "swa"])
+@pytest.mark.parametrize("kind", ["cowa", "dma", "nsa by means", "moba", "msa", "swa"])
 def test_layers_compile_without_a_break(kind, monkeypatch):
     """In bf16, by plans of the kernels whose outputs are zeros."""
     _, ours, _ = both(kind)
@@ -398,6 +402,23 @@ def test_a_layer_is_asked_of():
     assert "moba: block 100 is not supported" in sieve.supports(wrong, x.bfloat16(), device="cuda")[1]
     with pytest.raises(sieve.SieveError, match='a layer is not asked by definitions\n  hint: device="cuda"'):
         sieve.supports(wrong, x.bfloat16())
+
+
+def test_bands_that_no_layer_has_are_refused():
+    assert layers.CoWindowAttention(256, 4, 2).bands == sieve.Bands(64, 8128, 2)
+    for keys, words in (
+        ({"num_bands": 3}, "CoWindowAttention: 3 bands do not divide 2 KV heads\n  hint: leave num_bands out"),
+        ({"num_bands": 0}, "0 bands do not divide"),
+        ({"near_window": 30, "far_reach": 31}, "far_reach 31 has no room for 2 bands behind near_window = 30"),
+    ):
+        with pytest.raises(sieve.SieveError, match=words):
+            layers.CoWindowAttention(256, 4, 2, **keys)
+    with pytest.raises(TypeError, match="argument 'window_size'\n  hint: it is window_size of WindowAttention, near_"):
+        layers.CoWindowAttention(256, 4, 2, window_size=9)
+    with pytest.raises(TypeError, match="hint: they are sink_tokens, far_reach and num_bands of CoWindowAttention"):
+        layers.WindowAttention(256, 4, 2, bands=(2, 20, 2))
+    with pytest.raises(TypeError, match="hint: sinks are of DenseAttention"):
+        layers.CoWindowAttention(256, 4, 2, attention_sinks=True)
 
 
 def test_what_a_layer_does_not_do_is_refused():

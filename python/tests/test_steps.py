@@ -15,6 +15,7 @@ LAYERS = {
     "dense": lambda: layers.DenseAttention(96, 4, 2, 64),
     "window": lambda: layers.WindowAttention(96, 4, 2, 64, window_size=9),
     "sinks": lambda: layers.WindowAttention(96, 4, 2, 64, window_size=9, attention_sinks=True),
+    "bands": lambda: layers.CoWindowAttention(96, 4, 2, 64, sink_tokens=2, near_window=5, far_reach=20),
     "NSA's window": lambda: layers.NativeSparseAttention(96, 4, 2, 64, window_size=9, compress="mean"),
 }
 

@@ -55,7 +55,7 @@ pub use kinds::{
 };
 pub use kv_cache::{KvCache, LayerCaches, TextRows};
 pub use linear::{Linear, may_be_bf16};
-pub use pass::{LastChoice, LayerContext, LayerOutput, PassSettings, PassState};
+pub use pass::{HandedIndex, IndexTensors, LastChoice, LayerContext, LayerOutput, PassSettings, PassState};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};

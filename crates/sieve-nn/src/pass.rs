@@ -6,7 +6,7 @@
 //! `training.dense_steps` (`LayerContext::reads_all`) queries read all keys.
 use crate::{Linear, SharedPrompts};
 use burn::module::ParamId;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
@@ -96,6 +96,8 @@ pub struct PassState<B: Backend> {
     pub sums: HashMap<ParamId, Tensor<B, 2>>,
     /// The blocks that layers chose in this pass, for later layers that read the same blocks.
     pub last_choice: LastChoice<B>,
+    /// Of indexers, for later layers that read their choice and train them too.
+    pub index: HandedIndex<B>,
     /// For a block that is recomputed: what its first pass has kept of its attention.
     pub attention: Option<KeptAttention<B>>,
     /// With `indexers_alone`: outputs of attention, `[batch, seq_len, num_heads, head_dim]`. Their backward passes give
@@ -110,6 +112,7 @@ impl<B: Backend> Default for PassState<B> {
         Self {
             sums: HashMap::new(),
             last_choice: LastChoice::default(),
+            index: HandedIndex::default(),
             attention: None,
             indexed: Vec::new(),
             rows_behind: Vec::new(),
@@ -210,6 +213,53 @@ impl<B: Backend> LastChoice<B> {
             Some(LayerChoice::Token(blocks)) => blocks.clone(),
             _ => panic!("no earlier layer chose blocks for one token"),
         }
+    }
+}
+
+/// The tensors of an indexer from which its loss is computed.
+#[derive(Clone, Debug)]
+pub struct IndexTensors<B: Backend> {
+    /// Its packed queries and keys, `[batch, seq_len, num_kv_heads + 2, head_dim]`.
+    pub packed: Tensor<B, 4>,
+    /// With QSA's scores: the keys of blocks, `[batch, num_slots, head_dim]`.
+    pub block_keys: Option<Tensor<B, 3>>,
+}
+
+impl<B: AutodiffBackend> IndexTensors<B> {
+    /// The values without their graph.
+    pub fn inner(self) -> IndexTensors<B::InnerBackend> {
+        IndexTensors { packed: self.packed.inner(), block_keys: self.block_keys.map(Tensor::inner) }
+    }
+
+    /// Values as the beginning of a graph, which receives gradients.
+    pub fn leaves(values: IndexTensors<B::InnerBackend>) -> Self {
+        let IndexTensors { packed, block_keys } = values;
+        Self {
+            packed: Tensor::from_inner(packed).require_grad(),
+            block_keys: block_keys.map(|keys| Tensor::from_inner(keys).require_grad()),
+        }
+    }
+}
+
+/// What indexers hand on in a pass: to the layers that read their choice, whose attention they learn too.
+#[derive(Clone, Debug)]
+pub struct HandedIndex<B: Backend> {
+    /// Of an indexer before this part of the pass. Training cuts the graph between blocks, so there these are leaves.
+    pub given: Option<IndexTensors<B>>,
+    /// Of the last indexer in this part of the pass.
+    pub made: Option<IndexTensors<B>>,
+}
+
+impl<B: Backend> Default for HandedIndex<B> {
+    fn default() -> Self {
+        Self { given: None, made: None }
+    }
+}
+
+impl<B: Backend> HandedIndex<B> {
+    /// Of the last indexer of the pass.
+    pub(crate) fn last(&self) -> Option<IndexTensors<B>> {
+        self.made.as_ref().or(self.given.as_ref()).cloned()
     }
 }
 

@@ -2,18 +2,23 @@
 //!
 //! Each segment is a graph of its own. The forward pass cuts the graph between segments; the backward pass walks them
 //! from the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is
-//! known.
+//! known. An indexer that learns from later layers, too, gets their gradients in the same way.
 //!
 //! Activation checkpointing is part of this walk, because Burn cannot build a graph inside a backward pass. A
 //! recomputed block keeps only its input, and its graph is built when the backward pass reaches it. The same ops run on
 //! the same numbers, so gradients are equal to the last bit.
+mod indexers;
+
 use crate::segment::Segment;
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
 use burn::tensor::{Int, Tensor};
+use indexers::IndexGraph;
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
-use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassSettings, PassState, Qwen3};
+use sieve_nn::{
+    DecoderLayer, HandedIndex, IndexTensors, LastChoice, LayerContext, LayerOutput, PassSettings, PassState, Qwen3,
+};
 use sieve_ops::{
     DeviceBackend, Documents, GemmPrecision, KeptAttention, KernelPolicy, PassFor, RotaryEmbedding, SumOrder,
     TrainBackend, seed_gradient,
@@ -74,11 +79,21 @@ impl BlockSettings {
 
 /// What is kept of a decoder block for its backward pass.
 enum Block<B: TrainBackend> {
-    /// Both ends of its graph: the input, which receives a gradient, and the output.
-    Graph(Tensor<B, 3>, Tensor<B, 3>),
-    /// For a block that is recomputed: its input, the key blocks that an earlier layer chose for it too, and what is
-    /// kept of its attention.
-    Input(Tensor<B::InnerBackend, 3>, LastChoice<B>, Option<KeptAttention<B::InnerBackend>>),
+    /// Both ends of its graph: the input, which receives a gradient, and the output; and those of indexers.
+    Graph(Tensor<B, 3>, Tensor<B, 3>, IndexGraph<B>),
+    /// For a block that is recomputed.
+    Input(Recomputed<B>),
+}
+
+/// What a block is computed from again.
+struct Recomputed<B: TrainBackend> {
+    input: Tensor<B::InnerBackend, 3>,
+    /// The key blocks that an earlier layer chose for it too.
+    last_choice: LastChoice<B>,
+    /// Of that layer's indexer, if the block trains it too.
+    index: Option<IndexTensors<B::InnerBackend>>,
+    /// What is kept of its attention.
+    attention: Option<KeptAttention<B::InnerBackend>>,
 }
 
 /// Collectives that run while a forward or backward pass runs.
@@ -170,14 +185,18 @@ pub(crate) fn pass<B: TrainBackend>(
 
     let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
     let mut blocks = Vec::with_capacity(model.layers.len());
+    let mut index = None;
     for layer_idx in 0..model.layers.len() {
         hooks.before_forward(model, Segment::Block(layer_idx), gradients)?;
+        // No other layer keeps it for its backward pass.
+        let mut handed = if model.shape().is_shared_layer(layer_idx) { index.clone() } else { None };
         let layer = &model.layers[layer_idx];
         context.settings.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
-            let (input, last_choice) = (stream.clone(), state.last_choice.clone());
-            let output = without_graph(layer, stream, &context, &mut state);
-            blocks.push(Block::Input(input, last_choice, output.attention));
+            let (input, last_choice, given) = (stream.clone(), state.last_choice.clone(), handed.clone());
+            let output = without_graph(layer, stream, &context, &mut state, &mut handed);
+            let attention = output.attention;
+            blocks.push(Block::Input(Recomputed { input, last_choice, index: given, attention }));
             expire.extend(output.expire.map(Tensor::from_inner));
             clamped_scores.extend(output.clamped_scores);
             indexers.extend(output.indexer);
@@ -185,13 +204,14 @@ pub(crate) fn pass<B: TrainBackend>(
             hooks.after_forward(model, Segment::Block(layer_idx))?;
         } else {
             let input = Tensor::<B, 3>::from_inner(stream).require_grad();
-            let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
+            let (output, ends) = with_graph(layer, input.clone(), &context, &mut state, gradients, &mut handed);
             expire.extend(output.expire);
             clamped_scores.extend(output.clamped_scores.map(Tensor::inner));
             indexers.extend(output.indexer);
             stream = output.x.clone().inner();
-            blocks.push(Block::Graph(input, output.x));
+            blocks.push(Block::Graph(input, output.x, ends));
         }
+        index = handed.or(index);
     }
 
     // Recomputed blocks must not return their statistics a second time.
@@ -219,8 +239,9 @@ pub(crate) fn pass<B: TrainBackend>(
     Ok(MicroBatchResult { loss: value, expire, clamped_scores, indexers })
 }
 
-/// As [`pass`], where indexers alone are trained. Their gradients come from the attention of their own layer, so each
-/// block's backward pass follows its forward pass, and no gradient goes from block to block.
+/// As [`pass`], where indexers alone are trained. Their gradients come from the attention of their own layer and of
+/// those that read its choice, so their backward pass follows the last one's forward pass, and no gradient goes through
+/// blocks.
 fn pass_of_indexers<B: TrainBackend>(
     settings: &BlockSettings,
     model: &mut Qwen3<B>,
@@ -236,20 +257,30 @@ fn pass_of_indexers<B: TrainBackend>(
     let mut stream = model.embed_tokens.valid().forward(batch.tokens.clone().inner());
     hooks.after_forward(model, Segment::Embedding)?;
     let mut indexers = Vec::new();
+    // The layer of the last indexer, and the outputs that it learns from.
+    let mut learning: (usize, Vec<Tensor<B, 4>>) = (0, Vec::new());
     for layer_idx in 0..model.layers.len() {
-        let segment = Segment::Block(layer_idx);
-        hooks.before_forward(model, segment, gradients)?;
+        hooks.before_forward(model, Segment::Block(layer_idx), gradients)?;
         let layer = model.layers[layer_idx].for_indexer_alone();
         context.settings.precision = settings.precision(layer_idx);
         let no_caches = None;
         let output = layer.forward(Tensor::from_inner(stream), &context, &mut state, no_caches);
         stream = output.x.inner();
         indexers.extend(output.indexer);
-        for o in std::mem::take(&mut state.indexed) {
-            let mut computed = seed_gradient(o.clone(), o.zeros_like()).backward();
-            gradients.collect(&layer, &mut computed);
+        if let Some(made) = state.index.made.take() {
+            let of_layer = std::mem::replace(&mut learning, (layer_idx, Vec::new()));
+            indexers::learn(model, of_layer, gradients);
+            state.index.given = Some(made);
         }
-        hooks.after_backward(model, segment, gradients)?;
+        learning.1.append(&mut state.indexed);
+        if !(layer_idx + 1..model.layers.len()).any(|later| model.shape().is_shared_layer(later)) {
+            // So that no layer's graph waits for a later one.
+            indexers::learn(model, std::mem::take(&mut learning), gradients);
+        }
+    }
+    indexers::learn(model, learning, gradients);
+    for layer_idx in 0..model.layers.len() {
+        hooks.after_backward(model, Segment::Block(layer_idx), gradients)?;
     }
     hooks.before_forward(model, Segment::Head, gradients)?;
     let loss = model.head.valid().loss(stream, batch.labels.clone().inner(), &model.embed_tokens.valid());
@@ -273,21 +304,24 @@ fn backward_of_blocks<B: TrainBackend>(
     let mut state = PassState::default();
     // The outputs of blocks that are recomputed here were given before: this pass is for gradients alone.
     context.settings.pass = PassFor::Gradients;
+    let mut of_index = None;
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         hooks.before_backward(model, Segment::Block(layer_idx))?;
         let layer = &model.layers[layer_idx];
-        let (input, output) = match block {
-            Block::Graph(input, output) => (input, output),
-            Block::Input(input, last_choice, attention) => {
+        let (input, output, ends) = match block {
+            Block::Graph(input, output, ends) => (input, output, ends),
+            Block::Input(Recomputed { input, last_choice, mut index, attention }) => {
                 state.last_choice = last_choice;
                 state.attention = attention.map(KeptAttention::from_inner);
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
                 context.settings.precision = settings.precision(layer_idx);
-                let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
-                (input, output.x)
+                let (output, ends) = with_graph(layer, input.clone(), &context, &mut state, gradients, &mut index);
+                (input, output.x, ends)
             }
         };
-        let mut computed = seed_gradient(output, Tensor::from_inner(dy)).backward();
+        let seed = ends.seeded(seed_gradient(output, Tensor::from_inner(dy)), &mut of_index);
+        let mut computed = seed.backward();
+        ends.collect(&mut computed, &mut of_index);
         gradients.collect(layer, &mut computed);
         hooks.after_backward(model, Segment::Block(layer_idx), gradients)?;
         dy = input.grad_remove(&mut computed).expect("a block's output depends on its input");
@@ -297,18 +331,26 @@ fn backward_of_blocks<B: TrainBackend>(
 
 /// A block's forward pass with a graph. Where possible, the GEMMs of its backward pass add directly to the gradients of
 /// earlier micro-batches: the layer takes these sums out of the buffer, and the sums that it leaves are put back.
+///
+/// `index` has the values of the last indexer before the block, and then of the block's own if it has one.
 fn with_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B, 3>,
     context: &LayerContext<'_, B>,
     state: &mut PassState<B>,
     gradients: &mut GradientBuffer<B>,
-) -> LayerOutput<B> {
+    index: &mut Option<IndexTensors<B::InnerBackend>>,
+) -> (LayerOutput<B>, IndexGraph<B>) {
     state.sums = gradients.take_sums(layer);
+    state.index = HandedIndex { given: index.clone().map(IndexTensors::leaves), made: None };
     let no_caches = None;
     let output = layer.forward(x, context, state, no_caches);
     gradients.give_back(std::mem::take(&mut state.sums));
-    output
+    let ends = IndexGraph(std::mem::take(&mut state.index));
+    if let Some(made) = &ends.0.made {
+        *index = Some(made.clone().inner());
+    }
+    (output, ends)
 }
 
 /// The settings of a pass without a graph. Of what a backward pass could use it returns the attention's output alone.
@@ -322,6 +364,7 @@ fn without_graph<B: TrainBackend>(
     x: Tensor<B::InnerBackend, 3>,
     context: &LayerContext<'_, B>,
     state: &mut PassState<B>,
+    index: &mut Option<IndexTensors<B::InnerBackend>>,
 ) -> LayerOutput<B::InnerBackend> {
     // Every field by name, here and below: one that is added has to say what it is without a graph.
     let LayerContext { documents, positions, rope, parts, shared, settings } = context;
@@ -340,8 +383,11 @@ fn without_graph<B: TrainBackend>(
         settings: settings_without_graph(*settings),
     };
     let last_choice = std::mem::take(&mut state.last_choice).map(Tensor::inner);
-    let (mut inner_state, no_caches) = (PassState { last_choice, ..PassState::default() }, None);
+    let handed = HandedIndex { given: index.take(), made: None };
+    let (mut inner_state, no_caches) = (PassState { last_choice, index: handed, ..PassState::default() }, None);
     let output = layer.valid().forward(x, &inner, &mut inner_state, no_caches);
+    let HandedIndex { given, made } = inner_state.index;
+    *index = made.or(given);
     // Later layers may attend to the key blocks that this one chose.
     state.last_choice = inner_state.last_choice.map(Tensor::from_inner);
     output

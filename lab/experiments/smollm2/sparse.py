@@ -9,14 +9,19 @@
 resumed where an earlier call was cut off:
 
 - `imported`: each kind as it is imported, and the dense model under selectors, without any training;
-- `rate`: each kind with each of --rates for --rate-steps steps, seed 0; the lowest held-out loss names its rate;
+- `rate`: each kind with each of --rates for --rate-steps steps, seed 0; the lowest held-out loss names its rate. With one
+  rate this phase is left out, and the dense control takes --steps steps too;
 - `trained`: each kind at its rate with each of --seeds. Kinds that are sparse take --steps steps. The dense control
   (the same text, rows, batch and schedule) takes as many as fit in the same time: in the time of the slowest sparse
   kind, by the tokens/s of the rate runs.
 
 OUT/smollm2.jsonl gets a line for each: loss on held-out documents, also of words last used far back, loss on English
-(Python's help topics), needles and RULER's tasks in texts as long as a row. MSA's indexer learns from all keys in the
-first fifth of the steps. Needs nothing but Python.
+(Python's help topics), needles and RULER's tasks in texts as long as a row; and of trained models tokens/s and the most
+memory that tensors took. MSA's indexer learns from all keys in the first fifth of the steps. "MSA, its indexer alone"
+differs from "MSA" in one key, `training.train = ["indexer"]`: all other weights stay the dense model's. MODEL may be
+another dense model in transformers' layout:
+
+    ... --model checkpoints/tiny8k --kinds dense MSA "MSA, its indexer alone" --rates 3e-4 --scores needles
 """
 
 import contextlib
@@ -37,6 +42,7 @@ from runs import (Unfinished, append, device_name, json_lines, metrics, named, o
                   saved_steps, sets, steps_of, succeed, table_text)
 
 FAR = ["1024", "4096"]
+ALONE = "MSA, its indexer alone"
 TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1", "vt"]
 
 
@@ -52,6 +58,7 @@ def kinds(w, layers=30):
         # What the first tokens take up goes to sinks: learned logits, which start as small random numbers.
         "window with sinks, one layer in four dense": [
             *of_dense["window"], "--set", one_dense, "--set", "model.attention_sinks=true"],
+        ALONE: of_dense["MSA"],
     } | of_dense
 
 
@@ -97,8 +104,9 @@ def measured(args, runs, log, model, brief=False, more=()):
         answer = ask(args, runs, log, "eval", "ruler", "--checkpoint", model, *words)["methods"][-1]
         return {task["task"]: round(task["score"], 3) for task in answer["tasks"]}
 
-    for name, score in (("english", english), ("needles", needles), ("ruler", ruler)):
-        row[name] = None
+    scores = {"english": english, "needles": needles, "ruler": ruler}
+    row |= dict.fromkeys(scores)
+    for name, score in ((name, scores[name]) for name in args.scores):
         with contextlib.suppress(Unfinished):
             row[name] = score()
     return row
@@ -125,7 +133,7 @@ def data_keys(args):
 
 
 def run(args, runs, kind, rate, seed, steps):
-    """Trains; returns the run's folder and its tokens/s, by the median of the logged steps."""
+    """Trains; returns the run's folder, and its tokens/s by the median of the logged steps with its most memory."""
     folder = args.out / "runs" / named(kind, f"{rate:g}", seed, steps)
     folder.parent.mkdir(exist_ok=True)
     base = imported(args, runs, kind)
@@ -136,13 +144,21 @@ def run(args, runs, kind, rate, seed, steps):
     warm = max(steps // 5, 1)
     keys += ([f"stage.1.steps={warm}", f"stage.2.steps={steps - warm}"] if kind.startswith("MSA")
              else [f"training.steps={steps}"])
+    if kind.startswith("MSA") and args.indexer_rate:
+        keys.append(f"optimizer.indexer_lr={args.indexer_rate}")
+    keys += [*(['training.train=["indexer"]'] if kind == ALONE else []), *args.set]
     if steps not in saved_steps(folder):
         start = ["--resume"] if (folder / "config.toml").exists() else []
         words = ["train", "--recipe", str(base / "recipe.toml"), "--out", str(folder), *sets(keys), *start]
         with open(f"{folder}.log", "a", encoding="utf-8") as log:
             if runs.run([args.sieve, "-q", *words], log, log) != 0:
                 raise Unfinished
-    return folder, round(statistics.median(line["tokens_per_second"] for line in steps_of(metrics(folder))))
+    lines = metrics(folder)
+    speed = round(statistics.median(line["tokens_per_second"] for line in steps_of(lines)))
+    bytes_in_use = max((line["in_use_bytes"] for line in lines if line["kind"] == "memory"), default=None)
+    of_choice = [line["attention"]["index_recall"] for line in steps_of(lines) if "index_recall" in (line.get("attention") or {})]
+    recall = {"index_recall": round(statistics.mean(of_choice[-5:]), 4)} if of_choice else {}
+    return folder, {"steps": steps, "tokens_per_second": speed, "in_use_bytes": bytes_in_use} | recall
 
 
 def best_rate(lines, kind):
@@ -152,6 +168,8 @@ def best_rate(lines, kind):
 
 def steps_of_control(lines, args):
     """Steps of the dense control in the time of the slowest sparse kind, by the rate runs."""
+    if len(args.rates) == 1:
+        return args.steps
     speed = {kind: max(line["tokens_per_second"] for line in lines if line["phase"] == "rate" and line["kind"] == kind)
              for kind in args.kinds}
     slowest = min(rate for kind, rate in speed.items() if kind != "dense")
@@ -179,14 +197,13 @@ def work(args, path):
         return measured(args, runs, log, imported(args, runs, kind) / "step-0", more=more)
 
     def at_rate(key, runs):
-        folder, speed = run(args, runs, key[1], key[2], 0, args.rate_steps)
-        brief = measured(args, runs, f"{folder}.log", folder, brief=True)
-        return {"steps": args.rate_steps, "tokens_per_second": speed, **brief}
+        folder, cost = run(args, runs, key[1], key[2], 0, args.rate_steps)
+        return cost | measured(args, runs, f"{folder}.log", folder, brief=True)
 
     def at_length(key, runs):
         steps = steps_of_control(lines(), args) if key[1] == "dense" else args.steps
-        folder, speed = run(args, runs, key[1], key[2], key[3], steps)
-        return {"steps": steps, "tokens_per_second": speed, **measured(args, runs, f"{folder}.log", folder)}
+        folder, cost = run(args, runs, key[1], key[2], key[3], steps)
+        return cost | measured(args, runs, f"{folder}.log", folder)
 
     phases = {"imported": as_imported, "rate": at_rate, "trained": at_length}
     args.english = args.out / "english.txt"
@@ -195,17 +212,22 @@ def work(args, path):
     on_devices(args.kinds, args, lambda kind, runs: imported(args, runs, kind))
     recipe = imported(args, None, args.kinds[0]) / "recipe.toml"
     succeed([args.sieve, "-q", "data", "prepare", "--recipe", str(recipe), *sets(data_keys(args))])
-    measure([("rate", kind, rate, 0) for rate in args.rates for kind in args.kinds])
-    rates = {kind: best_rate(lines(), kind) for kind in args.kinds}
+    if len(args.rates) > 1:
+        measure([("rate", kind, rate, 0) for rate in args.rates for kind in args.kinds])
+        rates = {kind: best_rate(lines(), kind) for kind in args.kinds}
+    else:
+        rates = dict.fromkeys(args.kinds, args.rates[0])
     runs_at_length = [("trained", kind, rates[kind], seed) for seed in args.seeds for kind in args.kinds]
-    as_they_are = [("imported", kind, None, None) for kind in [*args.kinds, *args.selectors]]
+    # Imported, an indexer that learns alone is MSA's.
+    imports = dict.fromkeys("MSA" if kind == ALONE else kind for kind in ["dense", *args.kinds])
+    as_they_are = [("imported", kind, None, None) for kind in [*imports, *args.selectors]]
     measure([*([] if None in rates.values() else runs_at_length), *as_they_are])
 
 
 def table(lines):
     """One line a kind and phase; numbers of all seeds side by side."""
     head = ["attention", "steps", "loss, held out", *(f"far > {far}" for far in FAR), "English", "needles (mean rank)",
-            *TASKS, "trained tokens/s"]
+            *TASKS, "trained tokens/s", "memory, GB"]
     rows = []
     for phase in ("imported", "trained"):
         for kind in dict.fromkeys(line["kind"] for line in lines if line["phase"] == phase):
@@ -213,7 +235,8 @@ def table(lines):
                                  key=lambda line: line["seed"] or 0)
             cells = [[line["loss"], *(line["far"].get(far) for far in FAR), line["english"],
                       line["needles"] and "{} of {} ({})".format(*line["needles"]),
-                      *(line["ruler"] and line["ruler"][task] for task in TASKS), line.get("tokens_per_second")]
+                      *(line["ruler"] and line["ruler"][task] for task in TASKS), line.get("tokens_per_second"),
+                      round(line["in_use_bytes"] / 1e9, 2) if line.get("in_use_bytes") else None]
                      for line in phase_lines]
             each = (", ".join("-" if cell is None else str(cell) for cell in column) for column in zip(*cells))
             rows.append([kind, str(phase_lines[0].get("steps", phase)), *each])
@@ -230,11 +253,14 @@ def main():
     parser.add_argument("--w", type=int, default=1024, help="keys a query reads in a sparse layer")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--indexer-rate", type=float, help="learning rate of MSA's indexers; without it that of the rest")
     parser.add_argument("--rate-steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--validation", type=int, default=262144, help="held-out tokens")
     parser.add_argument("--needles", type=int, default=3, help="of each of six depths")
     parser.add_argument("--samples", type=int, default=10, help="of each of RULER's tasks")
+    parser.add_argument("--scores", nargs="*", default=["english", "needles", "ruler"],
+                        choices=["english", "needles", "ruler"], help="beside the loss")
     parser.add_argument("--limit", type=float, default=60, help="seconds after which a score is given up")
     parser.add_argument("--kinds", nargs="+", choices=[*kinds(0)], default=[*kinds(0)][:3])
     parser.add_argument("--selectors", nargs="*", default=SELECTORS)
@@ -244,7 +270,7 @@ def main():
     if args.sieve:
         if not (args.model and args.heldout):
             parser.error("--sieve needs --model and --heldout")
-        if "dense" not in args.kinds or len(args.kinds) < 2:
+        if len(args.rates) > 1 and ("dense" not in args.kinds or len(args.kinds) < 2):
             parser.error("--kinds: the control, dense, and at least one more")
         args.model, args.heldout = args.model.resolve(), args.heldout.resolve()
         work(args, path)

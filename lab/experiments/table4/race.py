@@ -1,8 +1,8 @@
 """Table 4 of the DMA paper (arXiv:2508.02124) in small, with seeds: each kind's shipped recipe with its own decay over
-a fifth of its steps, at any size, in pieces of ten minutes.
+a tenth of its steps, at any size, in pieces of ten minutes.
 
     python3 lab/experiments/table4/race.py --sieve target/release/sieve --text data/text --out OUT --size 80m \\
-      --kinds mha swa mla nsa dma_paper --seeds 0 1 2 --steps 2700 --devices cuda:0 cuda:1 --seconds 540
+      --kinds mha swa mla nsa dma_paper --seeds 0 1 2 --steps 1350 --devices cuda:0 cuda:1 --seconds 540
     python3 lab/experiments/table4/race.py --sieve target/release/sieve --text data/text --out OUT --try --devices cuda:0
     python3 lab/experiments/table4/race.py --sieve target/release/sieve --out OUT --plan h100
     python3 lab/experiments/table4/race.py --sieve target/release/sieve --out OUT --tiny
@@ -29,7 +29,7 @@ trains.
 """
 
 # How it runs on a bare machine of two or four GPUs, to which 64 MiB travel a call with the working tree among them, of
-# which this needs 5 MB: `git sparse-checkout set experiments recipes tests/python` leaves the others at home for a while.
+# which this needs 5 MB: `git sparse-checkout set lab recipes tests/python crates/sieve-core` leaves the others at home for a while.
 #
 #   bzip3 -e -c -b 64 -j 2 data/text/train.jsonl | split -b 54M -d - .carry/train.jsonl.bz3.     # 269 MB, once, here
 #   strip -o .carry/sieve target/release/sieve && xz -T2 .carry/sieve      # 90 MB are 17 then
@@ -46,16 +46,11 @@ trains.
 #      sleep 500; tail -3 /tmp/race.log; python3 lab/experiments/table4/race.py --out /tmp/race --back "$OUT"
 #    Where processes end with their call, each call is the command of step 2 in the foreground, with `--seconds 540
 #    --back "$OUT"`: a training that is cut off goes on from its checkpoint in the next call.
-# 3. Here: cp BACK/table4.jsonl lab/rows && python3 lab/experiments/table4/table.py --draw docs/table4_race.svg
+# 3. Here: cp BACK/table4.jsonl lab/rows && python3 lab/experiments/table4/table.py --draw lab/docs/table4_race.svg
 #    The weights: sha256sum -c NAME.sha256 && cat NAME.tar.xz.* | tar -xJ
 #
-# Minutes of steps by `--plan`, to which data, validations, scores and the packing of weights add about two a run:
-#   one run          mha   swa   mla   nsa   dma_paper   mha/kv6   dma_paper/kv6   a kind of --try
-#   H100            12.6  12.2  13.2  15.3   12.8         13.2      13.7            2.1 to 2.6
-#   H200            11.3  10.9  11.8  13.4   11.3         11.8      12.1            2.0 to 2.4
-#   five kinds       seed 0    seeds 0, 1    seeds 0, 1, 2
-#   two H100, H200   38, 34      66, 59        104, 93
-#   four             25, 22      40, 36         53, 47
+# On H200s a run of 1,350 steps took 5.2 (mha, swa), 5.6 (dma_paper) and 7.5 (nsa) minutes, scores with five needles and
+# samples 0.5 to 1 more, a call of 60 MB seven seconds. Two calls must not be 30 seconds apart.
 # The text takes 4 GB of disk, a checkpoint of 80M 1.5 GB, one of 1.7B 18 GB.
 
 import collections
@@ -343,7 +338,7 @@ def arguments():
     parser.add_argument("--size", help="80m, 200m, 680m or 1p7b")
     parser.add_argument("--kinds", nargs="+", help=f"recipes' kinds; {' '.join(KINDS)} when absent")
     parser.add_argument("--seeds", nargs="+", type=int, help="0 1 2 when absent")
-    parser.add_argument("--steps", type=int, help="a fifth of the recipe's when absent")
+    parser.add_argument("--steps", type=int, help="a tenth of the recipe's when absent")
     parser.add_argument("--needles", type=int, default=10, help="of each of four lengths and five depths, twice")
     parser.add_argument("--samples", type=int, default=10, help="of each of RULER's tasks and of two lengths")
     parser.add_argument("--ppl-tokens", type=int, default=1 << 30, help="held-out tokens that `eval ppl` reads")
@@ -366,9 +361,9 @@ def arguments():
 
 
 def steps_of_recipe(args, kind):
-    """A fifth of the recipe's steps, those of its stages together."""
+    """A tenth of the recipe's steps, those of its stages together."""
     recipe = recipe_text(args, Job(args.size, kind, 0, 0))
-    return (recipe["training"].get("steps") or sum(stage["steps"] for stage in recipe["stage"])) // 5
+    return (recipe["training"].get("steps") or sum(stage["steps"] for stage in recipe["stage"])) // 10
 
 
 def main():

@@ -1,5 +1,5 @@
 """The DMA paper's Table 4: tables and pictures of its smallest recipes run to their end, and of the race of kinds with
-seeds that race.py runs over a fifth of the steps.
+seeds that race.py runs over a tenth of the steps.
 
     python3 lab/experiments/table4/table.py            prints the table of lab/docs/results.md, "Table 4, 80M", and the race's
     python3 lab/experiments/table4/table.py FILE.svg   also draws held-out loss over tokens
@@ -109,7 +109,9 @@ def losses(kinds):
 
 
 def score_table(kinds):
-    """Head and lines of a race's scores, over all seeds: `eval ppl`, needles, RULER."""
+    """Head and lines of a race's scores, over all seeds that have them: `eval ppl`, needles, RULER."""
+    kinds = {kind: [row for row in rows if "ppl" in row] for kind, rows in kinds.items()}
+    kinds = {kind: rows for kind, rows in kinds.items() if rows}
     tasks = list(next(iter(kinds.values()))[0]["ruler"])
     head = ["kind", "loss by `eval ppl`", "needles in held-out text", "needles in made-up prose", *tasks]
 
@@ -232,7 +234,7 @@ def picture(series, ticks, words, right=150):
 SECTION = """## Table 4 in small, with seeds
 ```
 python3 lab/experiments/table4/race.py --sieve target/release/sieve --text data/text --out OUT --devices cuda:0 cuda:1
-python3 lab/experiments/table4/table.py --draw docs/table4_race.svg
+python3 lab/experiments/table4/table.py --draw lab/docs/table4_race.svg
 ```
 WHAT THE NUMBERS SAY.
 

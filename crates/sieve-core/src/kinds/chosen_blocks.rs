@@ -88,11 +88,18 @@ struct Chosen {
     choice: BlockChoice,
     /// Whether queries read all keys while an indexer learns.
     reads_all: bool,
+    /// Whether layers that read its choice train an indexer too.
+    learns_from_shared: bool,
 }
 
 impl<K: ChoosesBlocks> From<&K> for Chosen {
     fn from(kind: &K) -> Self {
-        Self { choice: kind.choice(), reads_all: kind.indexer().is_some_and(|indexer| indexer.warms_up) }
+        let indexer = kind.indexer();
+        Self {
+            choice: kind.choice(),
+            reads_all: indexer.is_some_and(|indexer| indexer.warms_up),
+            learns_from_shared: indexer.is_some_and(|indexer| indexer.learns_from_shared),
+        }
     }
 }
 
@@ -100,6 +107,11 @@ impl Chosen {
     /// Whether this layer has an indexer: one that reads an earlier layer's choice has none.
     fn has_indexer(&self, layer: &ModelShape) -> bool {
         self.choice.has_indexer() && !layer.is_shared_layer(0)
+    }
+
+    /// Whether the layer has the loss of an indexer, its own or the one whose choice it reads.
+    fn has_index_loss(&self, layer: &ModelShape) -> bool {
+        self.has_indexer(layer) || self.learns_from_shared
     }
 
     /// The projections of queries, keys and values, the indexer's if the layer has one, and the output's.
@@ -131,16 +143,15 @@ impl Chosen {
     /// head and of one index key, and their products for each scored key.
     fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let grouped = grouped_flops(layer);
-        if !self.has_indexer(layer) {
-            return grouped;
-        }
         let (kv_width, head_dim) = (layer.kv_width() as f64, layer.head_dim as f64);
-        LayerFlops {
-            weights: grouped.weights + layer.d_model as f64 * (kv_width + head_dim),
-            // QSA's stride is its block, which has one score; MSA's is 1.
-            per_scored_key: kv_width / self.choice.blocks.compress_stride as f64,
-            ..grouped
+        // QSA's stride is its block, which has one score; MSA's is 1.
+        let per_key = kv_width / self.choice.blocks.compress_stride as f64;
+        let per_learned_key = if self.has_index_loss(layer) { per_key } else { 0.0 };
+        if !self.has_indexer(layer) {
+            return LayerFlops { per_learned_key, ..grouped };
         }
+        let weights = grouped.weights + layer.d_model as f64 * (kv_width + head_dim);
+        LayerFlops { weights, per_scored_key: per_key, per_learned_key, ..grouped }
     }
 
     /// The ops of a layer; none for one that uses an earlier layer's choice, because that layer has named the same ops.
@@ -188,7 +199,7 @@ impl Chosen {
         let parts = call.choice_parts(choice.attended().num_selected_blocks, self.num_choices(layer));
         // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the output
         // in f32, and the gradients.
-        let indexer = match self.has_indexer(layer) {
+        let indexer = match self.has_index_loss(layer) {
             // With one pooled key a block (QSA), the loss takes some queries at a time: so many that the logits of one
             // KV head's query heads are at most SCORES_AT_ONCE. Six f32 tensors of that size are counted: the logits,
             // the probabilities and temporaries.
@@ -347,8 +358,9 @@ impl<K: ChoosesBlocks> Exported for K {
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         let mut keys = json!(self);
         if let Some(keys) = keys.as_object_mut() {
-            // Only training uses these two.
-            keys.retain(|key, _| !["index_loss_weight", "index_warmup"].contains(&key.as_str()));
+            // Only training uses these.
+            let of_training = ["index_loss_weight", "index_warmup", "index_loss_of_shared"];
+            keys.retain(|key, _| !of_training.contains(&key.as_str()));
         }
         keys
     }

@@ -13,6 +13,9 @@ pub struct LayerFlops {
     pub per_pair: f64,
     /// Multiply-adds of an indexer's scores for a key of the document up to the query; 0 without an indexer.
     pub per_scored_key: f64,
+    /// The same for the gradient of an indexer's loss, for each key that is seen: also in a layer that has the loss of
+    /// an earlier layer's indexer.
+    pub per_learned_key: f64,
 }
 
 /// What a layer of a kind costs.

@@ -130,7 +130,12 @@ pub(super) fn output_projection(layer: &ModelShape) -> ParamSpec {
 /// Multiply-adds of grouped-query attention.
 pub(super) fn grouped_flops(layer: &ModelShape) -> LayerFlops {
     let (d_model, q_width, kv_width) = (layer.d_model as f64, layer.q_width() as f64, layer.kv_width() as f64);
-    LayerFlops { weights: 2.0 * d_model * (q_width + kv_width), per_pair: 2.0 * q_width, per_scored_key: 0.0 }
+    LayerFlops {
+        weights: 2.0 * d_model * (q_width + kv_width),
+        per_pair: 2.0 * q_width,
+        per_scored_key: 0.0,
+        per_learned_key: 0.0,
+    }
 }
 
 /// What grouped-query attention keeps for its backward pass: q, k and v (before norm and rotation if these are in the

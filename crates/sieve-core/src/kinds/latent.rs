@@ -175,7 +175,7 @@ impl Cost for MlaShape {
         let q = q_width + layer.num_heads as f64 * rope;
         // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
         let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
-        LayerFlops { weights, per_pair: q + q_width, per_scored_key: 0.0 }
+        LayerFlops { weights, per_pair: q + q_width, per_scored_key: 0.0, per_learned_key: 0.0 }
     }
 
     /// The latent with the rotated key, the normed latent, packed q, k and v, and the output. With q/k-norm also the

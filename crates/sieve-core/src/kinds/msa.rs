@@ -60,6 +60,10 @@ keys! {
         /// trained indexer. A `[[stage]]` has a key of the same name: the first stage of a run, and the first of a
         /// dense model that trains on as MSA.
         pub index_warmup: bool = false,
+        /// Whether layers that read an earlier layer's choice (`"shared"` in `model.layer_types`) train its indexer
+        /// too: each adds its own loss, so that the indexer learns the mean of their attention (arXiv:2603.12201).
+        /// `false`: it learns its own layer's alone.
+        pub index_loss_of_shared: bool = true,
     }
 }
 
@@ -73,6 +77,7 @@ impl MsaShape {
             num_local_blocks: 1,
             index_loss_weight: 1.0,
             index_warmup: false,
+            index_loss_of_shared: true,
         }
     }
 
@@ -185,7 +190,11 @@ impl ChoosesBlocks for MsaShape {
     }
 
     fn indexer(&self) -> Option<Indexer> {
-        Some(Indexer { scores: self.indexer, warms_up: self.index_warmup })
+        Some(Indexer {
+            scores: self.indexer,
+            warms_up: self.index_warmup,
+            learns_from_shared: self.index_loss_of_shared,
+        })
     }
 
     fn set_index_warmup(&mut self, index_warmup: bool) {

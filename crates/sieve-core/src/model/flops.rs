@@ -9,7 +9,8 @@
 //! - Forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, summed over NSA's three branches.
 //! - MSA's indexer: forward `2 * num_kv_heads * head_dim` for each key up to the query, whether seen or not; backward
-//!   `4 * num_kv_heads * head_dim` for each key that is seen. QSA has one score per block instead of per key.
+//!   `4 * num_kv_heads * head_dim` for each key that is seen, also in layers that read its choice and have its loss.
+//!   QSA has one score per block instead of per key.
 //! - Tokens without a label need no output projection; the counts here are for labelled tokens.
 //! - Backward: twice the forward (two GEMMs for each one). Scores that a backward kernel recomputes are not counted,
 //!   because MFU counts the operations that the mathematics needs.
@@ -67,21 +68,21 @@ impl ModelShape {
         // Multiply-adds of a token: with weights, per key that it sees, and per key that indexers score.
         let mut with_weights = num_layers * mlp + d_model * self.vocab_size as f64;
         let (mut per_key, mut per_scored_key) = (0.0, 0.0);
-        // Multiply-adds of indexers' scores of the keys that their own layers see.
-        let mut scored_and_seen = 0.0;
+        // Multiply-adds of indexers' scores of the keys that layers with their loss see.
+        let mut learned_and_seen = 0.0;
         let seen = self.keys_seen_by_kind(mean_keys);
         for part in self.by_kind() {
             let (layers, layer) = (part.num_layers as f64, part.attention.as_kind().flops(&part));
             with_weights += layers * layer.weights;
             per_key += layers * layer.per_pair;
             per_scored_key += layers * layer.per_scored_key;
-            scored_and_seen += layers * layer.per_scored_key * seen(part.attention) * mean_active_keys;
+            learned_and_seen += layers * layer.per_learned_key * seen(part.attention) * mean_active_keys;
         }
         FlopsPerToken {
             linear: 2.0 * with_weights,
             attention: per_key * 2.0 * mean_active_keys,
             index_scores: per_scored_key * 2.0 * mean_keys,
-            index_gradient: 4.0 * scored_and_seen,
+            index_gradient: 4.0 * learned_and_seen,
         }
     }
 
@@ -237,7 +238,16 @@ mod tests {
         let types = [Attention::DENSE, Attention::swa(3), Attention::DENSE].map(LayerType::of);
         let types = [LayerType::OWN].into_iter().chain(types);
         let mixed = ModelShape { layers: LayerPattern::new(msa, types), ..all.clone() };
+        // Every second layer reads the choice of the one before it, with the indexer's loss or without.
+        let shared = |index_loss_of_shared| {
+            let attention = Attention::Msa(MsaShape { index_loss_of_shared, ..blocks });
+            let layers = LayerPattern::new(attention, [LayerType::OWN, LayerType::SHARED]);
+            ModelShape { attention, layers, ..all.clone() }.executed_flops_per_token(40)
+        };
+        let [with_loss, without] = [true, false].map(shared);
         let [all, mixed] = [all, mixed].map(|shape| shape.executed_flops_per_token(40));
+        assert_eq!([with_loss.index_gradient, 2.0 * without.index_gradient], [all.index_gradient; 2]);
+        assert_eq!([2.0 * with_loss.index_scores, 2.0 * without.index_scores], [all.index_scores; 2]);
         // One layer of four has an indexer; its gradient does not depend on what the other layers see.
         assert!((4.0 * mixed.index_gradient - all.index_gradient).abs() < 1e-9 * all.index_gradient);
         assert_eq!(4.0 * mixed.index_scores, all.index_scores);

@@ -171,10 +171,16 @@ pub(super) const PRESET: &str = "preset";
 
 /// The keys of `kind` that its preset sets, or that must not be given together with the preset.
 pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static str> {
+    const OTHERS: [&str; 6] = [
+        PRESET,
+        "keep_window_size",
+        "compress_hidden_size",
+        "index_loss_weight",
+        "index_warmup",
+        "index_loss_of_shared",
+    ];
     let names = kind.keys().iter().map(|key| key.name);
-    names.filter(|name| {
-        ![PRESET, "keep_window_size", "compress_hidden_size", "index_loss_weight", "index_warmup"].contains(name)
-    })
+    names.filter(|name| !OTHERS.contains(name))
 }
 
 /// Writes out the remaining defaults: fixed values, values of other keys, and for stages the window of `[attention]`.

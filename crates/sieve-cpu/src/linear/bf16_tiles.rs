@@ -81,8 +81,8 @@ pub(super) fn bf16_tiles(
     TILES_OF_X.set(buffer);
 }
 
-/// Rounds up to 16 rows of x and writes a tile for each step. Its row `p` has the elements `2p` and `2p + 1` of the step,
-/// of one row of x after the other. Rows that are missing are 0.
+/// Rounds up to 16 rows of x and writes a tile for each step. Its row `p` has the elements `2p` and `2p + 1` of the
+/// step, of one row of x after the other. Rows that are missing are 0.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn round_to_tiles(unit: Bf16Tiles, x: &[f32], d_in: usize, tiles: &mut [Vector]) {
     for (step, tile) in tiles.as_chunks_mut::<SIDE>().0.iter_mut().enumerate() {

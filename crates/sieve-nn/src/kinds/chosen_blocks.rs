@@ -19,7 +19,7 @@ use super::msa::Indexer;
 use super::{KindLayer, LayerCache};
 use crate::attention_weights::{self, by_key, with_values};
 use crate::layer::{Cached, KindAttention, PerToken, Rows};
-use crate::pass::{LayerChoice, LayerContext, LayerOutput, PassState, from_device, on_device};
+use crate::pass::{IndexTensors, LayerChoice, LayerContext, LayerOutput, PassState, from_device, on_device};
 use crate::{Linear, QkvProjection, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
@@ -45,7 +45,7 @@ pub struct ChosenBlocksAttention<B: Backend> {
     /// Whether queries read the blocks that the last choosing layer before this one chose.
     #[module(skip)]
     shares: bool,
-    /// Factor on the indexer's loss.
+    /// Factor on the loss of the indexer, or of the one whose choice the layer reads.
     #[module(skip)]
     loss_weight: f64,
     /// Whether queries read all earlier keys while the indexer learns.
@@ -120,6 +120,26 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
+    /// The indexer's tensors with which attention computes its loss: this layer's own, which later layers get in
+    /// training, or those of the layer whose choice it reads. `None` where there is no indexer or, in a layer without
+    /// one, no loss.
+    fn learning_index(
+        &self,
+        packed: &Packed<B>,
+        block_keys: Option<Tensor<B, 3>>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+    ) -> Option<IndexTensors<B>> {
+        let learns = self.loss_weight * context.settings.token_share != 0.0;
+        let Some(index) = &packed.index else {
+            return if self.shares && learns { state.index.last() } else { None };
+        };
+        let own = IndexTensors { packed: index.clone(), block_keys };
+        // Whoever trains indexers alone looks here for the layer that has one.
+        state.index.made = (learns || context.settings.indexers_alone).then(|| own.clone());
+        Some(own)
+    }
+
     /// Chooses blocks by `block_keys` (QSA), else by the indexer's queries and keys, or without an indexer by the
     /// attention's own. The first `cached` tokens of a row choose none.
     fn choose(
@@ -186,7 +206,7 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
                 Some(chosen)
             }
         };
-        let Packed { qkv, index: Some(index) } = packed.clone() else {
+        let Some(index) = self.learning_index(&packed, block_keys, context, state) else {
             let qkv = packed.qkv;
             let o = match chosen {
                 Some(chosen) => sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
@@ -194,6 +214,9 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
             };
             return (o, None);
         };
+        let IndexTensors { packed: index, block_keys } = index;
+        let packed = Packed { index: Some(index.clone()), ..packed };
+        let qkv = packed.qkv.clone();
         let call = IndexedCall {
             documents,
             spec,

@@ -14,7 +14,9 @@ impl BuildLayer for MsaShape {
         let layer = ChosenBlocksAttention::new(shape, self.choice(), init, device);
         // A layer that reads another layer's blocks has no indexer.
         let indexer = shape.indexer().map(|_| Indexer::new(shape, init, device));
-        Attention::Chosen(layer.with_indexer(indexer, self.index_loss_weight, self.index_warmup))
+        let has_loss = indexer.is_some() || self.index_loss_of_shared;
+        let loss_weight = if has_loss { self.index_loss_weight } else { 0.0 };
+        Attention::Chosen(layer.with_indexer(indexer, loss_weight, self.index_warmup))
     }
 }
 

@@ -3,7 +3,9 @@ use crate::layer::KindAttention;
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
 use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, SlotCache, WeightInit};
 use burn::backend::Autodiff;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, MlaShape, ModelShape, NsaShape};
 use sieve_ops::{Documents, Residual, RowsOf, SieveBackend};
@@ -43,6 +45,31 @@ fn outputs_of_parts(
         after(&cache.layers[0], &state, done);
     }
     (got, cache)
+}
+
+/// Whether each parameter has a gradient, in the module's order.
+#[derive(Default)]
+struct HaveGradients(Vec<bool>);
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for HaveGradients {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.push(param.val().is_require_grad());
+    }
+}
+
+#[test]
+fn a_layer_for_its_indexer_alone_has_gradients_there_and_nowhere_else() {
+    for attention in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
+        let mut init = WeightInit::new(5, 0.2);
+        let layer = DecoderLayer::<Autodiff<Flex>>::new(&shape(attention), &mut init, &Default::default());
+        let has_indexer = matches!(&layer.self_attn, Attention::Chosen(layer) if layer.indexer.is_some());
+        let [mut all, mut alone] = [HaveGradients::default(), HaveGradients::default()];
+        layer.visit(&mut all);
+        layer.for_indexer_alone().visit(&mut alone);
+        assert!(all.0.len() == alone.0.len() && all.0.iter().all(|&has| has), "{attention:?}");
+        // Its projection and both of its norms.
+        assert_eq!(alone.0.iter().filter(|&&has| has).count(), if has_indexer { 3 } else { 0 }, "{attention:?}");
+    }
 }
 
 #[test]

@@ -103,6 +103,7 @@ impl Draw {
                 num_local_blocks: (k / 2).max(1),
                 index_loss_weight: stride as f64 / 3.0,
                 index_warmup: false,
+                index_loss_of_shared: k % 2 == 0,
             }),
             5 => Attention::InfllmV2(InfllmV2Shape {
                 compress_block_size: stride.min(8) * blocks,
