@@ -25,7 +25,7 @@ impl FarKeys {
         let [first, end] = self.distances;
         let band = (self.first_band + kv_head) % self.num_bands;
         let border =
-            |at: usize| first + (end.saturating_sub(first) as u64 * at as u64 / self.num_bands as u64) as usize;
+            |at: usize| first + (end.saturating_sub(first) as u128 * at as u128 / self.num_bands as u128) as usize;
         border(band)..border(band + 1)
     }
 
@@ -40,8 +40,9 @@ impl FarKeys {
 
     /// The most keys that a query of any head sees, the last `window` included.
     pub fn most_keys(&self, window: usize) -> usize {
-        let widths = (0..self.num_bands).map(|head| self.band(head).len());
-        self.sink_tokens.saturating_add(window).saturating_add(widths.max().unwrap_or(0))
+        let [first, end] = self.distances;
+        let widest = end.saturating_sub(first).div_ceil(self.num_bands);
+        self.sink_tokens.saturating_add(window).saturating_add(widest)
     }
 
     /// The same for a call whose first KV head is this call's head `kv_head`.
@@ -61,6 +62,13 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|head| far.band(head)), [10..17, 17..25, 25..33, 10..17]);
         assert_eq!([0, 1].map(|head| far.of_heads_from(2).band(head)), [25..33, 10..17]);
         assert_eq!(far.most_keys(10), 4 + 10 + 8);
+        for num_bands in 1..40 {
+            let far = FarKeys { num_bands, ..far };
+            let widest = (0..num_bands).map(|head| far.band(head).len()).max();
+            assert_eq!(Some(far.most_keys(0) - 4), widest, "{num_bands} bands");
+        }
+        let many = FarKeys { distances: [10, usize::MAX], num_bands: usize::MAX, ..far };
+        assert_eq!((many.most_keys(0), many.band(usize::MAX - 1).end), (5, usize::MAX), "in no time");
         let none = FarKeys { distances: [10, 10], ..far };
         assert!((0..3).all(|head| none.band(head).is_empty()));
     }
