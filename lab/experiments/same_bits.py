@@ -1,11 +1,14 @@
 """Whether a token has one log-probability: as it was sampled among others, and as `echo` scores the same text whole.
 
     same_bits.py SIEVE CHECKPOINT... [--device cuda] [--texts 1 4 16] [--tokens 64] [--longest 600] [--out FILE]
+        [--eval TEXTS] [more flags of serve]
 
 For each checkpoint and each number of texts it starts `sieve serve --max-texts`, and lets twice as many clients sample
 at once, each with a seed and a prompt of its own; lengths are drawn up to --longest. Then each text is scored whole.
 Prints a line of JSON a checkpoint: tokens, how many log-probabilities differ from those of `echo` for each number of
-texts, the largest difference, and how many texts differ between servers. Exits with 1 if one differs.
+texts, the largest difference, and how many texts differ between servers. With --eval as many texts are scored by `eval
+ppl` too, each alone, and the row has their tokens and by how much the sum of a text's losses differs from `echo`'s at
+most: from its sum, as the two may add the tokens in another order. Exits with 1 if a number differs.
 """
 
 import argparse
@@ -13,7 +16,9 @@ import concurrent.futures
 import json
 import pathlib
 import random
+import subprocess
 import sys
+import tempfile
 
 from serve_waits import Server
 
@@ -43,6 +48,33 @@ def echoed(server, request, new):
     return server.ask(body)[0]["choices"][0]["logprobs"]["token_logprobs"][len(request["prompt"]):]
 
 
+def evaluated(arguments, checkpoint, text):
+    """Tokens that `eval ppl` predicts of a text, and the sum of their losses in nats."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "text.jsonl"
+        file.write_text(json.dumps({"text": text}) + "\n")
+        same_bits = [flag for flag in arguments.more if flag == "--same-bits"]
+        command = [arguments.program, "eval", "ppl", "--checkpoint", checkpoint, "--data", str(file), "--text-column",
+                   "text", "--context", str(arguments.context), "--device", arguments.device, "--json", *same_bits]
+        report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        return report["num_tokens"], report["nats"]
+
+
+def compare_eval(arguments, checkpoint, server, requests):
+    """Adds up, for each of some texts, the losses of `echo`, and compares their sum with that of `eval ppl`."""
+    row = {"tokens": 0, "apart": 0.0}
+    for request in requests:
+        text = server.ask({**request, "echo": True})[0]["choices"][0]["text"]
+        body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
+        scores = server.ask(body)[0]["choices"][0]["logprobs"]["token_logprobs"]
+        tokens, nats = evaluated(arguments, checkpoint, text)
+        scores = [score for score in scores if score is not None][:tokens]
+        assert len(scores) == tokens, (len(scores), tokens)
+        row["tokens"] += tokens
+        row["apart"] = max(row["apart"], abs(nats + sum(scores)))
+    return row
+
+
 def compare(arguments, checkpoint):
     """The row of a checkpoint."""
     row = {"checkpoint": pathlib.Path(checkpoint).name, "tokens": 0, "differ": {}, "largest": 0.0, "texts_differ": 0}
@@ -64,6 +96,9 @@ def compare(arguments, checkpoint):
                 row["tokens"] += len(distances)
                 row["largest"] = max(row["largest"], *distances)
             row["differ"][texts] = differ
+            if arguments.eval and texts == arguments.texts[-1]:
+                longest = sorted(requests, key=lambda request: len(request["prompt"]))[-arguments.eval:]
+                row["eval"] = compare_eval(arguments, checkpoint, server, longest)
         finally:
             server.process.terminate()
             server.process.wait()
@@ -80,6 +115,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--longest", type=int, default=600)
     parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--eval", type=int, default=0)
+    parser.add_argument("--context", type=int, default=8192, help="tokens of a row of eval ppl")
     parser.add_argument("--out")
     arguments, arguments.more = parser.parse_known_args()
     rows = []
@@ -89,7 +126,9 @@ def main():
         if arguments.out:
             with open(arguments.out, "a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-    return int(any(any(row["differ"].values()) or row["texts_differ"] for row in rows))
+    # A sum of some thousand losses, of which one has another bit, is farther apart than another order of adding them.
+    return int(any(any(row["differ"].values()) or row["texts_differ"] or row.get("eval", {}).get("apart", 0.0) > 1e-8
+                   for row in rows))
 
 
 if __name__ == "__main__":

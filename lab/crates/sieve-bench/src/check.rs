@@ -7,7 +7,7 @@ use crate::error::{BenchError, Result};
 use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
-use crate::{biases, decode, latent, models, nsa, select, selection, sparse, step};
+use crate::{biases, decode, key_order, latent, models, nsa, select, selection, sparse, step};
 use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
@@ -57,6 +57,7 @@ impl CheckPart {
             Self::Nsa => nsa::nsa_check_kernels(gpu),
             Self::Mla => latent::latent_kernels(gpu),
             Self::Sinks => token_kernels(gpu),
+            Self::KeyOrder => key_order::kernels(gpu),
         };
         list.extend(models::needed_kernels(self, gpu));
         list
@@ -150,6 +151,7 @@ const SELECTION: Part = ("DMA's selection", selection::check_wrappers);
 const DECODING: Part = ("decoding", decode::check_wrappers);
 const STEP: Part = ("step", step::check_wrappers);
 const SINKS: Part = ("sinks", step::check_sinks);
+const KEY_ORDER: Part = ("DMA's order of keys", key_order::check);
 
 /// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
 /// emulator.
@@ -163,6 +165,7 @@ const OF_A_FAMILY: &[Part] = &[
     ("large biases", biases::check_wrappers),
     LATENT,
     NSA,
+    KEY_ORDER,
 ];
 
 /// Parts whose kernels are portable ones alone.
@@ -182,6 +185,7 @@ impl CheckPart {
             Self::Nsa => &[NSA],
             Self::Mla => &[LATENT],
             Self::Sinks => &[SINKS, DECODING],
+            Self::KeyOrder => &[KEY_ORDER],
         }
     }
 }

@@ -32,6 +32,7 @@ mod attention;
 mod bands;
 mod biases;
 mod decode;
+mod key_order;
 mod latent;
 mod models;
 mod nsa;
