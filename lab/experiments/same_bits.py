@@ -63,12 +63,16 @@ def evaluated(arguments, checkpoint, text):
 def compare_eval(arguments, checkpoint, server, requests):
     """Adds up, for each of some texts, the losses of `echo`, and compares their sum with that of `eval ppl`."""
     row = {"tokens": 0, "apart": 0.0}
+    special = json.loads(next(pathlib.Path(checkpoint).rglob("tokenizer.json")).read_text())["added_tokens"]
+    end = next(token["id"] for token in special if "end" in token["content"])
     for request in requests:
         text = server.ask({**request, "echo": True})[0]["choices"][0]["text"]
-        body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
-        scores = server.ask(body)[0]["choices"][0]["logprobs"]["token_logprobs"]
+        text = "".join(letter for letter in text if letter.isprintable() or letter == "\n")  # a file of text has no NUL
+        score = {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
+        ids = server.ask({**score, "prompt": text})[0]["choices"][0]["prompt_token_ids"]
+        # A document ends with a token that `eval ppl` predicts, too.
+        scores = echoed(server, {"prompt": ids[:1]}, [*ids[1:], end])
         tokens, nats = evaluated(arguments, checkpoint, text)
-        scores = [score for score in scores if score is not None][:tokens]
         assert len(scores) == tokens, (len(scores), tokens)
         row["tokens"] += tokens
         row["apart"] = max(row["apart"], abs(nats + sum(scores)))

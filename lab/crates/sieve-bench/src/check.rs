@@ -374,6 +374,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(latent::latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
+    list.extend(key_order::kernels(gpu));
     list.extend(step::rare_kernels(gpu, step::SCORED_KV_HEADS));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
     for &(head_dim, head_dim_v) in WIDTHS {

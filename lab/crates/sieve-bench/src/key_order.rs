@@ -21,9 +21,11 @@ pub(crate) fn kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for (width, group) in [(64, 1), (64, 2), (128, 1), (128, 2)] {
         let shape = AttentionShape::new(1, 1, [group, 1], [width; 2]);
-        let keys = NeededKeys::Chosen(ScoreBias::Linear);
-        let needs = AttentionNeeds { shape, keys, order: SumOrder::Any, has_sinks: false };
-        list.extend(needs.in_order(&gpu.arch()));
+        for bias in [ScoreBias::Exp, ScoreBias::Linear] {
+            let keys = NeededKeys::Chosen(bias);
+            let needs = AttentionNeeds { shape, keys, order: SumOrder::Any, has_sinks: false };
+            list.extend(needs.in_order(&gpu.arch()));
+        }
     }
     list
 }
@@ -131,7 +133,7 @@ impl Text {
         let whole = self.list(device, &self.rank, seq_len, None)?;
         for row in 0..self.rows() {
             let expire = &whole.expire[row * seq_len..][..seq_len];
-            for query in 0..seq_len {
+            for query in (0..seq_len).step_by(1 + seq_len / 2000) {
                 let mut found: Vec<i32> = whole.places(row, query).into_iter().flatten().collect();
                 found.sort_unstable();
                 let sees = |&key: &usize| expire[key] > query as i32;
@@ -221,11 +223,13 @@ impl Text {
         let earlier = self.prompt.min(self.window.keep_window_size);
         let pad = (self.prompt - earlier) % STAGE;
         let (first, len) = (pad + earlier, pad + earlier + seq_len - self.prompt);
+        if (0..self.rows()).any(|row| self.held(whole, row, self.prompt).len() != earlier) {
+            return wrong(format!("a cache of {} tokens does not hold {earlier} keys", self.prompt));
+        }
         // The token of the text at each place of the row, for each KV head; `None` before the row.
         let tokens: Vec<Vec<Option<usize>>> = (0..self.rows())
             .map(|row| {
                 let held = self.held(whole, row, self.prompt);
-                assert_eq!(held.len(), earlier, "a cache is full, or holds all keys");
                 let keys = held.into_iter().chain(self.prompt..seq_len).map(Some);
                 std::iter::repeat_n(None, pad).chain(keys).collect()
             })
