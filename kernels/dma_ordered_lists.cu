@@ -1,8 +1,9 @@
 // dma_ordered_lists: the keys that each epoch of 128 queries may see, as one list per KV head in the order of
 // epoch_order.cuh, which dma_token gives a query that is decoded alone: a row's sums then have the bits of a step's.
-// Math       entries {j, expire[j]}, or {a listed key, 0} where no key lies, in whole stages of 128: near keys by place,
-//            then older ones, j < near_first and expire[j] > q0, by falling (rank_j, j). The entries that a query tile
-//            from i0 on needs lie in [0, e): e = near places + older keys with expire > i0, rounded up to 128
+// Math       entries {j, expire[j]}, or {a listed key, 0} where no key lies, in whole stages of 128: near keys by
+//            place, then older ones, j < near_first and expire[j] > q0, by falling (rank_j, j). The entries that a
+//            query tile from i0 on needs lie in [0, e): e = near places + older keys with expire > i0, rounded up to
+//            128
 // Method     older keys are found as by dma_lists, and sorted in shared memory
 // Layout     rank f32, expire i32 [batch, num_kv_heads, seq_len]; doc_start i32 [batch, seq_len]; survivors u64 as
 //            dma_select_prefix (or dma_lists_prefix) writes them; positions i32 [batch, num_kv_heads, seq_len] of the

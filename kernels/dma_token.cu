@@ -1,16 +1,16 @@
 // dma_token: one new token per row joins DMA's slots, and the list of the slots that its query sees, in the order of
 // epoch_order.cuh: that of the keys which dma_ordered_lists lists for the same query in a whole row.
 // Math       the heap step of dma_decode: with all w = keep_window_size slots in use the new key (z_new, length) takes
-//            the slot of the smallest (z_j, j), j <= length - local_window_size, or without a local window is itself the
-//            smallest and not kept. list: {slot, 1}, or {a slot in use, 0} where no key lies, in whole stages of 128;
-//            base = the largest bias of a listed key, where a bias is z, or exp(min(z, 60)) (EXP_BIAS)
+//            the slot of the smallest (z_j, j), j <= length - local_window_size, or without a local window is itself
+//            the smallest and not kept. list: {slot, 1}, or {a slot in use, 0} where no key lies, in whole stages of
+//            128; base = the largest bias of a listed key, where a bias is z, or exp(min(z, 60)) (EXP_BIAS)
 // Layout     k_new, v_new bf16 [batch, num_kv_heads, head_dim], each with an element offset and a batch stride
 //            (multiples of 8); z_new f32 [batch, num_kv_heads]; k_cache, v_cache, slot_z, slot_position as in
 //            dma_decode, updated in place; length i32 [batch]; delta f32 as slot_z, written at slots in use; list int2
 //            [batch, num_kv_heads, capacity]; tile_window int2 {0, entries} [batch, num_kv_heads]; base f32
 //            [batch, num_kv_heads, 64], of which the first is written
-// Buffers    k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, (EXP_BIAS: delta,) list, tile_window,
-//            base
+// Buffers    k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, (EXP_BIAS: delta,) list,
+//            tile_window, base
 // Defines    MAX_OLD (1024, 2048): at least keep_window_size; EXP_BIAS 0|1
 // Tiling     grid (num_kv_heads, 1, batch); 512 threads; 15 or 29 KiB static shared memory, no dynamic
 // Numerics   order by integers, exact; the largest bias as bias_base finds it

@@ -7,8 +7,8 @@
 //            [batch, 1, num_heads, HEAD_DIM], lse f32 [batch, num_heads, 1]. All but q contiguous
 // Buffers    q_map by value, q, k, v, delta, base, list, tile_window, o, lse
 // Defines    as hopper_dma_attention_forward without RESIDUAL and HAS_BIAS
-// Tiling     as hopper_dma_attention_forward: a block has HEADS_PER_TILE heads of one row, and most rows of its tile are
-//            empty
+// Tiling     as hopper_dma_attention_forward: a block has HEADS_PER_TILE heads of one row, and most rows of its tile
+//            are empty
 // Numerics   as hopper_dma_attention_forward
 // Edges      seq_len is 1; slots that are not listed are never read
 #define GATHER 1

@@ -19,8 +19,8 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense and dynamic mask attention, windows and bands, slower with few
-    /// or long texts. On a CPU every model does
+    /// any length and in a whole row; for models of dense and dynamic mask attention, windows and bands, slower with
+    /// few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }

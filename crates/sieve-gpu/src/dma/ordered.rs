@@ -108,8 +108,8 @@ pub struct TokenKeyLists {
 }
 
 impl DmaSlots {
-    /// Whether a step has the bits of a whole row under the policy of these queries: it asks for this order, on a Hopper
-    /// GPU, with heads of 64 or 128 columns and at most 2048 keys a query.
+    /// Whether a step has the bits of a whole row under the policy of these queries: it asks for this order, on a
+    /// Hopper GPU, with heads of 64 or 128 columns and at most 2048 keys a query.
     pub fn has_one_order(&self, token: &Qkv) -> bool {
         let q = token.q.tensor();
         let window = self.kv.k.shape().get(2).copied().unwrap_or(0);

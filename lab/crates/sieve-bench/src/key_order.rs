@@ -86,14 +86,17 @@ impl Text {
     /// Text number `at`, of other sizes than its neighbours.
     fn draw(at: usize, extent: &Extent, seed: u64) -> Self {
         let mut random = Random(seed);
-        let lengths = extent.pick(&[300, 430, 200, 130][..], &[300, 1025, 2500, 9000, 17_000, 140]);
+        let long = if extent.has_long_rows() { &[300, 1025, 2500, 9000, 17_000, 140][..] } else { &[300, 140, 400] };
+        let lengths = extent.pick(&[300, 430, 200, 130][..], long);
         let windows = extent.pick(&[70, 100, 5, 128][..], &[31, 128, 300, 1000, 1024, 1500, 5]);
         let (seq_len, kept) = (lengths[at % lengths.len()], windows[at / 2 % windows.len()]);
         let local = random.one_of(&[0, 0, 1, kept / 8, kept / 2, kept]);
-        let kv_heads = random.between(1, 3);
+        // The host draws every number.
+        let most = if seq_len > 4000 { 2 } else { 3 };
+        let kv_heads = random.between(1, most);
         let width = if extent.is_emulated { 32 } else { random.one_of(&[64, 128]) };
         let heads = [kv_heads * random.one_of(&[1, 2, 4]), kv_heads];
-        let shape = AttentionShape::new(random.between(1, 3), seq_len, heads, [width; 2]);
+        let shape = AttentionShape::new(random.between(1, most), seq_len, heads, [width; 2]);
         let rising = random.one_of(&[0.0, 0.02, 1.0]);
         let steps = random.one_of(&[1.0, 4.0]);
         let rank = (0..shape.batch * kv_heads * seq_len).map(|key| {
