@@ -24,14 +24,14 @@ const SUMS: usize = 16;
 const BLOCK_BYTES: usize = 192 << 10;
 
 /// Products from which all threads are used.
-pub(super) const MIN_SHARED_PRODUCTS: usize = 1 << 17;
+const MIN_SHARED_PRODUCTS: usize = 1 << 17;
 
 /// Elements of the weight between one that is multiplied and one that is prefetched. With four rows, reading runs at 28
 /// GB/s with this distance and at 13 without prefetching, on one core of a Zen 4.
 const AHEAD: usize = 12288;
 
-/// Fewest groups of rows that a task rounds.
-const MIN_ROUNDED_GROUPS: usize = 16;
+/// Fewest rows of x that a task rounds.
+const MIN_ROUNDED_ROWS: usize = 64;
 
 /// Elements of a row of x, with zeros after its end; aligned, so that no load touches two cache lines.
 #[derive(Clone, Copy)]
@@ -50,19 +50,36 @@ thread_local! {
 /// As [`linear`](super::linear) for a bf16 weight, with x rounded to bf16. No size is 0.
 pub(super) fn bf16_pairs(pairs: Bf16Pairs, x: &[f32], weight: &[bf16], sizes: [usize; 3], y: &mut [f32]) {
     match sizes[0] {
-        1 => in_groups::<1, 16>(pairs, x, weight, sizes, y),
-        2 => in_groups::<2, 8>(pairs, x, weight, sizes, y),
-        _ => in_groups::<4, 4>(pairs, x, weight, sizes, y),
+        1 => by_pairs::<1, 16>(pairs, x, weight, sizes, y),
+        2 => by_pairs::<2, 8>(pairs, x, weight, sizes, y),
+        _ => by_pairs::<4, 4>(pairs, x, weight, sizes, y),
     }
 }
 
 /// The GEMM in tiles of `ROWS` rows and `OUTPUTS` outputs.
-fn in_groups<const ROWS: usize, const OUTPUTS: usize>(
+fn by_pairs<const ROWS: usize, const OUTPUTS: usize>(
     pairs: Bf16Pairs,
+    x: &[f32],
+    weight: &[bf16],
+    sizes @ [_, d_in, _]: [usize; 3],
+    y: &mut [f32],
+) {
+    // SAFETY: `pairs` shows that the CPU has these instructions.
+    let round = |x: &[f32], rounded: &mut [Vector]| unsafe { round_group::<ROWS>(pairs, x, d_in, rounded) };
+    // SAFETY: as for `round`.
+    let run = |task: Task<'_>| unsafe { task.run::<ROWS, OUTPUTS>(pairs) };
+    in_groups::<ROWS>(x, weight, sizes, y, round, run);
+}
+
+/// Rounds x in groups of `ROWS` rows by `round(rows of x, their vectors)`, and runs the product's tasks, on all threads
+/// where there is enough to do.
+pub(super) fn in_groups<const ROWS: usize>(
     x: &[f32],
     weight: &[bf16],
     sizes @ [rows, d_in, _]: [usize; 3],
     y: &mut [f32],
+    round: impl Fn(&[f32], &mut [Vector]) + Sync,
+    run: impl Fn(Task<'_>) + Sync + Send,
 ) {
     let group_len = ROWS * d_in.div_ceil(STEP);
     let num_groups = rows.div_ceil(ROWS);
@@ -70,14 +87,7 @@ fn in_groups<const ROWS: usize, const OUTPUTS: usize>(
     buffer.resize(buffer.len().max(num_groups * group_len), Vector::ZERO);
     let rounded = &mut buffer[..num_groups * group_len];
     let groups = rounded.par_chunks_mut(group_len).zip(x.par_chunks(ROWS * d_in));
-    groups.with_min_len(MIN_ROUNDED_GROUPS).for_each(|(rounded, x)| {
-        // SAFETY: `pairs` shows that the CPU has these instructions.
-        unsafe { round_group::<ROWS>(pairs, x, d_in, rounded) };
-    });
-    let run = |task: Task<'_>| {
-        // SAFETY: `pairs` shows that the CPU has these instructions.
-        unsafe { task.run::<ROWS, OUTPUTS>(pairs) };
-    };
+    groups.with_min_len(MIN_ROUNDED_ROWS / ROWS).for_each(|(rounded, x)| round(x, rounded));
     let tasks = tasks::<ROWS>(rounded, weight, sizes, y);
     match rows * weight.len() {
         few if few < MIN_SHARED_PRODUCTS => tasks.into_iter().for_each(run),
@@ -87,7 +97,7 @@ fn in_groups<const ROWS: usize, const OUTPUTS: usize>(
 }
 
 /// Divides the product among tasks: some outputs each of as many groups of `ROWS` rows as stay in a cache.
-pub(super) fn tasks<'a, const ROWS: usize>(
+fn tasks<'a, const ROWS: usize>(
     rounded: &'a [Vector],
     weight: &'a [bf16],
     [_, d_in, d_out]: [usize; 3],

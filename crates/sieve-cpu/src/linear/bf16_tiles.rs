@@ -8,11 +8,10 @@
 use half::bf16;
 use pulp::f32x16;
 use pulp::x86::V4;
-use rayon::prelude::*;
 use std::arch::asm;
 use std::cell::Cell;
 
-use super::bf16_pairs::{MIN_SHARED_PRODUCTS, STEP, Task, Vector, prefetch, round, tasks};
+use super::bf16_pairs::{STEP, Task, Vector, in_groups, prefetch, round};
 use super::few_rows::Transpose;
 use crate::simd::Bf16Tiles;
 
@@ -24,9 +23,6 @@ const OUTPUTS: usize = 2 * SIDE;
 
 /// Bytes between the rows of a tile that lies in one piece.
 const ROW_BYTES: usize = SIDE * size_of::<f32>();
-
-/// Fewest groups of rows that a task rounds.
-const MIN_ROUNDED_GROUPS: usize = 4;
 
 /// Sums of a tile, `[outputs, rows]`.
 #[derive(Clone, Copy)]
@@ -44,41 +40,18 @@ struct Shapes {
 }
 
 thread_local! {
-    /// Buffer of x in tiles. It is reused: zeroing newly allocated pages takes as long as rounding.
-    static TILES_OF_X: Cell<Vec<Vector>> = const { Cell::new(Vec::new()) };
     /// Buffer of a panel of the weight whose tiles do not lie inside the weight.
     static PADDED: Cell<Vec<bf16>> = const { Cell::new(Vec::new()) };
 }
 
 /// As [`linear`](super::linear) for a bf16 weight, with x rounded to bf16. No size is 0.
-pub(super) fn bf16_tiles(
-    unit: Bf16Tiles,
-    x: &[f32],
-    weight: &[bf16],
-    sizes @ [rows, d_in, _]: [usize; 3],
-    y: &mut [f32],
-) {
-    // A group of rows is `[steps, SIDE]` vectors: a tile of x for each step.
-    let group_len = SIDE * d_in.div_ceil(STEP);
-    let num_groups = rows.div_ceil(SIDE);
-    let mut buffer = TILES_OF_X.take();
-    buffer.resize(buffer.len().max(num_groups * group_len), Vector::ZERO);
-    let in_tiles = &mut buffer[..num_groups * group_len];
-    let groups = in_tiles.par_chunks_mut(group_len).zip(x.par_chunks(SIDE * d_in));
-    groups.with_min_len(MIN_ROUNDED_GROUPS).for_each(|(tiles, x)| {
-        // SAFETY: `unit` shows that the CPU has these instructions.
-        unsafe { round_to_tiles(unit, x, d_in, tiles) };
-    });
-    let run = |task: Task<'_>| {
-        // SAFETY: `unit` shows that the CPU has these instructions.
-        unsafe { task_by_tiles(unit, task) };
-    };
-    let tasks = tasks::<SIDE>(in_tiles, weight, sizes, y);
-    match rows * weight.len() {
-        few if few < MIN_SHARED_PRODUCTS => tasks.into_iter().for_each(run),
-        _ => tasks.into_par_iter().with_max_len(1).for_each(run),
-    }
-    TILES_OF_X.set(buffer);
+pub(super) fn bf16_tiles(unit: Bf16Tiles, x: &[f32], weight: &[bf16], sizes: [usize; 3], y: &mut [f32]) {
+    let d_in = sizes[1];
+    // SAFETY: `unit` shows that the CPU has these instructions. A group of rows is a tile for each step.
+    let round = |x: &[f32], tiles: &mut [Vector]| unsafe { round_to_tiles(unit, x, d_in, tiles) };
+    // SAFETY: as for `round`.
+    let run = |task: Task<'_>| unsafe { task_by_tiles(unit, task) };
+    in_groups::<SIDE>(x, weight, sizes, y, round, run);
 }
 
 /// Rounds up to 16 rows of x and writes a tile for each step. Its row `p` has the elements `2p` and `2p + 1` of the
