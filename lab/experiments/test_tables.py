@@ -325,6 +325,14 @@ class Tables(unittest.TestCase):
         page = (tables.ROWS / "README.md").read_text(encoding="utf-8")
         self.assertEqual([path.name for path in tables.ROWS.glob("*.jsonl") if path.name not in page], [])
 
+    def test_every_entry_of_the_experiments_is_in_their_index(self):
+        text = (ROOT / "lab/notes/experiments.md").read_text(encoding="utf-8")
+        index, _, entries = text.partition("\n## Moved from the book")
+        indexed = {line.removeprefix("- ").rstrip(".") for line in index.splitlines()}
+        titles = re.findall(r"^## (\d\d-\d\d .*)$", entries, re.MULTILINE)
+        self.assertGreater(len(titles), 60)
+        self.assertEqual([title for title in titles if title.rstrip(".") not in indexed], [])
+
 
 if __name__ == "__main__":
     unittest.main()

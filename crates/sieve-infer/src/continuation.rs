@@ -59,17 +59,21 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
-/// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, on a device
-/// without a step for all rows, and where rows take far more memory than the texts' own caches: in a layer with a
-/// window, a row holds all tokens.
-pub(crate) fn rows_of_texts<B: DeviceBackend>(
-    shape: &ModelShape,
-    [texts, room]: [usize; 2],
-    device: &B::Device,
-) -> Option<TextRows<B>> {
-    let windows = shape.by_kind().into_iter().map(|part| part.attention.as_kind().cached_window());
-    let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
-    (!B::ON_HOST && texts > 1 && fits).then(|| TextRows::new(texts, room, device))
+/// Whether texts of at most `room` tokens each share a cache, so that one captured call takes a token of each: not a
+/// single text, not on a device without such a call, and not where the shared cache would take more than half of the
+/// memory that is free now and more than the texts' own caches. It does because a layer with a window then holds all
+/// tokens.
+pub fn share_a_cache<B: DeviceBackend>(shape: &ModelShape, [texts, room]: [usize; 2], device: &B::Device) -> bool {
+    if B::ON_HOST || texts < 2 {
+        return false;
+    }
+    let value_bytes = 2; // of bf16, in which a GPU computes
+    let of_layers = |bytes: fn(&ModelShape, usize, u64) -> u64| {
+        shape.by_kind().iter().map(|part| part.num_layers as u64 * bytes(part, room, value_bytes)).sum::<u64>()
+    };
+    let own = of_layers(|part, room, value| part.attention.as_kind().cache(part, room, value)[1]);
+    let shared = of_layers(|part, room, value| part.attention.as_kind().cache_in_row(part, room, value));
+    shared <= own || 2 * shared.saturating_mul(texts as u64) <= B::free_memory(device)
 }
 
 /// A text with its KV cache. A clone continues independently.

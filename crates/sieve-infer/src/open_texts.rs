@@ -1,6 +1,6 @@
 //! Texts that are decoded as one batch while others join and leave between tokens, and texts that have ended and may go
 //! on.
-use crate::continuation::{Continuation, Drawn, rows_of_texts};
+use crate::continuation::{Continuation, Drawn, share_a_cache};
 use crate::input::check_row;
 use crate::kept_texts::KeptTexts;
 use crate::logits::NextLogits;
@@ -28,6 +28,8 @@ pub struct OpenTexts<'a, B: DeviceBackend, T> {
     selection: Option<Selection>,
     /// The common KV cache, where the device has one.
     rows: Option<TextRows<B>>,
+    /// Whether there is one again after a pass that failed.
+    has_rows: bool,
     texts: Vec<(Continuation<'a, B>, T)>,
     /// Texts that have ended, where a later prompt can go on from them.
     kept: KeptTexts<'a, B>,
@@ -44,11 +46,13 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         selection: Option<Selection>,
         device: &B::Device,
     ) -> Self {
+        let acts_in_decode = selection.as_ref().is_some_and(Selection::acts_in_decode);
         let mut this = Self {
             model,
             empty: Continuation::new(model, room, device),
             selection,
             rows: None,
+            has_rows: !acts_in_decode && share_a_cache::<B>(model.shape(), [max_texts, room], device),
             texts: Vec::new(),
             kept: KeptTexts::default(),
             device: device.clone(),
@@ -60,10 +64,10 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
 
     /// Drops all open texts and the common cache, as after a pass that failed, and returns their owner's data.
     pub fn clear(&mut self) -> Vec<T> {
-        let acts_in_decode = self.selection.as_ref().is_some_and(Selection::acts_in_decode);
         self.rows = None;
         self.drop_lost();
-        self.rows = if acts_in_decode { None } else { rows_of_texts(self.model.shape(), self.size, &self.device) };
+        let [max_texts, room] = self.size;
+        self.rows = self.has_rows.then(|| TextRows::new(max_texts, room, &self.device));
         self.texts.drain(..).map(|(_, owned)| owned).collect()
     }
 

@@ -491,8 +491,8 @@ device_ops! {
         fn global_norm(tensors: Vec<Float<Self>>) -> Float<Self>;
         /// The current values of a tensor, readable later on any thread.
         fn snapshot(tensor: Float<Self>) -> Snapshot;
-        /// Bytes of device memory free for snapshots; 0 where snapshots are copied to the host at once.
-        fn snapshot_room(device: &Self::Device) -> u64;
+        /// Bytes of the device's own memory that are free; 0 on a CPU, whose snapshots are copies on the host.
+        fn free_memory(device: &Self::Device) -> u64;
     }
 
     context_parallel {

@@ -212,7 +212,7 @@ pub(crate) mod cpu {
         Snapshot::of_data(TensorData::new(floats(&tensor).to_vec(), tensor.shape()))
     }
 
-    pub(crate) fn snapshot_room(_device: &FlexDevice) -> u64 {
+    pub(crate) fn free_memory(_device: &FlexDevice) -> u64 {
         0
     }
 }
@@ -287,7 +287,7 @@ pub(crate) mod cuda {
         }
     }
 
-    pub(crate) fn snapshot_room(device: &CudaDevice) -> u64 {
+    pub(crate) fn free_memory(device: &CudaDevice) -> u64 {
         sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 

@@ -47,7 +47,13 @@ pub trait Cost {
         self.cache(layer, seq_len, value_bytes)
     }
 
-    /// Size of a window if the cache of a single text holds only its keys; a cache of several texts holds all tokens.
+    /// Bytes of a text of `tokens` tokens in a cache that several texts share, where a window's keys stay when it has
+    /// passed them.
+    fn cache_in_row(&self, layer: &ModelShape, tokens: usize, value_bytes: u64) -> u64 {
+        self.cache(layer, tokens, value_bytes)[1]
+    }
+
+    /// Size of a window if the cache of a single text holds only its keys.
     fn cached_window(&self) -> Option<usize> {
         None
     }

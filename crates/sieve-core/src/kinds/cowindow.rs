@@ -149,6 +149,10 @@ impl Cost for CowaShape {
         [kv, kv * kept as u64]
     }
 
+    fn cache_in_row(&self, layer: &ModelShape, tokens: usize, value_bytes: u64) -> u64 {
+        key_and_value(layer, value_bytes) * tokens as u64
+    }
+
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {
         Exchanged::of_one_op(layer)
     }

@@ -327,6 +327,12 @@ impl Cost for NsaShape {
         [growing + kv / self.compress_stride as u64, growing * seq_len as u64 + window + blocks + open_block]
     }
 
+    /// K and V of every token in the selected and the window branch, those before compression, and of every block.
+    fn cache_in_row(&self, layer: &ModelShape, tokens: usize, value_bytes: u64) -> u64 {
+        let blocks = self.blocks().num_compressed_blocks(tokens);
+        key_and_value(layer, value_bytes) * (3 * tokens + blocks) as u64
+    }
+
     /// One packed q, k, v for all branches, or one for each branch with its own keys; and the gates. The activations
     /// count the branches' outputs already.
     fn exchanged(&self, layer: &ModelShape) -> Exchanged {

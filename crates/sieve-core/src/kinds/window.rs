@@ -89,6 +89,10 @@ impl Cost for SwaShape {
         [kv, kv * self.sliding_window.min(seq_len) as u64]
     }
 
+    fn cache_in_row(&self, layer: &ModelShape, tokens: usize, value_bytes: u64) -> u64 {
+        key_and_value(layer, value_bytes) * tokens as u64
+    }
+
     fn halo(&self) -> Option<Halo> {
         // A window includes the query's own key.
         Some(Halo { reach: self.sliding_window.saturating_sub(1), from_all: false })

@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, MlaShape, ModelShape, NsaShape};
-use sieve_ops::{Documents, Residual, RowsOf, SieveBackend};
+use sieve_ops::{Documents, Residual, RowsOf, SieveBackend, TokenCache};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
     let mut init = WeightInit::new(1, 0.2);
@@ -196,6 +196,33 @@ fn a_cache_of_bands_drops_the_keys_that_no_later_token_reads() {
         assert_eq!(keys(&text.keys.k, 0, 128), keys(&cache.keys.k, 0, 128));
         assert_eq!(keys(&text.keys.v, len - 16, 16), keys(&cache.keys.v, held - 16, 16));
     }
+}
+
+#[test]
+fn a_row_of_several_texts_takes_the_memory_that_is_counted_for_it() {
+    let mut compared = 0;
+    for attention in kinds(0.5) {
+        let (layer, shape) = (layer::<Flex>(attention), shape(attention));
+        let (x, rows) = (input::<Flex, 3>([1, 40, 24], 3), Rows::new([1, 40], &shape));
+        let (_, cache) = outputs_of_parts(&layer, &x, rows.context(), [40], |_, _, _| {});
+        let (num_rows, tokens) = (2, 200);
+        let mut texts = cache.layers[0].rows(RowsOf::Texts { rows: num_rows, tokens });
+        let numbers = |x: &sieve_ops::TokenBuffer<Flex, 4>| x.buffer().shape().num_elements();
+        let of_keys = |keys: &sieve_ops::KeyCache<Flex>| numbers(&keys.k) + numbers(&keys.v);
+        let held = match texts.as_cache_mut().expect("a cache").for_token_step().expect("it is in rows") {
+            TokenCache::Recent(keys) => of_keys(keys),
+            TokenCache::Branches { compressed, selected, window, tail, .. } => {
+                [compressed, selected, window, tail].into_iter().map(|keys| of_keys(keys)).sum()
+            }
+            // These have no window.
+            _ => continue,
+        };
+        let counted = num_rows as u64 * attention.as_kind().cache_in_row(&shape, tokens, 1);
+        assert_eq!(held as u64, counted, "{attention:?}");
+        assert!(counted >= num_rows as u64 * attention.as_kind().cache(&shape, tokens, 1)[1], "{attention:?}");
+        compared += 1;
+    }
+    assert_eq!(compared, 5, "dense attention, windows, bands, and two forms of NSA");
 }
 
 #[test]

@@ -51,7 +51,7 @@ impl<B: TrainBackend> Optimizer<B> {
         let elements = parameters.iter().map(|(_, _, shape)| shape.iter().product::<usize>());
         // Two moments and the joined master, in f32, and a quarter more for training itself.
         let needed_bytes = 3 * 4 * elements.sum::<usize>() as u64;
-        let has_room = B::InnerBackend::snapshot_room(device) > needed_bytes + needed_bytes / 4;
+        let has_room = B::InnerBackend::free_memory(device) > needed_bytes + needed_bytes / 4;
         let mut taker = Taker::<B> {
             optimizer: self,
             device,
