@@ -97,6 +97,8 @@ DERIVED = {
     ("cpu_training", "times as fast"): lambda row: ratio(row["ours, dense, tokens/s"], row["PyTorch, dense"]),
     ("serve_clients", "times as fast"):
         lambda row: ratio(row["`sieve serve`, tokens/s"], row["`generate_batch`, tokens/s"], 0),
+    ("serve_structures", "any object / none"): lambda row: ratio(row["any object"], row["no structure"]),
+    ("serve_structures", "schema / none"): lambda row: ratio(row["schema"], row["no structure"]),
     ("first_table", "bits per byte, mean"): lambda row: bits(row["validation loss (nats), seeds 0, 1, 2"]),
     ("five_kinds", "mean"): lambda row: run_tables.mean(map(float, row["validation loss, seeds 0, 1, 2"]), 3),
     ("five_kinds", "bits per byte"): lambda row: bits(row["validation loss, seeds 0, 1, 2"]),

@@ -1,5 +1,5 @@
 """An export of each kind in others' trainers: transformers' Trainer and TRL's SFTTrainer, by the kernels and by plain
-PyTorch from the same seed. And the loop of docs/serving.md that trains on samples, as the page shows it.
+PyTorch from the same seed. And the loop of docs/samples.md that trains on samples, as the page shows it.
 
     python trainers.py PROGRAM [--steps 5] [--only KIND|samples] [--folder EXPORTS]
 
@@ -188,9 +188,9 @@ def compared(run, folder, steps):
 
 
 def on_samples(program):
-    """What the loop of docs/serving.md says, and whether it prints the page's lines and scores tokens as they were drawn,
+    """What the loop of docs/samples.md says, and whether it prints the page's lines and scores tokens as they were drawn,
     but for the roundings of another program."""
-    page = (ROOT / "docs/serving.md").read_text().split("### Training on samples")[1]
+    page = (ROOT / "docs/samples.md").read_text()
     _, code, _, shown = re.split("```(?:python)?\n", page)[:4]
     with tempfile.TemporaryDirectory() as folder:
         os.symlink(ROOT / "checkpoints", f"{folder}/checkpoints")
@@ -227,7 +227,7 @@ def main():
     all_right = True
     if given.only in (None, "samples") and len(trainers) > 1:
         said, all_right = on_samples(given.program)
-        print(f"docs/serving.md, training on samples: {said}", flush=True)
+        print(f"docs/samples.md: {said}", flush=True)
     if given.only == "samples":
         return not all_right
     for name, folder in made(given.program, given.folder or Path(tempfile.mkdtemp())):

@@ -62,10 +62,15 @@ fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
     lines.collect::<Vec<_>>().join("\n") + "\n"
 }
 
+/// `text` without code with each path of a page replaced by a link.
 fn with_links(text: &str, titles: &BTreeMap<&str, &str>) -> String {
-    titles.iter().fold(text.to_owned(), |text, (file, title)| {
-        text.replace(&format!("docs/{file}"), &format!("[{title}]({file})"))
-    })
+    // Pages of lab/docs/, some of which have the names of pages here, are not in the book.
+    let parts = text.split("lab/docs/").map(|part| {
+        titles.iter().fold(part.to_owned(), |part, (file, title)| {
+            part.replace(&format!("docs/{file}"), &format!("[{title}]({file})"))
+        })
+    });
+    parts.collect::<Vec<_>>().join("lab/docs/")
 }
 
 #[cfg(test)]
@@ -74,12 +79,14 @@ mod tests {
 
     #[test]
     fn named_pages_become_links_outside_of_code() {
-        let titles = titles("# Summary\n\n- [Runs](runs.md)\n  - [Every key](recipe.md)\n");
-        assert_eq!(titles.len(), 2);
+        let titles = titles("# Summary\n\n- [Runs](runs.md)\n  - [Every key](recipe.md)\n- [Serving](serving.md)\n");
+        assert_eq!(titles.len(), 3);
         let code = "`docs/runs.md`, and docs/other.\n```\ndocs/runs.md\n```\n\n    cat docs/runs.md\n";
         assert_eq!(
             linked(&format!("See docs/recipe.md, {code}"), &titles),
             format!("See [Every key](recipe.md), {code}")
         );
+        let elsewhere = "[What was measured](../lab/docs/serving.md)\n";
+        assert_eq!(linked(elsewhere, &titles), elsewhere);
     }
 }
