@@ -6,15 +6,19 @@
 // Layout     delta f32 [batch, num_kv_heads, seq_len]; list, list_len as dma_lists writes them; doc_start i32
 //            [batch, seq_len]; base f32 [batch, num_kv_heads, padded_len]; all contiguous
 // Buffers    delta, (GATHER: list, list_len, else doc_start,) base
-// Defines    GATHER 0|1
-// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch): a block takes 1024 queries (a super-block); 1024
-//            threads; 44 KiB of static shared memory
+// Defines    GATHER 0|1; LIST_QUERIES (1024, or 128): queries that share a list
+// Tiling     grid (ceil(seq_len / LIST_QUERIES), num_kv_heads, batch): a block takes LIST_QUERIES queries, a thread
+//            each; 44 KiB of static shared memory, or 4
 // Numerics   exact; NaN of a key that some query sees is the base of all queries that see it; writes every element of
 //            base
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; keys that no query sees are not read (GATHER)
 #include "common/order_key.cuh"
 
-constexpr int BLOCK_QUERIES = 1024, LEVELS = 10;
+#ifndef LIST_QUERIES
+#define LIST_QUERIES 1024
+#endif
+constexpr int BLOCK_QUERIES = LIST_QUERIES, LEVELS = LIST_QUERIES == 1024 ? 10 : 7;
+static_assert(LIST_QUERIES == 1 << LEVELS, "ranges of every length have their level");
 constexpr int LOADS = 3;  // loads that a thread has in flight
 
 struct BiasBaseParams {

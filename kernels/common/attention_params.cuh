@@ -2,7 +2,11 @@
 #pragma once
 #include "types.cuh"
 
-[[maybe_unused]] constexpr int SUPER_BLOCK = 1024;  // queries that share a list of keys (dma_lists.cu)
+// Queries that share a list of keys: 1024 in dma_lists.cu, 128 in dma_ordered_lists.cu.
+#ifndef LIST_QUERIES
+#define LIST_QUERIES 1024
+#endif
+[[maybe_unused]] constexpr int SUPER_BLOCK = LIST_QUERIES;
 
 // What all begin with; offsets and strides count elements.
 struct AttentionParams {

@@ -71,10 +71,17 @@ struct GatherWork {
     window.num_stages = tile.num_stages;
     tile.first_is_half = HALF_STAGES && window.head_count <= HALF_KV;
 
-    const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
-    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
+#if CACHED
+    const u64 head_stride = (u64)tensors.num_slots * HEAD_DIM;
+    const int num_keys = tensors.num_slots;
+#else
+    const u64 head_stride = HEAD_DIM;
+    [[maybe_unused]] const int num_keys = tensors.seq_len;
+#endif
+    const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + kv_head * head_stride;
+    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + kv_head * head_stride;
 #if HAS_BIAS
-    const float* delta = tensors.delta + list_row * tensors.seq_len;
+    const float* delta = tensors.delta + list_row * num_keys;
     const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
 #endif
     int here = 0;                         // this thread's key of stage `it`

@@ -8,7 +8,8 @@
 //            GEMMs (1) or after the other's first GEMM is done (2); CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: the
 //            keys come from a selector's mask, with GATHER key by key, without GATHER in boxes of KEY_BOX (64,
 //            or 128 without PAIRS) keys; PAIRS: each consumer has a query tile of its own;
-//            ROW_SUMS: output gradients are loaded beside the queries; HALF_STAGES: a tile's first stage may have 64
+//            ROW_SUMS: output gradients are loaded beside the queries; CACHED: keys lie in the slots of a cache, and a
+//            row's one query sees all listed ones but holes (GATHER); HALF_STAGES: a tile's first stage may have 64
 //            keys
 // A producer thread waits until a stage's slot is empty (its empty barrier), copies, and arrives at the slot's full
 // barrier when its copies are done; each consumer warp arrives at the empty barrier after the GEMMs that read the slot.
@@ -30,6 +31,9 @@
 #endif
 #ifndef ROW_SUMS
 #define ROW_SUMS 0
+#endif
+#ifndef CACHED
+#define CACHED 0
 #endif
 #ifndef HALF_STAGES
 #define HALF_STAGES 0
@@ -117,6 +121,9 @@ struct InputTensors {
   const float* base;                   // [batch, num_kv_heads, padded_len] (HAS_BIAS)
   const bf16* d_out;                   // [batch, seq_len, num_heads, HEAD_DIM] (ROW_SUMS)
   int seq_len, num_heads, num_kv_heads;
+#if CACHED
+  int num_slots;  // keys, and biases, of a KV head
+#endif
   float softmax_scale;
 };
 
@@ -374,7 +381,7 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #pragma unroll
   for (int i = 0; i < KEYS / 32; ++i) {
     const int2 entry = load_shared_int2(keys + (i * 32 + threadIdx.x % 32) * 8);  // {position, expire}
-    sees_all &= entry.x <= rows.first_query && entry.y > rows.last_query;
+    sees_all &= CACHED ? entry.y > 0 : entry.x <= rows.first_query && entry.y > rows.last_query;
   }
   return !__all_sync(~0u, sees_all);
 #elif SPARSE
@@ -401,7 +408,7 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int i = rows.query[x / 2], key = (int)(x % 2 ? pair.z : pair.x), expire = (int)(x % 2 ? pair.w : pair.y);
-      if (!(key <= i && i < expire)) score[4 * n + x] = masked;
+      if (CACHED ? expire <= 0 : !(key <= i && i < expire)) score[4 * n + x] = masked;
     }
   }
 #elif SPARSE

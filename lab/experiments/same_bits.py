@@ -53,8 +53,9 @@ def evaluated(arguments, checkpoint, text):
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "text.jsonl"
         file.write_text(json.dumps({"text": text}) + "\n")
+        same_bits = [flag for flag in arguments.more if flag == "--same-bits"]
         command = [arguments.program, "eval", "ppl", "--checkpoint", checkpoint, "--data", str(file), "--text-column",
-                   "text", "--context", str(arguments.context), "--device", arguments.device, "--json"]
+                   "text", "--context", str(arguments.context), "--device", arguments.device, "--json", *same_bits]
         report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
         return report["num_tokens"], report["nats"]
 

@@ -29,7 +29,7 @@ pub use far_keys::FarKeys;
 pub use fp8_format::Fp8Format;
 pub use gemm_kind::GemmKind;
 pub use keeping::{KeepOLow, Keeping};
-pub use kernel_policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
+pub use kernel_policy::{Arrivals, KernelFamilies, KernelPolicy, KeyOrder, SumOrder};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use nsa_blocks::{NsaBlocks, selected_gap};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

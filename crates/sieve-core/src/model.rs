@@ -14,7 +14,8 @@ pub mod test_shapes;
 
 pub use crate::kinds::shapes::*;
 pub use crate::kinds::{
-    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaWindow, IndexScores, NUM_NSA_BRANCHES, NsaCompression,
+    Attention, AttentionPreset, Chooses, DmaBias, DmaForm, DmaRecency, DmaWindow, IndexScores, NUM_NSA_BRANCHES,
+    NsaCompression,
 };
 pub use conversion::{Conversion, ConversionGap, names_of};
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};

@@ -39,5 +39,6 @@ pub(crate) use query_shares::{KeyTiles, QueryShares};
 pub(crate) use sieve_core::AttentionShape;
 pub(crate) use sparse_forward::{BlockLse, LaunchRows, launch_rows_params, tiling_beside_entries};
 pub(crate) use tiling::{
-    KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, list_entries_in_flight, query_kernel_names,
+    KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, define_list_queries, list_entries_in_flight,
+    query_kernel_names,
 };

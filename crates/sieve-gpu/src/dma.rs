@@ -6,6 +6,7 @@ pub(crate) mod decode;
 pub(crate) mod halo_keys;
 pub(crate) mod lists;
 pub mod oracle;
+pub(crate) mod ordered;
 pub(crate) mod scores;
 pub(crate) mod scores_backward;
 pub(crate) mod select;

@@ -37,6 +37,7 @@ pub use attention::tiling::KeySource;
 pub use dma::decode::DmaSlots;
 pub use dma::halo_keys::{dma_halo_keys_backward, dma_halo_keys_forward, dma_last_kept};
 pub use dma::lists::KeyLists;
+pub use dma::ordered::{AfterCache, MOST_ORDERED, TokenKeyLists};
 pub use dma::scores::{PositionOrigin, Recency, ScoreBias};
 pub use dma::scores_backward::ScoresBackward;
 pub use dma::select::{Selection, dma_select};
@@ -61,5 +62,5 @@ pub use runtime::recording::{BufferView, Launch, MapData, Recorder, Step, record
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
 pub use select::{Amount, KeptKeys, LongChoice, SelectorStep};
-pub use sieve_core::{Arrivals, AttentionShape, KernelFamilies, KernelPolicy, SumOrder};
+pub use sieve_core::{Arrivals, AttentionShape, KernelFamilies, KernelPolicy, KeyOrder, SumOrder};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys, StepSizes};

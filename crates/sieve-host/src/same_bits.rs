@@ -3,8 +3,10 @@ use crate::device::Device;
 use anyhow::{Result, ensure};
 use clap::Args;
 use sieve_core::ModelShape;
+use sieve_core::model::Chooses;
 use sieve_core::recipe::AttentionKind;
 use sieve_hf::LoadedModel;
+use sieve_kernels::MOST_ORDERED;
 use sieve_ops::DeviceBackend;
 
 /// Widths of heads whose kernels for a token can add in the order of whole rows.
@@ -17,8 +19,8 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense attention, windows and bands, slower with few or long texts.
-    /// On a CPU every model does
+    /// any length and in a whole row; for models of dense and dynamic mask attention, windows and bands, slower with
+    /// few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -53,6 +55,14 @@ impl SameBitsArgs {
                 known.join(", "),
                 kind.name()
             );
+            let kept = part.attention.as_kind().num_kept().filter(|_| kind.facts().chooses == Chooses::Keys);
+            ensure!(
+                kept.is_none_or(|kept| kept <= MOST_ORDERED),
+                "--same-bits is for layers that keep up to {MOST_ORDERED} keys on a GPU, and this model has {} layers \
+                 that keep {}{HINT}",
+                kind.name(),
+                kept.unwrap_or_default()
+            );
         }
         ensure!(
             HEAD_DIMS.contains(&shape.head_dim),
@@ -72,7 +82,7 @@ impl SameBitsArgs {
 mod tests {
     use super::*;
     use sieve_core::model::Attention;
-    use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_mla, tiny_nsa};
+    use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
     use sieve_kernels::DeviceReport;
 
     fn gpu(major: u32, name: &str) -> Device {
@@ -94,7 +104,11 @@ mod tests {
         let dense = qwen3_0_6b();
         let window = ModelShape { attention: Attention::swa(4), ..dense.clone() };
         let wide = ModelShape { head_dim: 256, ..dense.clone() };
-        for shape in [&dense, &window] {
+        let chosen = tiny_dma();
+        let keys = with_keys(chosen.attention, &[("keep_window_size", 4096)]);
+        let (chosen, many) =
+            (ModelShape { head_dim: 64, ..chosen }, ModelShape { head_dim: 64, attention: keys, ..tiny_dma() });
+        for shape in [&dense, &window, &chosen] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for (shape, device, has_selector, part) in [
@@ -103,6 +117,7 @@ mod tests {
             (&tiny_mla(), &hopper, false, "has mla layers"),
             (&tiny_nsa(), &hopper, false, "has nsa layers"),
             (&wide, &hopper, false, "has heads of 256"),
+            (&many, &hopper, false, "has dma layers that keep 4096"),
         ] {
             let shape = || Ok(shape.clone());
             let error = wanted.check(device, has_selector, shape).expect_err(part).to_string();

@@ -10,7 +10,7 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::ModelShape;
-use sieve_ops::{DeviceBackend, Documents, KernelPolicy, RotaryEmbedding, SieveBackend, SumOrder};
+use sieve_ops::{DeviceBackend, Documents, KernelPolicy, KeyOrder, RotaryEmbedding, SieveBackend, SumOrder};
 use std::convert::Infallible;
 
 /// Embedding of token ids as rows of a matrix.
@@ -103,9 +103,11 @@ impl<B: Backend> Qwen3<B> {
     }
 
     /// The model that adds a new token's sums in the order of whole rows, whatever the number of texts and the length
-    /// of their caches, where a GPU would take a faster kernel with another order. On a CPU every model does.
+    /// of their caches, where a GPU would take a faster kernel with another order. Where keys are chosen one by one,
+    /// whole rows then have an order that a step can have, too. On a CPU every model does.
     pub fn with_same_bits(self) -> Self {
-        Self { cached: KernelPolicy { sums: SumOrder::Fixed, ..self.cached }, ..self }
+        let cached = KernelPolicy { sums: SumOrder::Fixed, keys: KeyOrder::Epochs, ..self.cached };
+        Self { cached, ..self }
     }
 
     /// The model with whole weights from `source` in every pass. Its own parameters are then read for their types and
@@ -182,9 +184,11 @@ impl<B: SieveBackend> Qwen3<B> {
     /// The residual stream after the last block, `[batch, seq_len, d_model]`.
     pub fn hidden(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let mut state = PassState::default();
+        let mut context = context.clone();
+        context.settings.policy.keys = self.cached.keys;
         let Ok(x) = self.through_layers(ids, |_, layer, x| {
             let no_caches = None;
-            Ok::<_, Infallible>(layer.forward(x, context, &mut state, no_caches).x)
+            Ok::<_, Infallible>(layer.forward(x, &context, &mut state, no_caches).x)
         });
         x
     }

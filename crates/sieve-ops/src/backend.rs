@@ -9,10 +9,10 @@
 //! gradient and refuse tensors that need one.
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{
-    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, ChoiceCall, DmaCache, DmaCall, DmaScoresCall,
-    DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall, NsaCall,
-    NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SelectorCache, SendRecv,
-    Snapshot, ToQuantise, TokenStep, TokensBefore,
+    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, ChoiceCall, DmaCache, DmaCall, DmaOrder,
+    DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
+    NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SelectorCache,
+    SendRecv, Snapshot, ToQuantise, TokenStep, TokensBefore,
 };
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -254,8 +254,13 @@ device_ops! {
         /// The backward pass of [`dma_scores`](Self::dma_scores): `[dqkv, dw_dt, da]`, where the gradient of the values
         /// is added to the `dqkv` that is passed in.
         fn dma_scores_backward(call: &DmaScoresCall<Self>, dz: Float<Self>, dqkv: Float<Self>) -> [Float<Self>; 3];
-        /// The op [`crate::dma_select`].
-        fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
+        /// The op [`crate::dma_select`], with the keys in `order` for kernels that read lists.
+        fn dma_select(
+            rank: Float<Self>,
+            documents: &DocumentBounds<Self>,
+            window: DmaWindow,
+            order: DmaOrder<Self>,
+        ) -> DmaSelection<Self>;
         /// Attention over the selected keys with an additive bias per key. Where `o_low` asks for it and the kernel
         /// supports it, the output includes [`AttentionOutput::o_low`].
         fn dma_attention(call: &DmaCall<Self>, o_low: KeepOLow) -> AttentionOutput<Self>;

@@ -18,7 +18,7 @@ pub(crate) mod tests;
 
 pub(crate) use bias::dma_bias_backward;
 pub use bias::{DMA_SCORE_CLAMP, dma_bias};
-pub use call::{DmaCall, DmaKeyLists, DmaKeys, DmaLayer, DmaScoresCall, DmaSelection};
+pub use call::{DmaCall, DmaKeyLists, DmaKeys, DmaLayer, DmaOrder, DmaScoresCall, DmaSelection};
 pub use rank::{PositionOrigin, Recency, dma_rank};
 
 use crate::operands::Operands;
@@ -27,7 +27,10 @@ use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, OperandError
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use composed::{backward, by_rank, forward};
-use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
+use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow, KeyOrder};
+
+/// Queries of an epoch, by which [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs) orders keys.
+pub const DMA_EPOCH: usize = 128;
 
 /// Output of a DMA layer.
 #[derive(Clone, Debug)]
@@ -75,7 +78,7 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
 }
 
 /// As [`dynamic_mask_attention`] with ranks that the caller computed, for new tokens after cached ones. Without
-/// gradient.
+/// gradient. Kernels go through the keys in `order`.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -89,6 +92,7 @@ pub fn dma_attention_by_rank<B: DeviceBackend>(
     documents: &Documents<B>,
     spec: AttentionSpec,
     dma: DmaShape,
+    order: DmaOrder<B>,
 ) -> Result<DmaAttention<B>, OperandError> {
     let op = Operands("dma_attention_by_rank");
     let keys = checks::packed(op, &qkv, spec)?;
@@ -96,7 +100,7 @@ pub fn dma_attention_by_rank<B: DeviceBackend>(
     checks::documents(op, documents, keys)?;
     checks::form(op, dma)?;
     let attention = AttentionCall::<B>::new(documents.bounds(), spec);
-    let found = by_rank::<B>(primitive(qkv), primitive(rank), attention, dma, KeepOLow::Never);
+    let found = by_rank::<B>((primitive(qkv), primitive(rank)), attention, dma, KeepOLow::Never, order);
     Ok(DmaAttention {
         o: tensor(found.output.o),
         rank: tensor(found.rank),
@@ -153,7 +157,8 @@ pub fn dma_select<B: SieveBackend>(
     checks::documents(op, documents, rank.dims())?;
     checks::window(op, window)?;
     let rank = B::value(primitive(rank));
-    let selection = B::Inner::dma_select(rank, &documents.bounds(), window);
+    let order = DmaOrder::Of(KeyOrder::Leaving);
+    let selection = B::Inner::dma_select(rank, &documents.bounds(), window, order);
     Ok(Tensor::from_primitive(selection.expire))
 }
 

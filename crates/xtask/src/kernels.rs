@@ -1,4 +1,5 @@
 //! `cargo xtask kernels`: compiles the shipped kernels, without a GPU, and prints each one's registers and memory.
+mod bound_and_zero;
 mod nvcc;
 mod resources;
 pub(crate) mod shipped;

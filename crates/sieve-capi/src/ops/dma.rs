@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use sieve_core::DmaWindow;
 use sieve_gpu::{
     CudaTensor, DType, Heads, KernelError, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, dma_select,
+    oracle,
 };
 
 /// v, w_dt `[KV heads, KV heads * width]`, a, doc_start? → x, z
@@ -214,6 +215,7 @@ impl Inputs {
             list_len: part(0, &[batch, kv_heads, blocks])?,
             tile_window: part(windows, &[batch, kv_heads, tiles, 2])?,
             tile_queries: KeyLists::TILE_QUERIES,
+            queries: oracle::SUPER_BLOCK,
         })
     }
 }

@@ -8,6 +8,8 @@ pub struct KernelPolicy {
     pub sums: SumOrder,
     /// Families of attention kernels that a call may use.
     pub families: KernelFamilies,
+    /// The order in which passes over whole rows go through keys that are chosen one by one.
+    pub keys: KeyOrder,
     /// Lanes that arrive at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
     /// For checks and measurements: about how many thread blocks share a key tile in backward passes. With `None` a
@@ -17,8 +19,13 @@ pub struct KernelPolicy {
 
 impl KernelPolicy {
     /// The fastest kernels of the device, in a constant.
-    pub const DEFAULT: Self =
-        Self { sums: SumOrder::Any, families: KernelFamilies::All, arrivals: Arrivals::Warp, blocks_per_tile: None };
+    pub const DEFAULT: Self = Self {
+        sums: SumOrder::Any,
+        families: KernelFamilies::All,
+        keys: KeyOrder::Leaving,
+        arrivals: Arrivals::Warp,
+        blocks_per_tile: None,
+    };
 }
 
 /// The order of sums over many keys or queries.
@@ -40,6 +47,18 @@ pub enum KernelFamilies {
     All,
     /// The portable family alone, to compare the families.
     Portable,
+}
+
+/// The order of a query's sums over keys that are chosen one by one (DMA), in passes over whole rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KeyOrder {
+    /// By the query that no longer sees the key: fastest, and the only order that backward passes take. It depends on
+    /// later tokens.
+    #[default]
+    Leaving,
+    /// By what was known when the query's epoch of 128 tokens began (`kernels/common/epoch_order.cuh`), so that a query
+    /// that is decoded alone has the same order.
+    Epochs,
 }
 
 /// Which lanes arrive at a barrier of the Hopper backward kernels once they have stored row statistics.

@@ -255,6 +255,7 @@ impl HasFacts for DmaShape {
         chooses: Chooses::Keys,
         no_shared_choice: "choose single keys by scores of their own values, not blocks",
         is_one_op: true,
+        has_one_order: true,
         ..KindFacts::GROUPED
     };
 }

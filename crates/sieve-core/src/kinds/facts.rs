@@ -13,7 +13,11 @@ pub struct KindFacts {
     pub is_one_op: bool,
     /// Whether the softmax of a layer can have a learned logit of each query head, `model.attention_sinks`.
     pub takes_sinks: bool,
-    /// Whether the kernel for a new token on a Hopper GPU can add in the order of whole rows, to the bit.
+    /// Whether a new token on a Hopper GPU can add in the order of whole rows, to the bit: by a kernel that goes
+    /// through neighbouring keys as whole rows do, or, for keys that are chosen one by one, with [`KeyOrder::Epochs`]
+    /// in both.
+    ///
+    /// [`KeyOrder::Epochs`]: crate::KeyOrder::Epochs
     pub has_one_order: bool,
     /// The kind's name in `layer_types` of the `transformers` classes of grouped-query attention; `None` for kinds that
     /// no such class has.

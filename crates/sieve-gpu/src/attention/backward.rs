@@ -4,6 +4,7 @@ use crate::attention::{
     AttentionResult, AttentionShape, Bias, DqSums, FarWords, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv,
     QueryPass, SeenKeys, hopper_attention_backward_prepare_kernel, padded_len, require_scale,
 };
+use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use sieve_core::FarKeys;
 
@@ -78,7 +79,8 @@ impl AttentionGradients<'_> {
             .transpose()?;
         let source = KeySource::of_neighbours(bias.is_some(), far.is_some());
         let d_o = self.d_o.contiguous();
-        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source };
+        let pass =
+            PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source, list_queries: SUPER_BLOCK };
         let stats = row_stats(&self, &d_o, &shape)?;
         let far_words = FarWords::new(NAME, far)?;
         let steps = match far {

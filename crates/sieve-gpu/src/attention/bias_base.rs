@@ -1,7 +1,7 @@
 //! Launch of `kernels/bias_base.cu`: the largest bias that each query sees. Attention subtracts it from all biases of
 //! that query, so that logits keep their digits when biases are large.
 use crate::KernelError;
-use crate::attention::{AttentionShape, KeySource, padded_len};
+use crate::attention::{AttentionShape, KeySource, define_list_queries, padded_len};
 use crate::dma::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
@@ -43,14 +43,16 @@ impl Bias {
         // `reach` is the number of keys that a query looks back, or of entries in a list.
         let (kernel, mut tensors, reach) = match keys {
             SeenKeys::Neighbours(doc_start, window) => {
-                (bias_base_kernel(KeySource::Biased), vec![&delta, doc_start], window)
+                (bias_base_kernel(KeySource::Biased, SUPER_BLOCK), vec![&delta, doc_start], window)
             }
             SeenKeys::Listed(lists) => {
-                (bias_base_kernel(KeySource::Gathered), vec![&delta, &lists.list, &lists.list_len], lists.capacity())
+                let kernel = bias_base_kernel(KeySource::Gathered, lists.queries);
+                (kernel, vec![&delta, &lists.list, &lists.list_len], lists.capacity())
             }
         };
         tensors.push(&base);
-        let grid = [seq_len.div_ceil(SUPER_BLOCK), heads, batch];
+        let queries = if let SeenKeys::Listed(lists) = keys { lists.queries } else { SUPER_BLOCK };
+        let grid = [seq_len.div_ceil(queries), heads, batch];
         let params = params!(BiasBaseParams { seq_len, padded_len: padded, reach });
         // SAFETY: the caller checked sizes and types; lists name positions below seq_len; writes every element of base.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
@@ -63,7 +65,8 @@ impl Bias {
     }
 }
 
-/// The specialisation for a source of keys with a bias.
-fn bias_base_kernel(source: KeySource) -> SourceKernel {
-    SourceKernel::new("bias_base").define("GATHER", (source == KeySource::Gathered) as u8).threads(SUPER_BLOCK)
+/// The specialisation for a source of keys with a bias, with a thread for each of so many queries.
+fn bias_base_kernel(source: KeySource, queries: usize) -> SourceKernel {
+    let kernel = SourceKernel::new("bias_base").define("GATHER", (source == KeySource::Gathered) as u8);
+    define_list_queries(kernel, queries).threads(queries)
 }

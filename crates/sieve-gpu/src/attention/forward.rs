@@ -1,6 +1,7 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::KernelError;
 use crate::attention::{Bias, FarWords, KeySource, PassInputs, Qkv, QueryPass, SeenKeys};
+use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{CudaTensor, DType, Params, operands, params, require, require_non_empty};
 use sieve_core::{FarKeys, KeepOLow};
 
@@ -87,7 +88,7 @@ impl Qkv {
         });
         let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
         tensors.extend(bias.iter().flat_map(Bias::tensors));
-        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: None, shape: &shape, source };
+        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: None, shape: &shape, source, list_queries: SUPER_BLOCK };
         // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
         let result = unsafe { launch_forward(&pass, tensors, &params, o_low) }?;
         Ok(AttentionResult { base: bias.map(|bias| bias.base), ..result })

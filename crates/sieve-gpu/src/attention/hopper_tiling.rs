@@ -144,6 +144,11 @@ impl HopperTiling {
     /// The kernel with this tiling's `#define`s.
     pub(crate) fn kernel(&self) -> SourceKernel {
         let [_, name] = query_kernel_names(self.pass, self.source);
+        self.kernel_named(name)
+    }
+
+    /// The kernel of this name, which takes the defines of this tiling.
+    pub(crate) fn kernel_named(&self, name: &'static str) -> SourceKernel {
         let kernel = define_head_dims(SourceKernel::new(name), [self.head_dim, self.head_dim_v])
             .define("NUM_CONSUMERS", self.num_consumers)
             .define("BLOCK_KV", BLOCK_KV)

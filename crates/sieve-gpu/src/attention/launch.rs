@@ -2,7 +2,7 @@
 use crate::KernelError;
 use crate::attention::{
     AttentionShape, BLOCK_KV, BackwardTiling, GradientSet, HopperTiling, KernelFamily, KeySource, KeyTiles, Qkv,
-    QueryPass, QueryShares, QueryTiling, arriving, backward_maps, hopper_backward_kernel,
+    QueryPass, QueryShares, QueryTiling, arriving, backward_maps, define_list_queries, hopper_backward_kernel,
 };
 use crate::runtime::{CudaTensor, SourceKernel, TileMap};
 
@@ -19,6 +19,8 @@ pub(crate) struct PassInputs<'a> {
     pub(crate) shape: &'a AttentionShape,
     /// How kernels read keys: consecutively or from a list.
     pub(crate) source: KeySource,
+    /// Queries that share a list of keys; 1024 without lists.
+    pub(crate) list_queries: usize,
 }
 
 impl<'a> PassInputs<'a> {
@@ -38,12 +40,12 @@ impl<'a> PassInputs<'a> {
             let tiling = HopperTiling::new(pass, shape, source);
             let d_o = self.d_o.filter(|_| pass.reads_gradient());
             let maps = tiling.maps(self.name, self.qkv, d_o, shape)?;
-            return Ok((tiling.kernel(), tiling.grid(like), maps));
+            return Ok((define_list_queries(tiling.kernel(), self.list_queries), tiling.grid(like), maps));
         }
         let limit = like.hardware().max_shared_bytes;
         let tiling = QueryTiling::choose(self.name, pass, shape, source, limit)?;
-        let grid = tiling.grid(shape, source);
-        Ok((tiling.kernel(shape, source), grid, Vec::new()))
+        let grid = tiling.grid(shape, source, self.list_queries);
+        Ok((define_list_queries(tiling.kernel(shape, source), self.list_queries), grid, Vec::new()))
     }
 
     /// Keys of a thread block of a key-stationary pass, and how many such blocks the device runs at a time.

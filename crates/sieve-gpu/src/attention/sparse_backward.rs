@@ -6,6 +6,7 @@ use crate::attention::{
     QueryPass, QueryTiling, TileLists, convert_added_dq, convert_dq, launch_rows_params, list_entries_in_flight,
     padded_len, require_gradients, row_stats, tiling_beside_entries,
 };
+use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{CudaTensor, SourceKernel, operands, params, require};
 use sieve_core::KeyMask;
 
@@ -30,7 +31,14 @@ impl AttentionGradients<'_> {
         require_tiles(mask, &shape)?;
         require_tile_lists(lists, &shape)?;
         let d_o = self.d_o.contiguous();
-        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source: KeySource::Dense };
+        let pass = PassInputs {
+            name: NAME,
+            qkv: &qkv,
+            d_o: Some(&d_o),
+            shape: &shape,
+            source: KeySource::Dense,
+            list_queries: SUPER_BLOCK,
+        };
         let stats = row_stats(&self, &d_o, &shape)?;
         let steps = KeySteps::Listed(lists);
         let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: None, steps };

@@ -154,10 +154,10 @@ impl QueryTiling {
         tiles + bias + entries
     }
 
-    /// Grid, in thread blocks, over a whole sequence.
-    pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
+    /// Grid, in thread blocks, over a whole sequence, where `list_queries` queries share a list of keys.
+    pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource, list_queries: usize) -> [usize; 3] {
         let tiles = if source.is_gathered() {
-            shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())
+            shape.seq_len.div_ceil(list_queries) * list_queries.div_ceil(self.tile_queries())
         } else {
             shape.seq_len.div_ceil(self.tile_queries())
         };
@@ -239,6 +239,11 @@ pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
     }
 }
 
+/// Adds the `#define` LIST_QUERIES where lists of keys are shared by another number of queries than usual.
+pub(crate) fn define_list_queries(kernel: SourceKernel, queries: usize) -> SourceKernel {
+    if queries == SUPER_BLOCK { kernel } else { kernel.define("LIST_QUERIES", queries) }
+}
+
 /// Adds the `#define` HEAD_DIM, and HEAD_DIM_V if values differ in width.
 pub(crate) fn define_head_dims(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
     let kernel = kernel.define("HEAD_DIM", keys);
@@ -287,10 +292,12 @@ mod tests {
         let shape = shape(128, 128, 2);
         let dense = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Dense, HOPPER).expect("fits");
         // 20 tiles of 128 queries, 6 heads, 2 rows of the batch.
-        assert_eq!(dense.grid(&shape, KeySource::Dense), [20, 6, 2]);
+        assert_eq!(dense.grid(&shape, KeySource::Dense, SUPER_BLOCK), [20, 6, 2]);
         let gathered = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER).expect("fits");
         // 3 super-blocks of 16 tiles of 64 queries; two heads a tile.
-        assert_eq!(gathered.grid(&shape, KeySource::Gathered), [48, 3, 2]);
+        assert_eq!(gathered.grid(&shape, KeySource::Gathered, SUPER_BLOCK), [48, 3, 2]);
+        // 20 epochs of two tiles.
+        assert_eq!(gathered.grid(&shape, KeySource::Gathered, 128), [40, 3, 2]);
     }
 
     #[test]

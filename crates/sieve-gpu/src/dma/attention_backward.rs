@@ -7,7 +7,7 @@ use crate::attention::{
 };
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{BackwardLists, KeyLists, listed_bias, listed_source, require_lists, with_whole_keys};
-use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, params};
+use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, params, require};
 use crate::step::{empty_zero, fill_zero};
 use std::ops::Range;
 
@@ -79,7 +79,8 @@ pub(crate) fn listed_key_sums(
     require_lists(NAME, lists, &shape)?;
     let d_o = call.d_o.contiguous();
     let source = listed_source(delta.is_some(), &shape, qkv.q.tensor());
-    let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source };
+    require!(lists.queries == SUPER_BLOCK, NAME, "queries of a list": lists.queries, "{SUPER_BLOCK}");
+    let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source, list_queries: SUPER_BLOCK };
     let bias = listed_bias(&pass, delta, call.result.base.as_ref(), lists)?;
     let stats = row_stats(call, &d_o, &shape)?;
     let dq_sums = LaunchSums::new(&pass, &d_o)?;

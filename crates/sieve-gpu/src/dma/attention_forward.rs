@@ -5,7 +5,6 @@ use crate::attention::{
     require_scale,
 };
 use crate::dma::KeyLists;
-use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{CudaTensor, DType, operand, operands, params};
 use crate::step::empty_zero;
 use sieve_core::KeepOLow;
@@ -77,6 +76,7 @@ pub(crate) fn listed_attention_forward(
         d_o: None,
         shape: &shape,
         source: listed_source(delta.is_some(), &shape, q),
+        list_queries: lists.queries,
     };
     let kept_base = None;
     let bias = listed_bias(&pass, delta, kept_base, lists)?;
@@ -97,7 +97,7 @@ pub(crate) fn listed_attention_forward(
 /// Checks that lists were made for a shape.
 pub(crate) fn require_lists(kernel: &'static str, lists: &KeyLists, shape: &AttentionShape) -> Result<(), KernelError> {
     let (batch, heads) = (shape.batch, shape.num_kv_heads);
-    let blocks = shape.seq_len.div_ceil(SUPER_BLOCK);
+    let blocks = shape.seq_len.div_ceil(lists.queries);
     let tiles = shape.seq_len.div_ceil(lists.tile_queries);
     let [_, _, _, capacity, _] = lists.list.dims::<5>(kernel, "list")?;
     operands!(only kernel,

@@ -22,6 +22,8 @@ pub struct KeyLists {
     pub tile_window: CudaTensor,
     /// Queries of an attention kernel's tile.
     pub tile_queries: usize,
+    /// Queries that share a list: 1024, or 128 in [ordered lists](crate::Selection::dma_ordered_lists).
+    pub queries: usize,
 }
 
 impl KeyLists {
@@ -87,7 +89,7 @@ impl Selection {
         // SAFETY: reads the selection and the bounds, writes the three new tensors within their shapes; entries past a
         // list's padding stay undefined, and no kernel reads them.
         unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
-        Ok(KeyLists { list, list_len, tile_window, tile_queries })
+        Ok(KeyLists { list, list_len, tile_window, tile_queries, queries: SUPER_BLOCK })
     }
 
     /// A [`Selection`] from an `expire`, i32 `[batch, num_kv_heads, seq_len]`, that did not come from

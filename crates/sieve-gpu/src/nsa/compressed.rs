@@ -85,7 +85,7 @@ fn compressed_lists(
     // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
     // undefined and are never read.
     unsafe { NSA_COMPRESSED_LISTS.launch(grid, &tensors, &params) }?;
-    Ok(KeyLists { list, list_len, tile_window, tile_queries: KeyLists::TILE_QUERIES })
+    Ok(KeyLists { list, list_len, tile_window, tile_queries: KeyLists::TILE_QUERIES, queries: SUPER_BLOCK })
 }
 
 /// Checks queries, documents and pooled keys and values; returns their sizes, and the documents' bounds made

@@ -60,6 +60,11 @@ impl AttentionNeeds {
         }
     }
 
+    /// The kernels of passes over whole rows, and of steps, with one order of keys that are chosen one by one.
+    pub fn in_order(&self, arch: &str) -> NeededKernels {
+        self.kernels_of(arch, &[Part::InOrder])
+    }
+
     /// Why a pass of training has no kernel on a device of `arch`; `None` if all have one.
     pub fn gap(&self, arch: &str) -> Option<KernelError> {
         self.kernels_of(arch, &[Part::Training(self.order)]).refused.into_iter().next()
@@ -106,6 +111,8 @@ impl AttentionNeeds {
             (Part::Decode, NeededKeys::Chosen(bias)) => dma::decoding(calls, shape, bias),
             (Part::Decode, NeededKeys::Blocks) => blocks::decoding(calls, shape),
             (Part::Decode, NeededKeys::AllBiased) => {}
+            (Part::InOrder, NeededKeys::Chosen(bias)) => dma::in_order(calls, shape, bias),
+            (Part::InOrder, _) => {}
             (Part::Sinks, keys) => {
                 let has_sinks = true;
                 dense::sinks(calls, shape.head_dim_v, DType::BF16);
@@ -135,6 +142,8 @@ pub(super) enum Part {
     Training(SumOrder),
     /// Attention of new tokens.
     Decode,
+    /// Whole rows and new tokens with one order of keys that are chosen one by one.
+    InOrder,
     /// Sinks: joined to the output, their gradient, and decoding with them.
     Sinks,
     /// Selections, attention under their masks, and decoding under selectors.

@@ -9,7 +9,7 @@ use crate::dma::ScoreBias;
 use crate::runtime::{KernelFamilies, SourceKernel, SumOrder};
 use KernelFamilies::{All, Portable};
 use NeededKeys::{AllBiased, Bands, Blocks, Neighbours};
-use Part::{Choose, Decode, Forward, Masked, MaskedTraining, Sinks, Training};
+use Part::{Choose, Decode, Forward, InOrder, Masked, MaskedTraining, Sinks, Training};
 use SumOrder::{Any, Fixed};
 
 /// Architectures that CI compiles for: A100, consumer Ampere, Ada, Hopper, data-centre and consumer Blackwell.
@@ -61,7 +61,7 @@ const SHIPPED: &[(KernelFamilies, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (All, Neighbours, USUAL, PAIRS, &[MaskedTraining(Any), MaskedTraining(Fixed)]),
     (All, Bands, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
     (All, AllBiased, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
-    (All, DMA, USUAL, ONE_OR_TWO, &[Training(Any), Training(Fixed)]),
+    (All, DMA, USUAL, ONE_OR_TWO, &[Training(Any), Training(Fixed), InOrder]),
     (All, Blocks, USUAL, SEVERAL, &[Training(Any), Training(Fixed)]),
 ];
 

@@ -7,12 +7,12 @@ use crate::pass::{LayerContext, LayerOutput, PassState, on_device};
 use crate::{AttentionConfig, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Int, Numeric, Tensor, TensorKind};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, ModelShape};
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken,
-    Documents, PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache, dma_attention_by_rank,
-    dma_cache, dma_decode, dma_ranks, split_heads,
+    AttentionLayer, AttentionSpec, ContextParallel, DMA_EPOCH, DeviceBackend, DmaAttention, DmaCache, DmaLayer,
+    DmaOrder, DmaToken, Documents, KeyOrder, PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache,
+    dma_attention_by_rank, dma_cache, dma_decode, dma_ranks, split_heads,
 };
 
 /// Every KV head scores each key once, from the token's values. A query sees the `keep_window_size` earlier keys with
@@ -273,7 +273,8 @@ fn attend_selected<B: DeviceBackend>(
             let (rank, position) = ranks.next().expect("a rank of each token");
             let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
             let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
-            let token = DmaToken { q, k, v, rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(), position };
+            let (rank, policy) = (rank.squeeze_dim::<2>(2).into_primitive().tensor(), spec.policy);
+            let token = DmaToken { q, k, v, rank, position, policy };
             let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, cached.scratch);
             o.unwrap_or_else(|error| panic!("{error}")).unsqueeze_dim(1)
         });
@@ -282,13 +283,57 @@ fn attend_selected<B: DeviceBackend>(
     let earlier = cache.len();
     let rank = Tensor::cat(vec![cache.rank.tokens(), rank], 2);
     let row = cache.keys.before(&qkv, [0, earlier]);
-    let documents = Documents::whole_rows([batch, earlier + new], &device);
-    let found = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
-    let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));
     let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
     let positions = Tensor::cat(vec![cache.positions.tokens(), positions], 2);
+    // By epochs, tokens of no text, a document of their own, stand before the row, so that an epoch of the text is one
+    // of the row.
+    let before = match spec.policy.keys {
+        KeyOrder::Epochs => (first - earlier) % DMA_EPOCH,
+        KeyOrder::Leaving => 0,
+    };
+    let documents = behind(before, [batch, earlier + new], &device);
+    let order = match spec.policy.keys {
+        KeyOrder::Epochs => DmaOrder::EpochsBehind {
+            positions: after_zeros(before, positions.clone(), 2).into_primitive(),
+            first_query: before + earlier,
+            first_position: first,
+        },
+        KeyOrder::Leaving => DmaOrder::Of(KeyOrder::Leaving),
+    };
+    let (padded, ranks) = (after_zeros(before, row.clone(), 1), after_zeros(before, rank.clone(), 2));
+    let found = dma_attention_by_rank(padded, ranks, &documents, spec, dma, order);
+    let DmaAttention { o, expire, .. } = found.unwrap_or_else(|error| panic!("{error}"));
+    let expire = if before == 0 { expire } else { expire.narrow(2, before, earlier + new) - before as i32 };
     *cache = dma_cache(row, (rank, expire), Some(positions), spec, dma.window());
-    o.narrow(1, earlier, new)
+    o.narrow(1, before + earlier, new)
+}
+
+/// A tensor with `count` zeros before its tokens, which are axis `dim`.
+fn after_zeros<B: Backend, const D: usize, K: TensorKind<B> + Numeric<B>>(
+    count: usize,
+    tokens: Tensor<B, D, K>,
+    dim: usize,
+) -> Tensor<B, D, K> {
+    if count == 0 {
+        return tokens;
+    }
+    let mut shape = tokens.dims();
+    shape[dim] = count;
+    Tensor::cat(vec![Tensor::zeros(shape, (&tokens.device(), tokens.dtype())), tokens], dim)
+}
+
+/// The documents of rows of `tokens` tokens behind `before` others, a document of their own.
+fn behind<B: Backend>(before: usize, [batch, tokens]: [usize; 2], device: &B::Device) -> Documents<B> {
+    if before == 0 {
+        return Documents::whole_rows([batch, tokens], device);
+    }
+    let len = before + tokens;
+    let bounds = |of: fn(bool, [usize; 2]) -> usize| -> Vec<u32> {
+        (0..batch * len).map(|token| of(token % len < before, [before, len]) as u32).collect()
+    };
+    let start = bounds(|is_before, [before, _]| if is_before { 0 } else { before });
+    let end = bounds(|is_before, [before, len]| if is_before { before } else { len });
+    Documents::new(&start, &end, [batch, len], device)
 }
 
 /// Positions `first..`, the same for each row and head, in a tensor of this shape, `[batch, heads, tokens]`.

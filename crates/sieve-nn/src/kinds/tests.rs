@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
-use sieve_core::{DmaBias, DmaRecency, DmaShape, MlaShape, ModelShape, NsaShape};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, KeyOrder, MlaShape, ModelShape, NsaShape};
 use sieve_ops::{Documents, Residual, RowsOf, SieveBackend, TokenCache};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
@@ -262,6 +262,32 @@ fn steps_choose_the_blocks_of_one_pass() {
         });
     }
     assert_eq!(compared, [8 * 42, 5 * 35 + 3 * 27], "eight kinds");
+}
+
+#[test]
+fn parts_of_a_text_by_epochs_have_the_bits_of_other_parts_and_keep_the_same_keys() {
+    // A cache of 9 keys behind 10 tokens begins a row behind one token of no text, behind 14 tokens behind five.
+    for local_window_size in [0, 4] {
+        let dma = DmaShape { local_window_size, a_init: 0.5, ..DmaShape::published(9) };
+        let attention = sieve_core::Attention::Dma(dma);
+        let layer = layer::<Flex>(attention);
+        for parts in [vec![3, 7, 1, 12], vec![10, 13], vec![2; 11], vec![14, 140, 2]] {
+            let len = parts.iter().sum();
+            let rows = Rows::new([2, len], &shape(attention));
+            let x = input::<Flex, 3>([2, len, 24], 6);
+            let [leaving, epochs] = [KeyOrder::Leaving, KeyOrder::Epochs].map(|keys| {
+                let mut context = rows.context();
+                context.settings.policy.keys = keys;
+                let mut held = Vec::new();
+                let (outputs, _) = outputs_of_parts(&layer, &x, context, parts.iter().copied(), |cache, _, _| {
+                    let LayerCache::Selected(cache) = cache else { panic!("DMA keeps chosen keys") };
+                    held.push(cache.slots.positions.tokens().into_data().iter::<i64>().collect::<Vec<_>>());
+                });
+                (outputs.into_iter().map(values).collect::<Vec<_>>(), held)
+            });
+            assert!(leaving == epochs, "{parts:?}, local window {local_window_size}");
+        }
+    }
 }
 
 #[test]

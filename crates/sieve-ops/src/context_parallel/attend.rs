@@ -5,10 +5,10 @@ use super::heads::{Heads, to_heads, to_tokens};
 use crate::dma::composed::by_rank;
 use crate::dma::{dma_bias, dma_bias_backward, dma_rank};
 use crate::tensors::{Float, Ints, ints, primitive, tensor};
-use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaCall, DmaLayer, DmaSelection};
+use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaCall, DmaLayer, DmaOrder, DmaSelection};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
-use sieve_core::KeepOLow;
+use sieve_core::{KeepOLow, KeyOrder};
 
 /// DMA's inputs besides the packed tensor: its layer, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (DmaLayer<B>, Ints<B>);
@@ -84,7 +84,8 @@ pub(crate) fn forward<B: DeviceBackend>(
     let (longer, attention) = (halo.with_keys(qkv), halo.call(own_call));
     let (output, selection) = match rank {
         Some((rank, dma)) => {
-            let found = by_rank::<B>(longer, halo.with_ranks(rank), attention, dma, o_low);
+            let order = DmaOrder::Of(KeyOrder::Leaving);
+            let found = by_rank::<B>((longer, halo.with_ranks(rank)), attention, dma, o_low, order);
             (found.output, Some((found.selection, found.rank)))
         }
         None => (<B as DeviceBackend>::attention(longer, &attention), None),

@@ -1,11 +1,11 @@
 //! Context parallelism on the CPU: reference operations on the halo (`halo_keys`), and exchanges through host memory.
 use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};
-use crate::{AttentionSpec, DeviceBackend, DocumentBounds};
+use crate::{AttentionSpec, DeviceBackend, DmaOrder, DocumentBounds};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeyOrder};
 
 /// Makes DMA's selection from the ranks again, on the CPU, and takes the keys that expire after the last query.
 pub(crate) fn dma_last_kept(
@@ -14,7 +14,7 @@ pub(crate) fn dma_last_kept(
     window: DmaWindow,
     slots: usize,
 ) -> FlexTensor {
-    let selection = Flex::dma_select(rank, documents, window);
+    let selection = Flex::dma_select(rank, documents, window, DmaOrder::Of(KeyOrder::Leaving));
     dma_kept_keys(selection.expire, slots)
 }
 

@@ -4,14 +4,14 @@ use super::cpu::{self, slices_over_hosts};
 use super::{RankGroup, SendRecv, reference};
 use crate::attention::cuda::bounds;
 use crate::device::{kernel_on, kernel_or, tensors, writable};
-use crate::{AttentionSpec, Cuda, DeviceBackend, DocumentBounds};
-use sieve_core::DmaWindow;
+use crate::{AttentionSpec, Cuda, DeviceBackend, DmaOrder, DocumentBounds};
+use sieve_core::{DmaWindow, KeyOrder};
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 
 pub(crate) fn dma_last_kept(rank: Float, documents: &DocumentBounds<Cuda>, window: DmaWindow, slots: usize) -> Float {
     let attempt = last_kept(&rank, documents, window, slots);
     kernel_or("dma_last_kept", attempt.map(ToBurn::burn), || {
-        let selection = Cuda::dma_select(rank, documents, window);
+        let selection = Cuda::dma_select(rank, documents, window, DmaOrder::Of(KeyOrder::Leaving));
         reference::dma_last_kept::<Cuda>(selection.expire, slots)
     })
 }

@@ -19,6 +19,8 @@ pub struct DmaToken<B: Backend> {
     pub rank: Float<B>,
     /// Position of the token, larger than any in the cache.
     pub position: usize,
+    /// Which kernels may be taken: with keys by epochs, those with the order of whole rows.
+    pub policy: KernelPolicy,
 }
 
 /// Tokens of each row before a step's.

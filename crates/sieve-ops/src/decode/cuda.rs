@@ -193,7 +193,7 @@ fn dma_step(
     scratch: &mut CudaDecodeScratch,
 ) -> Result<Float, KernelError> {
     let (q, k, v) = (one_token(&token.q)?, one_token(&token.k)?, one_token(&token.v)?);
-    let qkv = Qkv::separate(&q, &k, &v);
+    let qkv = Qkv::separate(&q, &k, &v).under(token.policy);
     let shape = qkv.shape(NAME)?;
     let (window, position) = (cache.window.keep_window_size, token.position);
     let expected = position.min(window);
@@ -205,7 +205,12 @@ fn dma_step(
     let rank = kernel_tensor(token.rank.clone());
     let (length, buffers) = scratch.for_call(&q, shape, position, window)?;
     let bias = ScoreBias::from(bias);
-    let o = slots_of(cache).dma_decode(&qkv, &rank, length, softmax_scale as f32, bias, buffers)?;
+    let (slots, scale) = (slots_of(cache), softmax_scale as f32);
+    let o = if slots.has_one_order(&qkv) {
+        slots.dma_decode_in_order(&qkv, &rank, length, scale, bias)?
+    } else {
+        slots.dma_decode(&qkv, &rank, length, scale, bias, buffers)?
+    };
     cache.count_token();
     without_token_dimension(o)
 }

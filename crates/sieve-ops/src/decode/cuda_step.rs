@@ -366,7 +366,7 @@ impl Layer<'_> {
         }
         let qk_norm = self.attention.qk_norm.as_ref();
         let qkv_rotated = self.rotated(qkv, qk_norm, &self.inputs.position, num_kv_heads)?;
-        let token = Qkv::packed(&qkv_rotated, num_heads, num_kv_heads);
+        let token = Qkv::packed(&qkv_rotated, num_heads, num_kv_heads).under(self.policy);
         let shape = token.shape(NAME)?;
         let o = match cache {
             TokenCache::Slots(cache) => {
@@ -536,7 +536,11 @@ impl Layer<'_> {
             .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
         let rank = token.v.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
         let rank = rank.reshaped(NAME, "rank", &[self.batch(), num_kv_heads])?;
-        slots.dma_decode(token, &rank, length, scale, dma.spec.bias.into(), &buffers)
+        let bias = dma.spec.bias.into();
+        if slots.has_one_order(token) {
+            return slots.dma_decode_in_order(token, &rank, length, scale, bias);
+        }
+        slots.dma_decode(token, &rank, length, scale, bias, &buffers)
     }
 
     /// Operands of a step over a cache of all keys or of a window's: the step's sizes, the cache's buffers, and the

@@ -6,7 +6,7 @@ use crate::{
 };
 use burn::tensor::{DType, Int, Tensor};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaWindow, Draw, KeepOLow};
+use sieve_core::{DmaWindow, Draw, KeepOLow, KernelPolicy};
 
 const HEAD_DIM: usize = 16;
 const KV_HEADS: usize = 3;
@@ -99,6 +99,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let mut plain = cache.clone();
         for at in 1..seq_len {
             let offered = DmaToken {
+                policy: KernelPolicy::default(),
                 q: token(at).narrow(2, 0, heads).reshape([2, heads, HEAD_DIM].into()),
                 k: token(at).narrow(2, heads, KV_HEADS).reshape([2, KV_HEADS, HEAD_DIM].into()),
                 v: token(at).narrow(2, heads + KV_HEADS, KV_HEADS).reshape([2, KV_HEADS, HEAD_DIM].into()),

@@ -3,7 +3,7 @@ use crate::tensors::{Float, Ints};
 use crate::{AttentionCall, AttentionSpec};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::DmaShape;
+use sieve_core::{DmaShape, KeyOrder};
 
 /// Result of `dma_select`: the mask, and in which form the device's kernels read it.
 #[derive(Clone, Debug)]
@@ -26,7 +26,24 @@ pub enum DmaKeys<B: Backend> {
     Lists(DmaKeyLists<B>),
 }
 
-/// Lists of the selected keys for tiles of queries, built by `sieve_kernels::Selection::dma_lists`.
+/// The order in which a device's kernels go through the selected keys.
+#[derive(Clone, Debug)]
+pub enum DmaOrder<B: Backend> {
+    /// The order of a pass's policy.
+    Of(KeyOrder),
+    /// [`KeyOrder::Epochs`] in a row of a cache's keys and new tokens, whose epochs are counted in the text.
+    EpochsBehind {
+        /// Positions of the row's keys in their text, rising, i32 `[batch, num_kv_heads, seq_len]`.
+        positions: Ints<B>,
+        /// The first new token of the row.
+        first_query: usize,
+        /// Its position, which differs from its place in the row by a multiple of [`DMA_EPOCH`](crate::DMA_EPOCH).
+        first_position: usize,
+    },
+}
+
+/// Lists of the selected keys for tiles of queries, built by `sieve_kernels::Selection::dma_lists` or
+/// `dma_ordered_lists`.
 #[derive(Clone, Debug)]
 pub struct DmaKeyLists<B: Backend> {
     /// Keys of each tile.
@@ -35,6 +52,8 @@ pub struct DmaKeyLists<B: Backend> {
     pub list_len: Ints<B>,
     /// Range of the list that each tile of queries reads.
     pub tile_window: Ints<B>,
+    /// Queries that share a list.
+    pub queries: usize,
 }
 
 impl<B: Backend> DmaSelection<B> {

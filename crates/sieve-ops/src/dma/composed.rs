@@ -1,6 +1,6 @@
 //! DMA as a whole: scores, selection and attention, forward and backward.
 use super::bias::{dma_bias, dma_bias_backward};
-use super::call::{DmaCall, DmaLayer, DmaScoresCall, DmaSelection};
+use super::call::{DmaCall, DmaLayer, DmaOrder, DmaScoresCall, DmaSelection};
 use super::rank::{PositionOrigin, Recency};
 use crate::backend::value;
 use crate::tensors::{Float, primitive, tensor};
@@ -62,21 +62,22 @@ pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) 
         .slopes(inputs.scores.spec.num_kv_heads)
         .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(inputs.attention.documents[0].clone()) });
     let rank = B::dma_ranks(&inputs.scores, recency);
-    by_rank(inputs.scores.qkv.clone(), rank, inputs.attention.clone(), dma, o_low)
+    let order = DmaOrder::Of(inputs.attention.spec.policy.keys);
+    by_rank((inputs.scores.qkv.clone(), rank), inputs.attention.clone(), dma, o_low, order)
 }
 
 /// Selects the keys of a packed tensor by their ranks, and attends over the selected keys.
 pub(crate) fn by_rank<B: DeviceBackend>(
-    qkv: Float<B>,
-    rank: Float<B>,
+    (qkv, rank): (Float<B>, Float<B>),
     attention: AttentionCall<B>,
     dma: DmaShape,
     o_low: KeepOLow,
+    order: DmaOrder<B>,
 ) -> DmaForward<B> {
     let call = DmaCall {
         qkv,
         delta: primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias)),
-        selection: B::dma_select(rank.clone(), &attention.documents, dma.window()),
+        selection: B::dma_select(rank.clone(), &attention.documents, dma.window(), order),
         attention,
     };
     DmaForward { output: B::dma_attention(&call, o_low), selection: call.selection, rank }

@@ -1,6 +1,6 @@
 //! Dynamic mask attention's ops on the CPU. They implement the methods of `DeviceBackend` with the same names.
 use super::rank::{Recency, ranks};
-use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
+use super::{DmaCall, DmaOrder, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
 use crate::{AttentionOutput, DocumentBounds};
@@ -48,8 +48,13 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dq
 }
 
 /// The mask `expire`: for each key the first query that no longer sees it. Keys first expire by rank alone;
-/// `extend_expire` then lets every key expire `local_window_size` queries later.
-pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window: DmaWindow) -> DmaSelection<Flex> {
+/// `extend_expire` then lets every key expire `local_window_size` queries later. Attention goes by rising position.
+pub(crate) fn dma_select(
+    rank: FlexTensor,
+    bounds: &DocumentBounds<Flex>,
+    window: DmaWindow,
+    _order: DmaOrder<Flex>,
+) -> DmaSelection<Flex> {
     unless_f32!(&rank, "dma_select": reference::dma_select::<Flex>(rank, bounds, window));
     let (rank, bounds) = (contiguous(rank), contiguous_bounds(bounds));
     let shape = rank.shape();

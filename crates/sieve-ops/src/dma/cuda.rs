@@ -1,12 +1,14 @@
 //! Dynamic mask attention's ops on CUDA: methods of `DeviceBackend`. Calls that a kernel refuses run the reference.
 use super::rank::{PositionOrigin, Recency};
-use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
+use super::{DmaCall, DmaKeyLists, DmaKeys, DmaOrder, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cuda::{self as attention, bounds, output, packed, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores};
 use crate::{AttentionCall, AttentionOutput, AttentionSpec, Cuda, DocumentBounds};
 use burn::tensor::DType;
-use sieve_core::{DmaWindow, KeepOLow};
-use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackward, ToBurn, kernel_tensor};
+use sieve_core::{DmaWindow, KeepOLow, KeyOrder};
+use sieve_kernels::{
+    AfterCache, CudaPrimitive as Float, KernelError, KeyLists, MOST_ORDERED, ScoresBackward, ToBurn, kernel_tensor,
+};
 
 pub(crate) fn dma_scores(call: &DmaScoresCall<Cuda>) -> Float {
     let recency = None;
@@ -27,8 +29,14 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Cuda>, dz: Float, dqkv: F
     kernel_or("dma_scores_backward", attempt, || reference::dma_scores_backward(call, dz, dqkv))
 }
 
-pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: DmaWindow) -> DmaSelection<Cuda> {
-    let attempt = launch_select(&rank, documents, window);
+/// The keys in `order`, in lists.
+pub(crate) fn dma_select(
+    rank: Float,
+    documents: &DocumentBounds<Cuda>,
+    window: DmaWindow,
+    order: DmaOrder<Cuda>,
+) -> DmaSelection<Cuda> {
+    let attempt = launch_select(&rank, documents, window, order);
     kernel_or("dma_select", attempt, || reference::dma_select::<Cuda>(rank, documents, window))
 }
 
@@ -77,11 +85,13 @@ fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) 
     Ok([dw_dt, da].map(ToBurn::burn))
 }
 
-/// Selects keys, and lists them for the attention kernels unless queries see all keys.
+/// Selects keys, and lists them for the attention kernels unless queries see all keys. Windows that cannot be listed by
+/// epochs are listed as for training.
 fn launch_select(
     rank: &Float,
     documents: &DocumentBounds<Cuda>,
     window: DmaWindow,
+    order: DmaOrder<Cuda>,
 ) -> Result<DmaSelection<Cuda>, KernelError> {
     let rank = kernel_tensor(rank.clone());
     let [start, end] = bounds(documents);
@@ -90,8 +100,18 @@ fn launch_select(
     let keys = if selection.keep_window_size >= seq_len {
         DmaKeys::All
     } else {
-        let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;
+        let has_epochs = window.keep_window_size <= MOST_ORDERED;
+        let lists = match order {
+            DmaOrder::Of(KeyOrder::Epochs) if has_epochs => selection.dma_ordered_lists(&rank, &start, window, None)?,
+            DmaOrder::EpochsBehind { positions, first_query, first_position } if has_epochs => {
+                let positions = kernel_tensor(positions);
+                let after = AfterCache { positions: &positions, first_query, first_position };
+                selection.dma_ordered_lists(&rank, &start, window, Some(after))?
+            }
+            _ => selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?,
+        };
         DmaKeys::Lists(DmaKeyLists {
+            queries: lists.queries,
             list: lists.list.burn(),
             list_len: lists.list_len.burn(),
             tile_window: lists.tile_window.burn(),
@@ -158,6 +178,7 @@ fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
         list_len: of(&lists.list_len),
         tile_window: of(&lists.tile_window),
         tile_queries: KeyLists::TILE_QUERIES,
+        queries: lists.queries,
     }
 }
 

@@ -8,13 +8,14 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_core::{ShownPath, covered_words};
 use sieve_data::{Corpus, Prepared};
-use sieve_hf::{Kept, LoadedModel};
+use sieve_hf::{Kept, LoadedModel, peek_model};
 use sieve_host::evaluation::{output, so_far, text};
 use sieve_host::exit::Exit;
 use sieve_host::line_chart::{self, Axis, Curve, Plot};
 use sieve_host::loaded::{PlaceArgs, on_device};
 use sieve_host::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
 use sieve_host::out_file::PictureFile;
+use sieve_host::same_bits::SameBitsArgs;
 use sieve_host::text_files::FormatArg;
 use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{
@@ -84,6 +85,8 @@ pub(crate) struct PplArgs {
     #[command(flatten)]
     sparse: selector::SelectorArgs,
     #[command(flatten)]
+    same_bits: SameBitsArgs,
+    #[command(flatten)]
     result: output::ResultArgs,
     #[command(flatten)]
     place: PlaceArgs,
@@ -102,11 +105,14 @@ fn run_as(mut args: PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize { ranks: ranks.map_or(1, ModelRanks::size), ..InferenceSize::rows_of(context, BATCH_TOKENS) }
     })?;
+    let shape = || Ok(peek_model(&args.checkpoint)?.1);
+    args.same_bits.check(&place.device, args.sparse.selector.is_some(), shape)?;
     on_device!(place, run_on(&args, ranks))
 }
 
 fn run_on<B: ModelBackend>(args: &PplArgs, ranks: Option<&ModelRanks>, device: &B::Device, kept: Kept) -> Result<()> {
-    let placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
+    let mut placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
+    placed.loaded = args.same_bits.of(placed.loaded);
     placed.checked(measure(args, &placed.loaded, ranks.is_none_or(ModelRanks::prints), device))
 }
 

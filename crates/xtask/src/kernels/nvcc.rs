@@ -1,4 +1,5 @@
 //! nvcc, installed from its wheels if missing. Its results are cached.
+use super::bound_and_zero;
 use super::shipped::Specialisation;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
@@ -45,8 +46,8 @@ impl Nvcc {
         Ok(Self { program, version, results: workspace::target_folder("cuda-kernels")? })
     }
 
-    /// Compiles a specialisation for an architecture and returns nvcc's messages. If no source, define or version has
-    /// changed since an earlier run, returns that run's messages.
+    /// Compiles a specialisation for an architecture and returns nvcc's messages, and warnings of what ptxas may
+    /// compile wrongly. If no source, define or version has changed since an earlier run, returns that run's messages.
     pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {
         let source = super::folder().join(&specialisation.file);
         let key = self.key(&source, specialisation, arch)?;
@@ -55,7 +56,10 @@ impl Nvcc {
         if let (Ok(log), true) = (fs::read_to_string(&log_file), cubin.is_file()) {
             return Ok(log);
         }
+        let between = tempfile::tempdir().context("a temporary folder")?;
         let output = Command::new(&self.program)
+            .args(["-keep", "-keep-dir"])
+            .arg(between.path())
             .arg(format!("-gencode=arch={},code={arch}", arch.replacen("sm_", "compute_", 1)))
             .args(["-std=c++17", "-Xptxas", "-v", "-cubin", "-I"])
             .arg(super::folder())
@@ -70,9 +74,16 @@ impl Nvcc {
             .args([&cubin, &source])
             .output()
             .with_context(|| format!("cannot start {}", self.program.display()))?;
-        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        let mut log = String::from_utf8_lossy(&output.stderr).into_owned();
         if !output.status.success() {
             bail!("nvcc refused it\n{log}");
+        }
+        for ptx in
+            workspace::entries(between.path())?.iter().filter(|path| path.extension().is_some_and(|e| e == "ptx"))
+        {
+            for comparison in bound_and_zero::found(&workspace::read(ptx)?) {
+                log.push_str(&format!("\nwarning: {comparison}: kernels/notes/bound-and-zero.md"));
+            }
         }
         // Written last: a log that exists belongs to a complete cubin.
         fs::write(&log_file, &log).with_context(|| format!("cannot write {}", log_file.display()))?;
@@ -83,7 +94,8 @@ impl Nvcc {
     fn key(&self, source: &Path, specialisation: &Specialisation, arch: &str) -> Result<u128> {
         let mut files = BTreeSet::new();
         collect_includes(source, &super::folder(), &mut files)?;
-        let mut all = format!("{}\n{arch}\n{}\n", self.version, specialisation.text());
+        // The number counts the checks whose warnings the messages hold.
+        let mut all = format!("{}\n{arch}\n{}\n1\n", self.version, specialisation.text());
         for file in files {
             all.push_str(&workspace::read(&file)?);
             all.push('\0');

@@ -1,5 +1,5 @@
 //! Checks the portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
-//! [LONGEST] [SEED] [bands]`, with the last word only attention with bands.
+//! [LONGEST] [SEED] [bands|order]`, with the last word only attention with bands, or DMA's order of keys.
 //!
 //! The launch wrappers run as they do on a GPU. The emulator compiles the kernels that they launch with g++ into
 //! target/emulator and runs them on the CPU.
@@ -11,11 +11,12 @@ use std::process::ExitCode;
 
 /// Fails where a number is not one, g++ is missing, or a row of the report fails.
 fn main() -> ExitCode {
-    let (names, numbers): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|word| word == "bands");
+    let (names, numbers): (Vec<_>, Vec<_>) =
+        std::env::args().skip(1).partition(|word| word == "bands" || word == "order");
     let mut numbers = numbers.into_iter().map(|word| word.parse());
     let mut next = |default| numbers.next().unwrap_or(Ok(default));
     let (Ok(cases), Ok(longest), Ok(seed)) = (next(10), next(130), next(1)) else {
-        println!("usage: emulate [CASES] [LONGEST] [SEED] [bands]");
+        println!("usage: emulate [CASES] [LONGEST] [SEED] [bands|order]");
         return ExitCode::FAILURE;
     };
     let settings = CheckSettings {
@@ -25,7 +26,11 @@ fn main() -> ExitCode {
         magnitude: None,
         portable: true,
         arrivals: Arrivals::default(),
-        part: if names.is_empty() { CheckPart::All } else { CheckPart::Bands },
+        part: match names.first().map(String::as_str) {
+            None => CheckPart::All,
+            Some("bands") => CheckPart::Bands,
+            Some(_) => CheckPart::KeyOrder,
+        },
         gemms: false,
     };
     let mut print = |part| println!("{part}");

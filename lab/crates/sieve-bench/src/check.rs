@@ -7,7 +7,7 @@ use crate::error::{BenchError, Result};
 use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
-use crate::{biases, decode, latent, models, nsa, select, selection, sparse, step};
+use crate::{biases, decode, key_order, latent, models, nsa, select, selection, sparse, step};
 use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
@@ -21,7 +21,7 @@ use sieve_ops::{Cuda, TrainBackend};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Random calls of attention in a short check; selections and caches get a fifth of them.
 const SHORT_CHECK_CASES: usize = 25;
@@ -57,6 +57,7 @@ impl CheckPart {
             Self::Nsa => nsa::nsa_check_kernels(gpu),
             Self::Mla => latent::latent_kernels(gpu),
             Self::Sinks => token_kernels(gpu),
+            Self::KeyOrder => key_order::kernels(gpu),
         };
         list.extend(models::needed_kernels(self, gpu));
         list
@@ -111,6 +112,37 @@ impl CheckSettings {
     }
 }
 
+/// Prints what random texts show of DMA's order of keys, a line for each thing, until `limit` has passed. Without a GPU
+/// the CPU emulator runs the kernels.
+///
+/// # Errors
+/// A folder of the emulator's programs that cannot be written.
+pub fn key_order_lines(
+    settings: &CheckSettings,
+    target: &sieve_kernels::Device,
+    limit: Duration,
+    print: &mut dyn FnMut(String),
+) -> Result<()> {
+    match target {
+        sieve_kernels::Device::Cuda(gpu) => {
+            let extent = settings.extent();
+            key_order::lines(&Gpu::new(gpu.index, extent.policy), &extent, limit, print);
+        }
+        sieve_kernels::Device::Cpu => {
+            let programs = Path::new("target/emulator");
+            let emulator =
+                Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
+            key_order::lines(
+                &emulator,
+                &Extent::emulated(settings.cases, settings.longest, settings.seed),
+                limit,
+                print,
+            );
+        }
+    }
+    Ok(())
+}
+
 /// Runs the portable kernels on the CPU emulator and compares them with references: the wrappers of attention,
 /// selection, decoding and the training step, at one head width. Needs g++ and no GPU. The folder `programs` keeps the
 /// compiled kernels. Also returns the names of the kernels that ran; `on_part` is called after each part.
@@ -150,6 +182,7 @@ const SELECTION: Part = ("DMA's selection", selection::check_wrappers);
 const DECODING: Part = ("decoding", decode::check_wrappers);
 const STEP: Part = ("step", step::check_wrappers);
 const SINKS: Part = ("sinks", step::check_sinks);
+const KEY_ORDER: Part = ("DMA's order of keys", key_order::check);
 
 /// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
 /// emulator.
@@ -163,6 +196,7 @@ const OF_A_FAMILY: &[Part] = &[
     ("large biases", biases::check_wrappers),
     LATENT,
     NSA,
+    KEY_ORDER,
 ];
 
 /// Parts whose kernels are portable ones alone.
@@ -182,6 +216,7 @@ impl CheckPart {
             Self::Nsa => &[NSA],
             Self::Mla => &[LATENT],
             Self::Sinks => &[SINKS, DECODING],
+            Self::KeyOrder => &[KEY_ORDER],
         }
     }
 }
@@ -370,6 +405,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(latent::latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
+    list.extend(key_order::kernels(gpu));
     list.extend(step::rare_kernels(gpu, step::SCORED_KV_HEADS));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
     for &(head_dim, head_dim_v) in WIDTHS {

@@ -34,6 +34,8 @@ pub enum CheckPart {
     Mla,
     /// Kernels of sinks, decoding, and models with sinks.
     Sinks,
+    /// The order of keys of dynamic mask attention, in whole rows and in steps.
+    KeyOrder,
 }
 
 /// The number of random calls of a check, and the sizes that they are drawn from.

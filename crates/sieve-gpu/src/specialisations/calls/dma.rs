@@ -1,12 +1,13 @@
 //! Dynamic mask attention: scores of keys, their choice, attention over lists of keys, halo keys, and decoding.
 use super::{Calls, ROW, SCALE};
 use crate::attention::AttentionShape;
+use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::SumOrder;
 use crate::{
-    DmaSlots, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, Selection, dma_halo_keys_backward,
-    dma_halo_keys_forward, dma_last_kept, dma_select,
+    AfterCache, DmaSlots, KeyLists, MOST_ORDERED, PositionOrigin, Recency, ScoreBias, ScoresBackward, Selection,
+    dma_halo_keys_backward, dma_halo_keys_forward, dma_last_kept, dma_select,
 };
-use sieve_core::{DmaWindow, KeepOLow};
+use sieve_core::{DmaWindow, KeepOLow, KernelPolicy, KeyOrder};
 
 /// Keys that each query keeps.
 const KEPT: usize = 1024;
@@ -98,6 +99,39 @@ fn key_lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
         list_len: calls.i32(&[batch, heads, blocks]),
         tile_window: calls.i32(&[batch, heads, seq_len.div_ceil(tile_queries), 2]),
         tile_queries,
+        queries: SUPER_BLOCK,
+    }
+}
+
+/// Passes over whole rows, and a decoding step, that go through keys in one order: lists of a row and of new tokens
+/// behind a cache, attention over them, and the step.
+pub(in crate::specialisations) fn in_order(calls: &mut Calls, shape: &AttentionShape, bias: ScoreBias) {
+    for kept in [KEPT, MOST_ORDERED] {
+        let Some(token) = calls.token(shape, kept) else {
+            return;
+        };
+        let qkv = token.qkv.under(KernelPolicy { keys: KeyOrder::Epochs, ..token.qkv.policy() });
+        let slots = DmaSlots::new(qkv.q.tensor(), &token.shape, kept);
+        let z = calls.f32(&[1, token.shape.num_kv_heads]);
+        calls.note(slots.join_token(&qkv, &z, &token.length, bias));
+        let has_attention = slots.has_one_order(&qkv);
+        if has_attention {
+            calls.note(slots.dma_decode_in_order(&qkv, &z, &token.length, SCALE, bias));
+        }
+        let row = calls.row(shape, 2 * kept);
+        let [start, end] = &row.documents;
+        let (rank, positions) = (calls.f32(&row.shape.per_key()), calls.i32(&row.shape.per_key()));
+        let window = DmaWindow { keep_window_size: kept, local_window_size: kept / 8 };
+        let Some(selection) = calls.note(dma_select(&rank, start, end, window)) else {
+            return;
+        };
+        let after = AfterCache { positions: &positions, first_query: kept, first_position: kept };
+        for after in [None, Some(after)] {
+            let lists = calls.note(selection.dma_ordered_lists(&rank, start, window, after));
+            if let Some(lists) = lists.filter(|_| has_attention) {
+                calls.note(row.qkv.dma_attention_forward(&rank, &lists, SCALE, KeepOLow::Never));
+            }
+        }
     }
 }
 

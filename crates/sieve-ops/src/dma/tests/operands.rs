@@ -2,8 +2,8 @@
 use super::{dma, inputs, layer, spec, with_recency};
 use crate::testing::{Ad, float};
 use crate::{
-    AttentionSpec, DmaBias, DmaLayer, Documents, OperandError, Recency, dma_attention, dma_attention_by_rank,
-    dma_ranks, dma_select, dynamic_mask_attention,
+    AttentionSpec, DmaBias, DmaLayer, DmaOrder, Documents, KeyOrder, OperandError, Recency, dma_attention,
+    dma_attention_by_rank, dma_ranks, dma_select, dynamic_mask_attention,
 };
 use burn::tensor::{DType, Int, Tensor};
 use burn_flex::Flex;
@@ -93,8 +93,9 @@ fn selection_ranks_and_attention_alone_refuse_the_same_operands() {
     let qkv = plain(qkv);
     refusal(dma_ranks(qkv.clone(), &layer, spec, recency(vec![0.1; 2])), "number of slopes is 2 | the 3 KV heads");
     let rank = dma_ranks(qkv.clone(), &layer, spec, recency(vec![0.1; 3])).expect("fits");
+    let order = DmaOrder::Of(KeyOrder::Leaving);
     refusal(
-        dma_attention_by_rank(qkv, rank.narrow(2, 0, 19), &documents, spec, layer.spec),
+        dma_attention_by_rank(qkv, rank.narrow(2, 0, 19), &documents, spec, layer.spec, order),
         "dma_attention_by_rank: rank has shape [2, 3, 19] and must be | [2, 3, 20]",
     );
 }

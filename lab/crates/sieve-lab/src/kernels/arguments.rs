@@ -67,6 +67,13 @@ pub struct CheckArgs {
     /// Check only attention with sinks: their kernels, decoding, and models with sinks
     #[arg(long, group = "part")]
     pub(super) sinks: bool,
+    /// Check only the order of keys of dynamic mask attention: in whole rows, behind a cache and in decoding steps
+    #[arg(long, group = "part")]
+    pub(super) key_order: bool,
+    /// Print what texts show of the order of keys as it is found, for so many seconds; without a GPU the CPU emulator
+    /// runs the kernels
+    #[arg(long, value_name = "SECONDS", hide = true, requires = "key_order")]
+    pub(super) lines: Option<u64>,
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
@@ -100,6 +107,7 @@ impl CheckArgs {
             (self.nsa, CheckPart::Nsa),
             (self.mla, CheckPart::Mla),
             (self.sinks, CheckPart::Sinks),
+            (self.key_order, CheckPart::KeyOrder),
         ];
         let asked = parts.into_iter().find_map(|(is_asked, part)| is_asked.then_some(part));
         asked.unwrap_or(CheckPart::All)
