@@ -38,6 +38,8 @@ class Server:
             if not line:
                 raise SystemExit(f"{' '.join(map(str, command))}: the server ended")
         self.address = line.split("http://")[1].split("/v1")[0]
+        # "serving NAME at ADDRESS: 4 sequences of 32,768 tokens at once, …"
+        self.texts = int(line.split("/v1: ")[1].split()[0].replace(",", ""))
 
     def resident(self, part="VmRSS"):
         """Resident memory in MiB, or a part of it: `RssAnon` is what the program allocated, without files in memory."""
@@ -131,6 +133,9 @@ def run(words, measure):
     args, flags = words.parse_known_args()
     server = Server(args.sieve, args.checkpoint, flags)
     try:
+        if server.texts <= getattr(args, "streams", 0):
+            raise SystemExit(f"{server.texts} texts at once, so that a prompt beside {args.streams} streams waits until one "
+                             f"has ended: add --max-texts {args.streams + 1} or more")
         measure(server, args)
     finally:
         server.process.terminate()

@@ -180,6 +180,23 @@ fn wrong_requests_say_what_is_wrong() {
     }
 }
 
+#[test]
+fn any_number_of_a_request_may_be_wrong() {
+    let mut tried = 0;
+    for (call, tensors) in requests() {
+        let text = request(&call, &tensors, GPUS[2]).to_string();
+        for at in 0..numbers(&text).len() {
+            for number in ["0", "1", "-1", "1099511627776", "18446744073709551615"] {
+                let changed = with_number(&text, at, number);
+                let outcome = catch_unwind(|| Plan::new(&changed).map(|plan| plan.steps.len()));
+                assert!(outcome.is_ok(), "{changed}");
+                tried += 1;
+            }
+        }
+    }
+    assert!(tried > 5000, "{tried} requests");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
@@ -199,15 +216,23 @@ proptest! {
     }
 }
 
+/// The places and digits of the numbers in a text.
+fn numbers(text: &str) -> Vec<(usize, &str)> {
+    let words = text.split(|c: char| !c.is_ascii_digit()).filter(|word| !word.is_empty());
+    words.map(|word| (word.as_ptr() as usize - text.as_ptr() as usize, word)).collect()
+}
+
+/// The text with another number in place of number `which`.
+fn with_number(text: &str, which: usize, new: &str) -> String {
+    let (at, word) = numbers(text)[which];
+    format!("{}{new}{}", &text[..at], &text[at + word.len()..])
+}
+
 /// One number or one byte changed.
 fn mutated(text: &str, place: proptest::sample::Index, kind: usize, random: u32) -> String {
-    let numbers: Vec<(usize, &str)> = text
-        .split(|c: char| !c.is_ascii_digit())
-        .filter(|word| !word.is_empty())
-        .map(|word| (word.as_ptr() as usize - text.as_ptr() as usize, word))
-        .collect();
-    let (at, word) = numbers[place.index(numbers.len())];
-    let number: u64 = word.parse().unwrap_or(1);
+    let numbers = numbers(text);
+    let which = place.index(numbers.len());
+    let number: u64 = numbers[which].1.parse().unwrap_or(1);
     let new = match kind {
         0 => "0".to_owned(),
         1 => (number + 1).to_string(),
@@ -221,5 +246,5 @@ fn mutated(text: &str, place: proptest::sample::Index, kind: usize, random: u32)
             return String::from_utf8(bytes).expect("the text is ASCII");
         }
     };
-    format!("{}{new}{}", &text[..at], &text[at + word.len()..])
+    with_number(text, which, &new)
 }

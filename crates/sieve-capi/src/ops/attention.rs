@@ -91,6 +91,9 @@ pub(super) fn far_of(
 ) -> Result<Option<(usize, FarKeys)>, PlanError> {
     let Some([sink_tokens, reach, num_bands]) = bands else { return Ok(None) };
     let window = window.ok_or_else(|| wrong(op, "bands", "must come with a window"))?;
+    if num_bands == 0 {
+        return Err(wrong(op, "bands", "must be one band or more"));
+    }
     Ok(Some((window, FarKeys { sink_tokens, distances: [window, reach], num_bands, first_band: 0 })))
 }
 
