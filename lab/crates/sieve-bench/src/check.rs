@@ -21,7 +21,7 @@ use sieve_ops::{Cuda, TrainBackend};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Random calls of attention in a short check; selections and caches get a fifth of them.
 const SHORT_CHECK_CASES: usize = 25;
@@ -110,37 +110,6 @@ impl CheckSettings {
             ..Extent::all(self.cases, self.longest, self.seed)
         }
     }
-}
-
-/// Prints what random texts show of DMA's order of keys, a line for each thing, until `limit` has passed. Without a GPU
-/// the CPU emulator runs the kernels.
-///
-/// # Errors
-/// A folder of the emulator's programs that cannot be written.
-pub fn key_order_lines(
-    settings: &CheckSettings,
-    target: &sieve_kernels::Device,
-    limit: Duration,
-    print: &mut dyn FnMut(String),
-) -> Result<()> {
-    match target {
-        sieve_kernels::Device::Cuda(gpu) => {
-            let extent = settings.extent();
-            key_order::lines(&Gpu::new(gpu.index, extent.policy), &extent, limit, print);
-        }
-        sieve_kernels::Device::Cpu => {
-            let programs = Path::new("target/emulator");
-            let emulator =
-                Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
-            key_order::lines(
-                &emulator,
-                &Extent::emulated(settings.cases, settings.longest, settings.seed),
-                limit,
-                print,
-            );
-        }
-    }
-    Ok(())
 }
 
 /// Runs the portable kernels on the CPU emulator and compares them with references: the wrappers of attention,

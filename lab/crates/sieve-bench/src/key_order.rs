@@ -7,13 +7,11 @@ use crate::report::{Outcome, Report, Wrong, wrong};
 use sieve_core::{DmaWindow, KeepOLow};
 use sieve_kernels::{
     AfterCache, AttentionNeeds, AttentionShape, CudaTensor, DType, DeviceReport, DmaSlots, KernelFamily, KernelPolicy,
-    KeyLists, KeyOrder, KeySource, KvCache, NeededKernels, NeededKeys, Qkv, ScoreBias, SourceKernel, SumOrder,
-    dma_select,
+    KeyLists, KeyOrder, KeySource, KvCache, NeededKernels, NeededKeys, Qkv, ScoreBias, SumOrder, dma_select,
 };
 use sieve_testing::Random;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::time::{Duration, Instant};
 
 /// Keys of a stage, and queries of an epoch.
 const STAGE: usize = 128;
@@ -43,83 +41,6 @@ pub(crate) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -
         report.add("dma, order of keys", "kernel", &text.label(seed), text.check(device));
     }
     Ok(())
-}
-
-/// Threads of [`BOUND_PROBE`].
-const PROBED: usize = 64;
-
-/// A bound compared with a number between it and 0, in one kernel with the number itself: some versions of ptxas fuse
-/// both into one instruction whose predicate tells another thing (`kernels/notes/bound-and-zero.md`).
-const BOUND_PROBE: &str = r#"
-struct BoundProbeParams { unsigned long long bound; };
-extern "C" __global__ void bound_probe(const int* x, int* out, const __grid_constant__ BoundProbeParams params) {
-  const int bound = (int)params.bound, least = max(min(x[threadIdx.x], bound), 0);
-  out[threadIdx.x] = least == bound ? -1 : least;
-}
-"#;
-
-/// How many of some numbers a kernel finds wrongly at a bound, or not at it.
-fn wrong_at_a_bound(device: &dyn Device) -> Result<usize, Wrong> {
-    let bound = 31;
-    let numbers: Vec<i32> = (0..PROBED as i32).map(|at| at - 8).collect();
-    let (x, out) = (device.int(&numbers, &[PROBED]), device.int(&[0; PROBED], &[PROBED]));
-    let kernel = SourceKernel::from_text("bound_probe", BOUND_PROBE).threads(PROBED);
-    // SAFETY: both tensors have an element for each thread of the one block.
-    unsafe { kernel.launch_words([1, 1, 1], &[], &[&x, &out], &[bound as u64]) }?;
-    let found = device.ints(&out)?;
-    let expected = numbers.iter().map(|&x| if x >= bound { -1 } else { x.max(0) });
-    Ok(found.iter().zip(expected).filter(|&(&found, expected)| found != expected).count())
-}
-
-/// Prints a line for each thing that random texts show, the shortest first, until `limit` has passed.
-pub(crate) fn lines(device: &dyn Device, extent: &Extent, limit: Duration, print: &mut dyn FnMut(String)) {
-    let started = Instant::now();
-    let mut say = |what: &str, outcome: Result<String, Wrong>| {
-        let words = match outcome {
-            Ok(words) => format!("ok {words}"),
-            Err(reason) => format!("FAILED {reason}"),
-        };
-        print(format!("{:5.1} s  {what}: {words}", started.elapsed().as_secs_f64()));
-    };
-    let probe = wrong_at_a_bound(device).map(|wrong| format!("{wrong} of {PROBED} numbers wrong (0: ptxas is right)"));
-    say("a bound and zero", probe);
-    let mut random = Random(extent.seed);
-    let mut texts: Vec<_> = (0..16).map(|at| (at, random.between(0, 1 << 30) as u64)).collect();
-    let length = |at: usize| Text::sizes(at, extent)[0];
-    texts.sort_by_key(|&(at, _)| length(at));
-    for (at, seed) in texts {
-        if started.elapsed() >= limit {
-            return say("stopped", Ok("by its time".to_owned()));
-        }
-        let text = Text::draw(at, extent, seed);
-        say(&format!("text {at}"), Ok(text.label(seed)));
-        let whole = match text.whole(device) {
-            Ok(whole) => whole,
-            Err(error) => {
-                say("  lists of the whole row", Err(error));
-                continue;
-            }
-        };
-        let nothing = |_: ()| String::new();
-        say("  expire and lists of the whole row, by their definition", text.check_whole(&whole).map(nothing));
-        say("  20 more of them", text.check_again(device, &whole).map(nothing));
-        say("  lists behind a cache", text.check_part(device, &whole, &[]).map(nothing));
-        say("  lists of steps", text.check_steps(device, &whole, &[]).map(|_| format!("{} steps", text.steps)));
-        if !text.has_bits(device) || started.elapsed() >= limit {
-            continue;
-        }
-        match text.output(device, &whole) {
-            Err(error) => say("  outputs of the whole row", Err(error)),
-            Ok(o) => {
-                let again = text
-                    .output(device, &whole)
-                    .and_then(|again| if again == o { Ok(String::new()) } else { wrong("other bits") });
-                say("  outputs of the whole row again", again);
-                say("  bits behind a cache", text.check_part(device, &whole, &o).map(nothing));
-                say("  bits of steps", text.check_steps(device, &whole, &o).map(|_| String::new()));
-            }
-        }
-    }
 }
 
 /// The key at each place of a query's order; `None` where no key lies that it sees.
@@ -218,7 +139,14 @@ impl Text {
     fn check(&self, device: &dyn Device) -> Outcome {
         let whole = self.whole(device)?;
         self.check_whole(&whole)?;
-        let o = if self.has_bits(device) { self.output(device, &whole)? } else { Vec::new() };
+        self.check_again(device, &whole)?;
+        // Lists first: where they differ, the place says more than bits do.
+        self.check_part(device, &whole, &[])?;
+        self.check_steps(device, &whole, &[])?;
+        if !self.has_bits(device) {
+            return Ok(0.0);
+        }
+        let o = self.output(device, &whole)?;
         self.check_part(device, &whole, &o)?;
         self.check_steps(device, &whole, &o)
     }
@@ -245,9 +173,9 @@ impl Text {
         Ok(device.floats(&self.qkv(device, &self.packed).attention_forward(&start, None, SCALE, bias)?.o)?)
     }
 
-    /// Compares the whole row's lists with those of 20 more launches.
+    /// Compares the whole row's lists with those of more launches.
     fn check_again(&self, device: &dyn Device, whole: &Listed) -> Result<(), Wrong> {
-        for again in 1..=20 {
+        for again in 1..=3 {
             let other = self.whole(device)?;
             if other.expire != whole.expire {
                 return wrong(format!("launch {again}: another `expire`"));

@@ -49,7 +49,7 @@ mod run;
 
 pub use bench::bench;
 pub use capture::{Captured, capture, kernel_sources};
-pub use check::{CheckSettings, CheckedPart, check, check_emulated, check_json, key_order_lines, short_check};
+pub use check::{CheckSettings, CheckedPart, check, check_emulated, check_json, short_check};
 pub use clock::Times;
 pub use emulator::replay_emulated;
 pub use error::BenchError;

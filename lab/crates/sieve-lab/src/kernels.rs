@@ -15,7 +15,7 @@ use sieve_host::{hub, loaded, terminal};
 use sieve_kernels::Arrivals;
 use sieve_ops::DeviceBackend;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Runs a check, a benchmark, or a recording of the kernels.
 ///
@@ -49,10 +49,6 @@ fn check(args: &CheckArgs) -> Result<()> {
     let started = Instant::now();
     let prepare = prepare(|gpu| settings.part.kernels(gpu));
     let target = args.device.resolve_and_prepare(prepare)?;
-    if let Some(seconds) = args.lines {
-        let mut print = |line: String| terminal::line(&line);
-        return Ok(sieve_bench::key_order_lines(&settings, &target, Duration::from_secs(seconds), &mut print)?);
-    }
     let report = sieve_bench::check(&settings, &target, &mut print_part)?;
     terminal::line(&report.to_string());
     if let Some(path) = &args.json {

@@ -70,10 +70,6 @@ pub struct CheckArgs {
     /// Check only the order of keys of dynamic mask attention: in whole rows, behind a cache and in decoding steps
     #[arg(long, group = "part")]
     pub(super) key_order: bool,
-    /// Print what texts show of the order of keys as it is found, for so many seconds; without a GPU the CPU emulator
-    /// runs the kernels
-    #[arg(long, value_name = "SECONDS", hide = true, requires = "key_order")]
-    pub(super) lines: Option<u64>,
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
