@@ -178,6 +178,11 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.rows.as_ref().is_some_and(TextRows::is_roomy)
     }
 
+    /// Tokens for which the common cache has room now, all rows together; 0 without one.
+    pub fn common_room(&self) -> usize {
+        self.rows.as_ref().map_or(0, TextRows::tokens_held)
+    }
+
     /// Gives memory of the common cache back that open and kept texts do not need.
     pub fn shrink(&mut self) {
         if let Some(rows) = &mut self.rows {

@@ -19,6 +19,8 @@ pub(crate) struct Metrics {
     pub(crate) cancelled: AtomicU64,
     /// Texts that are decoded now.
     pub(crate) open: AtomicU64,
+    /// Tokens for which the texts' common cache has room now, those of its free rows too.
+    pub(crate) cache_room: AtomicU64,
 }
 
 impl Metrics {
@@ -41,6 +43,7 @@ impl Metrics {
             ("sieve_cancelled_texts_total", "counter", self.cancelled.load(Relaxed)),
             ("sieve_open_texts", "gauge", self.open.load(Relaxed)),
             ("sieve_waiting_texts", "gauge", waiting as u64),
+            ("sieve_common_cache_tokens", "gauge", self.cache_room.load(Relaxed)),
         ];
         for (name, kind, value) in numbers {
             let _ = writeln!(text, "# TYPE {name} {kind}\n{name} {value}");

@@ -216,6 +216,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
             self.begin_waiting();
             self.step();
             self.metrics.open.store(self.open.len() as u64, Relaxed);
+            self.metrics.cache_room.store(self.open.common_room() as u64, Relaxed);
         }
     }
 
@@ -253,6 +254,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         if let Err(error) = done {
             self.open.clear().iter_mut().for_each(|writing| writing.fail(error.clone()));
         }
+        self.metrics.cache_room.store(self.open.common_room() as u64, Relaxed);
     }
 
     /// Drops waiting texts whose clients have gone.

@@ -73,6 +73,11 @@ impl<B: DeviceBackend> TextRows<B> {
         self.room
     }
 
+    /// Tokens of all rows that memory is held for.
+    pub fn tokens_held(&self) -> usize {
+        if self.cache.layers.is_empty() { 0 } else { self.rows.len() * self.room }
+    }
+
     /// Whether one more text may be [put](Self::put) in.
     pub fn has_free(&self) -> bool {
         self.free_row().is_some() || self.rows.len() < self.most[0]

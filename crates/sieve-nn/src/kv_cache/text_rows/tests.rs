@@ -156,10 +156,10 @@ fn rows_shrink_to_what_their_texts_need() {
     let mut random = Random(3);
     let size = |rows: &TextRows<Flex>| [rows.num_rows(), rows.room()];
     let mut rows = TextRows::beginning_with([2, 10], [8, 40], &FlexDevice);
-    assert!(!rows.is_roomy(), "no memory is taken yet");
+    assert_eq!((rows.is_roomy(), rows.tokens_held()), (false, 0), "no memory is taken yet");
     let mut texts: Vec<_> = [35, 9, 3, 8, 4].map(|tokens| reader.text_of(&mut random, tokens)).into();
     let held: Vec<usize> = texts.iter().map(|text| rows.put(&mut text.clone())).collect();
-    assert_eq!((size(&rows), rows.is_roomy()), ([8, 40], false));
+    assert_eq!((size(&rows), rows.tokens_held(), rows.is_roomy()), ([8, 40], 320, false));
     // The others fit into two rows of ten tokens, an eighth.
     rows.free(held[0]);
     rows.free(held[2]);
@@ -176,7 +176,7 @@ fn rows_shrink_to_what_their_texts_need() {
     rows.free(0);
     assert!(rows.is_roomy());
     rows.shrink();
-    assert_eq!((size(&rows), rows.cache.layers.len(), rows.is_roomy()), ([2, 10], 0, false));
+    assert_eq!((size(&rows), rows.tokens_held(), rows.is_roomy()), ([2, 10], 0, false));
     rows.put(&mut texts.remove(0));
     assert_eq!(rows.lengths(), [3, 0]);
 }
