@@ -1,6 +1,6 @@
 //! The GPUs of several ranks: which one each rank takes, and how NCCL connects them.
 use crate::device::{Device, DeviceChoice};
-use crate::environment::{LAUNCHED, variable};
+use crate::environment::{LAUNCHED, NCCL_INLINE, switch, variable};
 use crate::exit::Exit;
 use crate::on_event::{Event, OnEvent};
 use crate::terminal;
@@ -21,9 +21,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
-
-/// Environment variable with which NCCL runs on Burn's stream and overlaps nothing, for measurements and debugging.
-const INLINE: &str = "SIEVE_NCCL_INLINE";
 
 /// NCCL must connect all GPUs within this time, the same as in PyTorch.
 const NCCL_START: Duration = Duration::from_secs(300);
@@ -86,7 +83,7 @@ pub fn connected(
     all_have_nccl(&mesh, NcclGroup::require())?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
     let _limit = limit_connecting(&mesh, events)?;
-    let on = if variable(INLINE).is_none() { NcclStream::Own } else { NcclStream::Burns };
+    let on = if switch(NCCL_INLINE)? == Some(true) { NcclStream::Burns } else { NcclStream::Own };
     let nccl = Nccl::join(&mesh, device, parallelism.shard_ranks, on)?;
     check_sum(&nccl, one, size)?;
     let degree = parallelism.context_parallel_degree;

@@ -145,8 +145,7 @@ fn main() -> ExitCode {
         let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
         elsewhere::refuse(&Cli::command(), &error, &words.collect::<Vec<_>>())
     });
-    let threads = || startup::check_threads(sieve_host::environment::variable("RAYON_NUM_THREADS"));
-    let result = match open_output(&cli.output).and_then(|()| threads()).map(|()| cli.command) {
+    let result = match open_output(&cli.output).and_then(|()| startup::check_variables()).map(|()| cli.command) {
         Err(error) => Err(error),
         Ok(command) => run(command),
     };

@@ -1,4 +1,4 @@
-//! The program's start: measures the startup time and checks `RAYON_NUM_THREADS`.
+//! The program's start: measures the startup time, and checks variables of which a wrong value would not be seen.
 use anyhow::{Result, bail};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,11 +23,20 @@ const MOST_THREADS_A_CORE: usize = 8;
 /// Threads that are allowed on any machine.
 const MOST_THREADS: usize = 64;
 
+/// Refuses variables that the program would take for something else: a number of threads, and switches.
+///
+/// # Errors
+/// A value that cannot be meant.
+pub(crate) fn check_variables() -> Result<()> {
+    check_threads(sieve_host::environment::variable("RAYON_NUM_THREADS"))?;
+    sieve_host::environment::SWITCHES.iter().try_for_each(|name| sieve_host::environment::switch(name).map(drop))
+}
+
 /// Refuses a number of threads (`RAYON_NUM_THREADS`) that the thread pool would silently ignore or fail on.
 ///
 /// # Errors
 /// The value is no number, or too large.
-pub(crate) fn check_threads(value: Option<String>) -> Result<()> {
+fn check_threads(value: Option<String>) -> Result<()> {
     let Some(value) = value.filter(|value| !value.is_empty()) else {
         return Ok(());
     };
