@@ -60,20 +60,21 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
 }
 
 /// Whether texts of at most `room` tokens each share a cache, so that one captured call takes a token of each: not a
-/// single text, not on a device without such a call, and not where the shared cache would take more than half of the
-/// memory that is free now and more than the texts' own caches. It does because a layer with a window then holds all
-/// tokens.
+/// single text, not on a device without such a call, and not where the [memory](fits_in_rows) is short.
 pub fn share_a_cache<B: DeviceBackend>(shape: &ModelShape, [texts, room]: [usize; 2], device: &B::Device) -> bool {
-    if B::ON_HOST || texts < 2 {
-        return false;
-    }
+    !B::ON_HOST && texts > 1 && fits_in_rows(shape, [texts, room], B::free_memory(device))
+}
+
+/// Whether a cache that texts share may be as large as it can become: no larger than the texts' own caches, or than half
+/// of the `free` bytes. In a layer with a window it is larger, because it holds all tokens.
+fn fits_in_rows(shape: &ModelShape, [texts, room]: [usize; 2], free: u64) -> bool {
     let value_bytes = 2; // of bf16, in which a GPU computes
     let of_layers = |bytes: fn(&ModelShape, usize, u64) -> u64| {
         shape.by_kind().iter().map(|part| part.num_layers as u64 * bytes(part, room, value_bytes)).sum::<u64>()
     };
     let own = of_layers(|part, room, value| part.attention.as_kind().cache(part, room, value)[1]);
     let shared = of_layers(|part, room, value| part.attention.as_kind().cache_in_row(part, room, value));
-    shared <= own || 2 * shared.saturating_mul(texts as u64) <= B::free_memory(device)
+    shared <= own || shared.saturating_mul(texts as u64) <= free / 2
 }
 
 /// A text with its KV cache. A clone continues independently.
@@ -450,6 +451,21 @@ mod tests {
     use sieve_core::{Attention, DmaShape, LayerPattern, LayerType};
     use sieve_select::{LayerSelectors, Selector};
     use sieve_testing::wide;
+
+    #[test]
+    fn texts_with_windows_share_a_cache_where_half_of_the_memory_has_room_for_it() {
+        let (texts, room) = (4, 1000);
+        let fits = |attention, free| fits_in_rows(&tiny_shape(attention, 64), [texts, room], free);
+        // Bytes of K and V of all tokens of all texts, in bf16.
+        let shape = tiny_shape(Attention::Mha, 64);
+        let all = (texts * room * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * 2) as u64;
+        assert!(fits(Attention::Mha, 0) && fits(Attention::Dma(DmaShape::published(7)), 0), "no larger than their own");
+        assert!(fits(Attention::swa(room), 0), "all tokens are in the window");
+        assert_eq!([2 * all - 1, 2 * all].map(|free| fits(Attention::swa(7), free)), [false, true]);
+        let nsa = sieve_core::model::test_shapes::tiny_nsa().attention;
+        // Its selected and window branches, the tokens before compression, and its blocks.
+        assert_eq!([6 * all, 8 * all].map(|free| fits(nsa, free)), [false, true]);
+    }
 
     #[test]
     fn a_prompt_in_chunks_gives_the_logits_of_one_pass() {
