@@ -162,7 +162,7 @@ def weak_sides():
     nsa = speeds.over_cudnn("own", "Sieve NSA", "16/8", 8192)
     hard = max(row["accuracy"] for row in runs("mqar_hard", kind="InfLLM-V2", steps=4000))
     msa = [a - b for a, b in zip(after("MSA", 8192, 1.0), after("dense", 8192, 1.0))]
-    own, needle = "../lab/docs/results.md#each-kind-at-its-own-learning-rate", "[needles](../lab/docs/benchmarks.md#needles)"
+    own, needle = "../lab/docs/results.md#each-kind-at-its-own-learning-rate", "[needles](../lab/docs/recall.md#needles)"
     return ["kind", "bad at", "measured"], [
         ["`mha`, no slope", "long rows",
          f"{behind['dense']} nats behind DMA after 400 steps in rows of 32,768 ([results]({own}))"],
@@ -177,7 +177,7 @@ def weak_sides():
         ["`dma` as published", "text",
          f"{first['DMA as published, w 1024'] - first['sliding window 1024']:.2f} nats behind a window in rows of "
          "8192, one seed ([results](../lab/docs/results.md))"],
-        ["`infllm_v2`", "MQAR's hard form", f"answers {100 * hard:.0f} % at best ([hard form](../lab/docs/benchmarks.md#the-hard-form))"],
+        ["`infllm_v2`", "MQAR's hard form", f"answers {100 * hard:.0f} % at best ([hard form](../lab/docs/recall.md#the-hard-form))"],
         ["`moba`", "rows of 32,768", f"{behind['MoBA']} nats behind DMA after 400 steps ([results]({own}))"],
         ["`msa`", "rows of 8192 at equal time",
          f"{min(msa):.2f} to {max(msa):.2f} nats behind dense after one minute ([equal time](../lab/docs/results.md#equal-time))"]]

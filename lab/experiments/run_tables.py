@@ -263,22 +263,17 @@ RULER = ["dense", "window 128", "window 128 + slope", "DMA 128, slope, r 32", "D
          "DMA 128, slope, r 32, 1 of 4 dense", "window 128 + slope, 1 of 4 dense", "NSA", "InfLLM-V2", "MoBA", "MSA"]
 
 
-def ruler(task):
-    """Scores in % and mean ranks of the answer for one of RULER's tasks, at 1, 2
-    and 4 times the trained length, one seed."""
-    lengths = [1024, 2048, 4096]
+@table("ruler")
+def ruler():
+    """Scores in % of RULER's tasks that some kind learns, at 1, 2 and 4 times the trained length, one seed."""
+    tasks, lengths = ("niah_multikey_1", "niah_multivalue", "vt"), (1024, 2048, 4096)
     lines = []
     for kind in RULER:
         (row,) = runs("ruler", kind=kind)
-        of_length = {length: (score, rank) for length, score, rank in row["scores"][task]}
-        lines.append([kind, fixed(row["loss"], 3), *(fixed(of_length[length][0], 1) for length in lengths),
-                      *(fixed(of_length[length][1], 1) for length in lengths)])
-    heads = [f"{length}: {what}" for what in ("%", "rank") for length in lengths]
-    return ["attention", "loss", *heads], lines
-
-
-for task in ("niah_multikey_1", "niah_multivalue", "vt"):
-    TABLES[f"ruler_{task}"] = lambda task=task: ruler(task)
+        score = {(task, length): of_length for task in tasks for length, of_length, _ in row["scores"][task]}
+        lines.append([kind, fixed(row["loss"], 3), *(", ".join(
+            fixed(score[task, length], 1) for length in lengths) for task in tasks)])
+    return ["attention", "loss", *(f"`{task}`" for task in tasks)], lines
 
 
 SMOLLM2 = {"dense": "dense", "xattention:tau=0.9": "`xattention:tau=0.9`", "pbs": "`pbs`", "bfla": "`bfla`",
