@@ -35,6 +35,7 @@ def measure(server, args):
     times, changes, ended = [], [], threading.Event()
 
     def stream():
+        """Reads one long stream and notes when each of its tokens comes."""
         body = {"prompt": prompt, "max_tokens": args.stream_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0,
                 "stream": True}
         with server.open("/v1/completions", body) as answer:
@@ -45,6 +46,7 @@ def measure(server, args):
                     return
 
     def watch():
+        """Notes when the common cache's room changes, and from what to what."""
         before = room_of(server)
         while not ended.is_set():
             now = room_of(server)

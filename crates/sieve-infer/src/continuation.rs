@@ -65,8 +65,8 @@ pub fn share_a_cache<B: DeviceBackend>(shape: &ModelShape, [texts, room]: [usize
     !B::ON_HOST && texts > 1 && fits_in_rows(shape, [texts, room], B::free_memory(device))
 }
 
-/// Whether a cache that texts share may be as large as it can become: no larger than the texts' own caches, or than half
-/// of the `free` bytes. In a layer with a window it is larger, because it holds all tokens.
+/// Whether a cache that texts share may be as large as it can become: no larger than the texts' own caches, or than
+/// half of the `free` bytes. In a layer with a window it is larger, because it holds all tokens.
 fn fits_in_rows(shape: &ModelShape, [texts, room]: [usize; 2], free: u64) -> bool {
     let value_bytes = 2; // of bf16, in which a GPU computes
     let of_layers = |bytes: fn(&ModelShape, usize, u64) -> u64| {

@@ -249,9 +249,9 @@ fn run_on<B: DeviceBackend>(
     let decodes_together = share_a_cache::<B>(&loaded.shape, [max_texts, context], device);
     if !B::ON_HOST && max_texts > 1 && !decodes_together {
         terminal::warning(
-            "a cache of all sequences would take more than half of the free memory, because it keeps a window's old keys \
-             too, so each sequence has its own, and a token of several takes many times longer\n  hint: lower --max-texts \
-             or --max-context",
+            "a cache of all sequences would take more than half of the free memory, because it keeps a window's old \
+             keys too, so each sequence has its own, and a token of several takes many times longer\n  hint: lower \
+             --max-texts or --max-context",
         );
     }
     let stop = Stop::default();
