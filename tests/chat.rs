@@ -15,10 +15,10 @@ fn model() -> TinyRun {
 }
 
 /// What the command prints after these lines of input, and its remarks.
-fn talked(tiny: &TinyRun, more: &str, input: &str) -> [String; 2] {
+fn talked(tiny: &TinyRun, more: &str, input: impl AsRef<[u8]>) -> [String; 2] {
     let chat = format!("chat --checkpoint model --device cpu --temperature 0 --max-new-tokens 6 {more}");
     let mut child = spawned(tiny.sieve(&chat).stdin(Stdio::piped()).stderr(Stdio::piped()));
-    child.stdin.take().expect("a pipe").write_all(input.as_bytes()).expect("it reads");
+    child.stdin.take().expect("a pipe").write_all(input.as_ref()).expect("it reads");
     let output = child.wait_with_output().expect("it ends");
     assert!(output.status.success(), "{}", text(&output));
     [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).expect("UTF-8"))
@@ -55,6 +55,23 @@ fn answers_are_those_of_generate_and_of_the_server_and_only_new_tokens_are_read(
     let answer = serde_json::from_str::<Value>(&answer.1).expect("JSON");
     assert_eq!(answer["choices"][0]["message"]["content"].as_str().map(str::trim), Some(second.trim()));
     served.stop();
+}
+
+#[test]
+fn a_line_that_is_wrong_does_not_end_the_conversation() {
+    let tiny = model();
+    let template = "{% for one in messages %}{% if one.content == 't8' %}{{ raise_exception('t8 is refused') }}\
+                    {% endif %}{{ one.content }} {% endfor %}";
+    tiny.write("model/chat_template.jinja", template);
+    let lines =
+        [&b"/save none.jsonl\n"[..], b"t5 t9\n", b"/save no/such/file\n", b"t8\n", b"t\xff\n", b"t\0\n", b"t11\n"];
+    let [printed, remarks] = talked(&tiny, "", lines.concat());
+    let [expected, _] = talked(&tiny, "", "t5 t9\nt11\n");
+    assert_eq!(printed, expected, "what was wrong is taken back");
+    for words in ["nothing was said yet", "saving to no/such/file", "t8 is refused"] {
+        assert!(remarks.contains(words), "{words:?} in {remarks}");
+    }
+    assert_eq!(remarks.matches("is not UTF-8 or has a NUL").count(), 2, "{remarks}");
 }
 
 #[test]

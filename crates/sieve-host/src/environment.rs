@@ -9,6 +9,45 @@ pub(crate) const NCCL_INLINE: &str = "SIEVE_NCCL_INLINE";
 /// The program's variables that are 0 or 1. sieve-cpu reads the first.
 pub const SWITCHES: [&str; 2] = ["SIEVE_AMX", NCCL_INLINE];
 
+/// Variables whose values are text. One with other bytes would be taken as unset.
+const TEXTS: [&str; 22] = [
+    "RAYON_NUM_THREADS",
+    "SIEVE_API_KEY",
+    "SIEVE_TOKEN",
+    "SIEVE_AMX",
+    NCCL_INLINE,
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "SSL_CERT_FILE",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "JOB_COMPLETION_INDEX",
+];
+
+/// Refuses variables that are not text where text is read.
+///
+/// # Errors
+/// Such a variable has other bytes.
+pub fn check_texts() -> anyhow::Result<()> {
+    TEXTS.iter().try_for_each(|name| match std::env::var(name) {
+        Err(std::env::VarError::NotUnicode(_)) => {
+            anyhow::bail!("{name} is set to bytes that are not UTF-8\n  hint: set it to text, or leave it out")
+        }
+        _ => Ok(()),
+    })
+}
+
 /// Whether one of the [`SWITCHES`] is on; `None` where it is unset or empty.
 ///
 /// # Errors
@@ -22,7 +61,8 @@ pub fn switch(name: &str) -> anyhow::Result<Option<bool>> {
     }
 }
 
-/// Value of an environment variable; `None` if it is unset or not UTF-8.
+/// Value of an environment variable; `None` if it is unset. Bytes that are not UTF-8 become U+FFFD, so that a path of
+/// them is not found, where it would be taken as unset.
 pub fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok()
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }

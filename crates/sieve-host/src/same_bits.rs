@@ -32,10 +32,15 @@ impl SameBitsArgs {
     /// # Errors
     /// A GPU that is no Hopper GPU; kinds of attention or widths of heads without such kernels; a selector.
     pub fn check(self, device: &Device, has_selector: bool, shape: impl FnOnce() -> Result<ModelShape>) -> Result<()> {
-        let Device::Cuda(gpu) = device else { return Ok(()) };
         if !self.same_bits {
             return Ok(());
         }
+        // What a selector leaves out depends on how the text is read, on every device.
+        ensure!(
+            !has_selector,
+            "--same-bits is for a model's own attention, and --selector replaces it\n  hint: leave one of them out"
+        );
+        let Device::Cuda(gpu) = device else { return Ok(()) };
         const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so for every model";
         ensure!(
             (gpu.major, gpu.minor) == HOPPER,
@@ -43,7 +48,6 @@ impl SameBitsArgs {
             gpu.index,
             gpu.name
         );
-        ensure!(!has_selector, "--same-bits is for a model's own attention, and --selector replaces it{HINT}");
         let known = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().has_one_order);
         let known: Vec<_> = known.map(AttentionKind::name).collect();
         let shape = shape()?;
@@ -111,19 +115,23 @@ mod tests {
         for shape in [&dense, &window, &chosen] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
-        for (shape, device, has_selector, part) in [
-            (&dense, &ampere, false, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
-            (&dense, &hopper, true, "--selector replaces it"),
-            (&tiny_mla(), &hopper, false, "has mla layers"),
-            (&tiny_nsa(), &hopper, false, "has nsa layers"),
-            (&wide, &hopper, false, "has heads of 256"),
-            (&many, &hopper, false, "has dma layers that keep 4096"),
+        for device in [&hopper, &Device::Cpu] {
+            let error = wanted.check(device, true, || Ok(dense.clone())).expect_err("a selector").to_string();
+            assert!(error.contains("--selector replaces it"), "{error}");
+            SameBitsArgs { same_bits: false }.check(device, true, || Ok(dense.clone())).expect("not asked for");
+        }
+        for (shape, device, part) in [
+            (&dense, &ampere, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
+            (&tiny_mla(), &hopper, "has mla layers"),
+            (&tiny_nsa(), &hopper, "has nsa layers"),
+            (&wide, &hopper, "has heads of 256"),
+            (&many, &hopper, "has dma layers that keep 4096"),
         ] {
             let shape = || Ok(shape.clone());
-            let error = wanted.check(device, has_selector, shape).expect_err(part).to_string();
+            let error = wanted.check(device, false, shape).expect_err(part).to_string();
             assert!(error.contains(part) && error.contains("--device cpu"), "{error}");
-            SameBitsArgs { same_bits: false }.check(device, has_selector, shape).expect("not asked for");
-            wanted.check(&Device::Cpu, has_selector, shape).expect("a CPU adds in one order");
+            SameBitsArgs { same_bits: false }.check(device, false, shape).expect("not asked for");
+            wanted.check(&Device::Cpu, false, shape).expect("a CPU adds in one order");
         }
     }
 }

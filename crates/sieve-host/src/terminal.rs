@@ -41,6 +41,14 @@ static IS_MUTED: AtomicBool = AtomicBool::new(false);
 /// The first output that could not be written, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
+/// Whether a pipe was closed that output went to.
+static READER_LEFT: AtomicBool = AtomicBool::new(false);
+
+/// Whether nobody reads the output any more, so that a command whose only result it is may end.
+pub fn reader_left() -> bool {
+    READER_LEFT.load(Ordering::Relaxed)
+}
+
 /// How messages name the file of `--log-file`.
 const LOG: &str = "the file of --log-file";
 
@@ -49,6 +57,7 @@ const LOG: &str = "the file of --log-file";
 fn lose(place: &str, error: &std::io::Error) {
     // A closed pipe is no loss: its reader, such as `head`, has read enough.
     if error.kind() == std::io::ErrorKind::BrokenPipe {
+        READER_LEFT.store(true, Ordering::Relaxed);
         return;
     }
     let lost = format!("{place} could not be written: {error}");

@@ -80,6 +80,10 @@ impl TextRules {
             let Some(logit) = logits.get_mut(token as usize) else {
                 continue;
             };
+            // Damaged weights stay visible.
+            if !logit.is_finite() {
+                continue;
+            }
             let mut penalised = f64::from(*logit);
             if penalised > 0.0 {
                 penalised /= repetition_penalty;
@@ -89,7 +93,8 @@ impl TextRules {
             if times > 0 {
                 penalised -= presence_penalty + frequency_penalty * f64::from(times);
             }
-            *logit = penalised as f32;
+            // A penalty of any size leaves a number.
+            *logit = penalised.clamp(f64::from(f32::MIN), f64::from(f32::MAX)) as f32;
         }
         logits
     }
@@ -98,6 +103,22 @@ impl TextRules {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn penalties_of_any_size_leave_numbers_and_hide_no_damage() {
+        for (repetition_penalty, others) in [(1e300, 0.0), (1e-300, 0.0), (1.0, 1e300), (1.0, -1e300), (1e38, 1e38)] {
+            let rules =
+                LogitRules { repetition_penalty, presence_penalty: others, frequency_penalty: others, min_p: 0.0 };
+            rules.check().expect("numbers");
+            let mut text = TextRules::new(rules, &[0, 1]).expect("it has rules");
+            text.count(1);
+            text.count(2);
+            let found = text.penalised(&[3.0, -3.0, 0.0, f32::NAN]);
+            assert!(found[..3].iter().all(|logit| logit.is_finite()) && found[3].is_nan(), "{found:?}");
+            text.count(3);
+            assert!(text.penalised(&[0.0, 0.0, 0.0, f32::INFINITY])[3].is_infinite());
+        }
+    }
 
     #[test]
     fn penalties_are_those_of_their_formulas() {

@@ -52,11 +52,14 @@ struct Stamped<'a> {
     unix_seconds: f64,
 }
 
-/// The validations that an earlier process of the same run wrote.
+/// What an earlier process of the same run wrote.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct History {
+    /// Its validations.
     pub(crate) first: Option<ValidationReport>,
     pub(crate) last: Option<ValidationReport>,
+    /// The last step that has a line, and the most steps between two lines; `None` without a file.
+    steps: Option<[u64; 2]>,
 }
 
 impl Metrics {
@@ -86,6 +89,21 @@ impl Metrics {
         let messages = Vec::from_iter(messages);
         let metrics = Self { path: Some(path), file: Some(file), len, tensorboard, messages, ..Self::default() };
         Ok((metrics, history))
+    }
+
+    /// Warns if the file lacks lines before `step`, from which the run goes on: more steps than it logs, every
+    /// `interval`, and than lie between two lines.
+    pub(crate) fn warn_of_lost_lines(&mut self, history: &History, step: u64, interval: u64) {
+        let (Some(path), Some([last, most])) = (&self.path, history.steps) else {
+            return;
+        };
+        if step - last.min(step) > interval.max(most) {
+            let path = path.shown();
+            self.messages.push(format!(
+                "warning: {path} has no line of the {} steps before step {step}, from which the run goes on",
+                step - last
+            ));
+        }
     }
 
     /// Writes a logged step to `metrics.jsonl` and TensorBoard.
@@ -292,7 +310,7 @@ pub(crate) fn drop_later_lines(path: &Path, step: u64, aside: Option<&Path>) -> 
     let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
     let text = String::from_utf8_lossy(&text);
     let (mut kept, mut later) = (String::with_capacity(text.len()), String::new());
-    let mut history = History::default();
+    let mut history = History { steps: Some([0; 2]), ..History::default() };
     for line in text.split_inclusive('\n') {
         let Ok(written) = serde_json::from_str::<Written>(line) else {
             continue;
@@ -305,6 +323,8 @@ pub(crate) fn drop_later_lines(path: &Path, step: u64, aside: Option<&Path>) -> 
             continue;
         }
         kept.push_str(line);
+        let [last, most] = history.steps.unwrap_or_default();
+        history.steps = Some([written.step.max(last), most.max(written.step.saturating_sub(last))]);
         if written.kind == "validation" {
             let report: Option<ValidationReport> = serde_json::from_str(line).ok();
             history.first = history.first.or_else(|| report.clone());
@@ -363,6 +383,27 @@ mod tests {
         assert_eq!(history.first.unwrap().step, 0);
         assert_eq!(history.last.unwrap().step, 2);
         assert_eq!(reopened(&text, 3).0, text);
+    }
+
+    #[test]
+    fn a_file_without_its_last_lines_is_told() {
+        let line = |step: u64| format!("{{\"kind\":\"step\",\"step\":{step},\"loss\":0.5}}\n");
+        for (steps, step, interval, missing) in [
+            (&[1, 5, 10, 12][..], 12, 5, None),
+            // The run logged every fifth step, and logs each one now.
+            (&[1, 5, 10], 14, 1, None),
+            (&[1, 5], 14, 5, Some("no line of the 9 steps before step 14")),
+            (&[], 14, 5, Some("no line of the 14 steps before step 14")),
+            (&[], 3, 5, None),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
+            std::fs::write(folder.metrics_path(), steps.iter().map(|&step| line(step)).collect::<String>()).unwrap();
+            let (mut metrics, history) = Metrics::open(&folder, step, false, None).unwrap();
+            metrics.warn_of_lost_lines(&history, step, interval);
+            let said = metrics.take_messages().concat();
+            assert!(missing.map_or(said.is_empty(), |words| said.contains(words)), "{steps:?}: {said}");
+        }
     }
 
     #[test]

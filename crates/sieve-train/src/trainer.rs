@@ -492,6 +492,7 @@ impl<B: TrainBackend> Trainer<B> {
         let has_tensorboard = self.recipe.metrics.enable_tensorboard;
         let (mut metrics, history) =
             Metrics::open(&self.checkpoints.folder, self.progress.step, has_tensorboard, aside.as_deref())?;
+        metrics.warn_of_lost_lines(&history, self.progress.step, self.recipe.metrics.log_freq.max(1) as u64);
         metrics.recipe(&self.recipe, self.progress.step)?;
         Ok((metrics, history))
     }

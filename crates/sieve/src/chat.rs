@@ -142,6 +142,10 @@ fn run_on<B: DeviceBackend>(
     }
     let mut input = std::io::stdin().lock();
     while let Some(line) = message(&mut input, is_person)? {
+        let Ok(line) = line else {
+            terminal::warning("the message is not UTF-8 or has a NUL, so it was not answered");
+            continue;
+        };
         match line.split_once(' ').map_or((line.trim(), ""), |(command, rest)| (command, rest.trim())) {
             ("", _) => {}
             ("/quit" | "/exit", "") => break,
@@ -150,7 +154,10 @@ fn run_on<B: DeviceBackend>(
                 talk.said.clear();
                 terminal::line("the conversation begins again");
             }
-            ("/save", file) if !file.is_empty() => terminal::line(&talk.save(Path::new(file))?),
+            ("/save", file) if !file.is_empty() => match talk.save(Path::new(file)) {
+                Ok(saved) => terminal::line(&saved),
+                Err(error) => terminal::warning(&format!("{error:#}")),
+            },
             (command, _) if command.starts_with('/') => terminal::warning(&format!("no command {line}\n{HELP}")),
             _ => talk.answer(line)?,
         }
@@ -158,25 +165,33 @@ fn run_on<B: DeviceBackend>(
     Ok(())
 }
 
+/// A line that cannot be a message: it has a NUL, or bytes that are not UTF-8.
+struct NoText;
+
 /// The next message; `None` at the end of the input. A line that ends with `\` goes on in the next one.
-fn message(input: &mut impl BufRead, is_person: bool) -> Result<Option<String>> {
-    let mut message = String::new();
+fn message(input: &mut impl BufRead, is_person: bool) -> Result<Option<Result<String, NoText>>> {
+    let mut message = Vec::new();
+    let text = |message: Vec<u8>| match String::from_utf8(message) {
+        Ok(text) if !text.contains('\0') => Ok(text),
+        _ => Err(NoText),
+    };
     loop {
         if is_person {
             terminal::text(if message.is_empty() { "> " } else { "  " });
         }
-        let mut line = String::new();
-        let num_bytes = input.read_line(&mut line).context("reading a message from standard input")?;
-        let line = line.trim_end_matches(['\n', '\r']);
-        let (line, goes_on) = line.strip_suffix('\\').map_or((line, false), |line| (line, true));
-        message += line;
+        let mut line = Vec::new();
+        let num_bytes = input.read_until(b'\n', &mut line).context("reading a message from standard input")?;
+        let ends = line.iter().rev().take_while(|byte| matches!(byte, b'\n' | b'\r')).count();
+        let line = &line[..line.len() - ends];
+        let (line, goes_on) = line.strip_suffix(b"\\").map_or((line, false), |line| (line, true));
+        message.extend_from_slice(line);
         if num_bytes == 0 {
-            return Ok((!message.is_empty()).then_some(message));
+            return Ok((!message.is_empty()).then(|| text(message)));
         }
         if !goes_on {
-            return Ok(Some(message));
+            return Ok(Some(text(message)));
         }
-        message.push('\n');
+        message.push(b'\n');
     }
 }
 
@@ -205,14 +220,23 @@ impl<B: DeviceBackend> Talk<'_, B> {
     /// that the template refuses, is taken back.
     fn answer(&mut self, message: String) -> Result<()> {
         self.said.push(message);
-        let text = self.template.render(&self.messages())?;
-        let tokens = self.tokenizer.encode_marked(&text)?;
         let begun = Instant::now();
+        let take_back = |said: &mut Vec<String>, error: anyhow::Error| {
+            said.pop();
+            terminal::warning(&format!("{error:#}\n  /reset begins again; the message was not answered"));
+        };
+        let text = self.template.render(&self.messages()).map_err(anyhow::Error::from);
+        let tokens = match text.and_then(|text| Ok(self.tokenizer.encode_marked(&text)?)) {
+            Ok(tokens) => tokens,
+            Err(error) => {
+                take_back(&mut self.said, error);
+                return Ok(());
+            }
+        };
         let mut answer = match self.conversation.answer(&tokens, &self.config) {
             Ok(answer) => answer,
             Err(error) => {
-                self.said.pop();
-                terminal::warning(&format!("{error}\n  /reset begins again; the message was not answered"));
+                take_back(&mut self.said, error.into());
                 return Ok(());
             }
         };

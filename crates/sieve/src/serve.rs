@@ -37,7 +37,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, default_value_t = 8000)]
     port: u16,
     /// The key that requests must send; the variable SIEVE_API_KEY when absent
-    #[arg(long, value_name = "KEY", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long, value_name = "KEY", value_parser = api_key)]
     api_key: Option<String>,
     /// A further host name that a server on a loopback address accepts, such as the one that a proxy passes on; may be
     /// repeated
@@ -97,6 +97,14 @@ fn origin(text: &str) -> Result<String> {
 const USUAL_TEXTS: usize = 64;
 const USUAL_TOKENS: usize = USUAL_TEXTS * 2048;
 
+/// A key that a client can send in a header.
+fn api_key(key: &str) -> Result<String, String> {
+    let can_be_sent = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
+    let problem =
+        "a key has visible ASCII characters alone, without spaces or a line's end, because clients send it in a header";
+    if can_be_sent { Ok(key.to_owned()) } else { Err(problem.to_owned()) }
+}
+
 /// The work of `texts` texts of `context` tokens.
 fn work(shape: &ModelShape, [context, texts]: [usize; 2]) -> InferenceSize {
     let part = prompt_part(shape, context);
@@ -145,6 +153,15 @@ impl ServeArgs {
         }
     }
 
+    /// The key that requests must send: the flag's, else the variable's unless it is empty.
+    fn key(&self) -> Result<Option<String>> {
+        let of_variable = || sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty());
+        let Some(key) = self.api_key.clone().or_else(of_variable) else {
+            return Ok(None);
+        };
+        api_key(&key).map(Some).map_err(|problem| anyhow::anyhow!("{API_KEY}: {problem}"))
+    }
+
     /// The model's name in requests.
     fn model_name(&self) -> String {
         let folder = || {
@@ -161,6 +178,7 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
         args.checkpoint = model.path;
         args.name.get_or_insert(model.name);
     }
+    args.key()?;
     let (_, shape) = peek_model(&args.checkpoint)?;
     let context = args.context(&shape)?;
     // A port in use is said before the device is opened, which a process does once.
@@ -221,10 +239,7 @@ fn run_on<B: DeviceBackend>(
     let (log, wait_for_lines) = request_log(args.log_requests)?;
     let settings = Settings {
         name: args.model_name(),
-        api_key: args
-            .api_key
-            .clone()
-            .or_else(|| sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty())),
+        api_key: args.key()?,
         access: Access {
             is_local: is_local(&listener),
             hosts: std::iter::once(args.host.clone()).chain(args.allow_host.clone()).collect(),

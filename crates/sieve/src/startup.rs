@@ -1,5 +1,6 @@
 //! The program's start: measures the startup time, and checks variables of which a wrong value would not be seen.
 use anyhow::{Result, bail};
+use sieve_host::environment;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -28,8 +29,9 @@ const MOST_THREADS: usize = 64;
 /// # Errors
 /// A value that cannot be meant.
 pub(crate) fn check_variables() -> Result<()> {
-    check_threads(sieve_host::environment::variable("RAYON_NUM_THREADS"))?;
-    sieve_host::environment::SWITCHES.iter().try_for_each(|name| sieve_host::environment::switch(name).map(drop))
+    environment::check_texts()?;
+    check_threads(environment::variable("RAYON_NUM_THREADS"))?;
+    environment::SWITCHES.iter().try_for_each(|name| environment::switch(name).map(drop))
 }
 
 /// Refuses a number of threads (`RAYON_NUM_THREADS`) that the thread pool would silently ignore or fail on.

@@ -97,6 +97,8 @@ pub struct Indexer {
     pub scores: IndexScores,
     /// Whether queries read all keys while it learns.
     pub warms_up: bool,
+    /// Whether its loss has a weight, so that it learns at all.
+    pub learns: bool,
     /// Whether layers that read its choice train it too.
     pub learns_from_shared: bool,
 }

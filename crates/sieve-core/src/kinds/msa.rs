@@ -193,6 +193,7 @@ impl ChoosesBlocks for MsaShape {
         Some(Indexer {
             scores: self.indexer,
             warms_up: self.index_warmup,
+            learns: self.index_loss_weight > 0.0,
             learns_from_shared: self.index_loss_of_shared,
         })
     }

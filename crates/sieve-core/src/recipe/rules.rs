@@ -64,6 +64,12 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
             }),
             "leave it out, or set attention.kind = \"msa\"",
         );
+        rules.require(
+            optimizer.lr > 0.0 || optimizer.indexer_lr.is_none_or(|rate| rate == 0.0),
+            "optimizer.indexer_lr",
+            format!("is {}, but follows the schedule of optimizer.lr, which is 0", optimizer.indexer_lr.unwrap_or(0.0)),
+            "give optimizer.lr a rate; training.train = [\"indexer\"] trains indexers alone",
+        );
     }
     if let Some(lr_scheduler) = &parts.lr_scheduler {
         check_lr_scheduler(lr_scheduler, parts.training.as_ref(), &mut rules);

@@ -1,5 +1,8 @@
 //! Warnings about valid settings without effect.
-use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection, Stage, TrainingPrecision};
+use sieve_core::kinds::Indexer;
+use sieve_core::recipe::{
+    ActivationCheckpointMode, ActivationCheckpointSection, AttentionSection, Stage, TrainingPrecision,
+};
 use sieve_core::{Recipe, covered_words};
 
 /// Warnings about valid settings with which the model cannot learn, whose attention hides no key, or which are not
@@ -10,8 +13,25 @@ pub(crate) fn useless_settings(recipe: &Recipe) -> Vec<String> {
     let usual = ActivationCheckpointSection::default().selective_ac_option;
     let is_read = checkpoint.mode == ActivationCheckpointMode::Selective || checkpoint.selective_ac_option == usual;
     let is_fp8 = training.precision == TrainingPrecision::Fp8;
+    let is_alone = training.train.is_some();
+    let indexers =
+        |attention: &AttentionSection| attention.kinds().filter_map(|kind| kind.as_kind().indexer()).collect();
+    let of_run: Vec<Indexer> = indexers(&recipe.attention);
+    let has_none = |stage: &Stage| indexers(&recipe.at_stage(stage).attention).is_empty();
     let found = [
         (recipe.optimizer.lr == 0.0, "optimizer.lr is 0, so nothing is learned"),
+        (
+            is_alone && recipe.optimizer.indexer_lr == Some(0.0),
+            "optimizer.indexer_lr is 0, and training.train has indexers alone, so nothing is learned",
+        ),
+        (
+            of_run.iter().any(|indexer| !indexer.learns),
+            "attention.index_loss_weight is 0, so that an indexer learns nothing",
+        ),
+        (
+            is_alone && stages.iter().any(has_none),
+            "training.train has indexers alone, and a stage has a kind without one, so that nothing is learned there",
+        ),
         (has_single_tokens, "rows of one token (training.seq_len): no token sees another"),
         (
             training.bf16_end_blocks > 0 && !is_fp8,
@@ -70,6 +90,14 @@ mod tests {
             ("training.bf16_end_blocks=1", Some("training.bf16_end_blocks has no effect")),
             ("activation_checkpoint.selective_ac_option=3", Some("selective_ac_option has no effect")),
             ("activation_checkpoint.selective_ac_option=3 activation_checkpoint.mode=selective", None),
+            (
+                "attention.kind=msa attention.num_selected_blocks=1 attention.index_loss_weight=0",
+                Some("attention.index_loss_weight is 0"),
+            ),
+            (
+                "attention.kind=msa attention.num_selected_blocks=1 training.train=['indexer'] optimizer.indexer_lr=0",
+                Some("optimizer.indexer_lr is 0, and"),
+            ),
         ] {
             let overrides = overrides.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
             let recipe = Recipe::load(text, "quickstart", &overrides).expect("a recipe");
