@@ -99,10 +99,14 @@ const USUAL_TOKENS: usize = USUAL_TEXTS * 2048;
 
 /// A key that a client can send in a header.
 fn api_key(key: &str) -> Result<String, String> {
-    let can_be_sent = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
-    let problem =
-        "a key has visible ASCII characters alone, without spaces or a line's end, because clients send it in a header";
-    if can_be_sent { Ok(key.to_owned()) } else { Err(problem.to_owned()) }
+    if key.is_empty() {
+        return Err("a value is required".to_owned());
+    }
+    if key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Ok(key.to_owned());
+    }
+    let problem = "a key that clients can send in a header has visible ASCII characters, no spaces and no line's end";
+    Err(problem.to_owned())
 }
 
 /// The work of `texts` texts of `context` tokens.
