@@ -6,7 +6,7 @@
 //            RULE 3: the largest q_i . k_c of the slots c of block b that i sees
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|3
+// Defines    HEAD_DIM 64|128; RULE 0|1|3; ONE_QUERY as nsa_importance
 // Tiling     grid (ceil(num_queries / (128 / group)), choosers, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
@@ -23,6 +23,9 @@
 #include "common/row_sums.cuh"
 #include "common/wgmma.cuh"
 
+#ifndef ONE_QUERY
+#define ONE_QUERY 0
+#endif
 constexpr int THREADS = 256, ROWS = 128, SLOTS = 128, TILES = SLOTS / 8;
 constexpr int TILE_BYTES = ROWS * HEAD_DIM * 2;
 
@@ -208,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
   // One document after the other; most tiles lie in one.
   for (int begin = first_query, end; begin < end_query; begin = end) {
-    const int document = blocks.doc_start[begin], first_slot = blocks.first_slot(document);
-    end = min(blocks.doc_end[begin], end_query);
+    const int document = blocks.doc_start[begin], first_slot = ONE_QUERY ? 0 : blocks.first_slot(document);
+    end = ONE_QUERY ? end_query : min(blocks.doc_end[begin], end_query);
     const int num_steps = (end - 1 - document) / (blocks.stride * SLOTS) + 1;
     ImportanceRows rows;
     rows.all = importance;

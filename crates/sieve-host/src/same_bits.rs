@@ -1,10 +1,10 @@
 //! `--same-bits`: new tokens with the bits of whole rows, where a GPU would take faster kernels with other sums.
 use crate::device::Device;
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
-use sieve_core::ModelShape;
 use sieve_core::model::Chooses;
 use sieve_core::recipe::AttentionKind;
+use sieve_core::{ChoiceRule, ModelShape};
 use sieve_hf::LoadedModel;
 use sieve_kernels::MOST_ORDERED;
 use sieve_ops::DeviceBackend;
@@ -19,8 +19,8 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense and dynamic mask attention, windows and bands, slower with
-    /// few or long texts. On a CPU every model does
+    /// any length and in a whole row; for models of dense, dynamic mask and MiniMax sparse attention, windows and
+    /// bands, slower with few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -55,6 +55,19 @@ impl SameBitsArgs {
                 known.join(", "),
                 kind.name()
             );
+            let choice = part.attention.as_kind().block_choice();
+            ensure!(
+                choice.is_none_or(|choice| choice.rule != ChoiceRule::SumOfHeads),
+                "--same-bits is for indexers that score each token, and this model has {} layers with indexer \"qsa\"{HINT}",
+                kind.name()
+            );
+            let group = part.num_heads / part.num_kv_heads;
+            if let Some((got, supported)) = part.attention.as_kind().block_gap(part.head_dim, group) {
+                bail!(
+                    "--same-bits is for {supported} on a GPU, and this model has {} layers of {got}{HINT}",
+                    kind.name()
+                );
+            }
             let kept = part.attention.as_kind().num_kept().filter(|_| kind.facts().chooses == Chooses::Keys);
             ensure!(
                 kept.is_none_or(|kept| kept <= MOST_ORDERED),
