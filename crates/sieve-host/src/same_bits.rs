@@ -94,8 +94,9 @@ impl SameBitsArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_core::model::Attention;
-    use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
+    use sieve_core::MsaShape;
+    use sieve_core::model::test_shapes::{kind_that_chooses_by, qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
+    use sieve_core::model::{Attention, IndexScores};
     use sieve_kernels::DeviceReport;
 
     fn gpu(major: u32, name: &str) -> Device {
@@ -121,7 +122,13 @@ mod tests {
         let keys = with_keys(chosen.attention, &[("keep_window_size", 4096)]);
         let (chosen, many) =
             (ModelShape { head_dim: 64, ..chosen }, ModelShape { head_dim: 64, attention: keys, ..tiny_dma() });
-        for shape in [&dense, &window, &chosen] {
+        let of_blocks = |rule| ModelShape { attention: kind_that_chooses_by(rule, &[]), ..dense.clone() };
+        let (indexed, pooled) = (of_blocks(ChoiceRule::LargestScore), of_blocks(ChoiceRule::LargestProbability));
+        let Attention::Msa(msa) = indexed.attention else { panic!("MSA scores each token") };
+        let qsa = Attention::Msa(MsaShape { indexer: IndexScores::Qsa, select_block_size: 64, ..msa });
+        let qsa = ModelShape { attention: qsa, ..dense.clone() };
+        let large = ModelShape { num_heads: 65 * dense.num_kv_heads, ..indexed.clone() };
+        for shape in [&dense, &window, &chosen, &indexed] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for (shape, device, has_selector, part) in [
@@ -129,6 +136,9 @@ mod tests {
             (&dense, &hopper, true, "--selector replaces it"),
             (&tiny_mla(), &hopper, false, "has mla layers"),
             (&tiny_nsa(), &hopper, false, "has nsa layers"),
+            (&pooled, &hopper, false, "has infllm_v2 layers"),
+            (&qsa, &hopper, false, "has msa layers with indexer \"qsa\""),
+            (&large, &hopper, false, "has msa layers of 65 query heads a KV head"),
             (&wide, &hopper, false, "has heads of 256"),
             (&many, &hopper, false, "has dma layers that keep 4096"),
         ] {

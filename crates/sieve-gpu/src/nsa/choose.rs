@@ -106,14 +106,18 @@ impl Scored<'_> {
             num_blocks,
             key_group: choosers / shape.num_kv_heads,
         });
-        let group = shape.num_heads / choosers;
+        let (group, is_one) = (shape.num_heads / choosers, *rows == Rows::BehindCache);
         let hopper_tile = hopper::is_hopper(shape, q.tensor()).then(|| hopper::importance_tile(*choice, group));
-        let (kernel, tile) = match hopper_tile.flatten() {
-            Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
-            None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
+        let (kernel, tiles) = match hopper_tile.flatten() {
+            Some(tile) => {
+                let of_slots = num_slots.div_ceil(blocks.select_block_size.max(hopper::IMPORTANCE_SLOTS));
+                let tiles = if is_one { of_slots } else { queries.len().div_ceil(tile) };
+                (hopper::nsa_importance_kernel(shape.head_dim, rule), tiles)
+            }
+            None => (nsa_importance_kernel(shape.head_dim, rule), queries.len().div_ceil(TILE_ROWS / group)),
         };
-        let kernel = if *rows == Rows::BehindCache { kernel.define("ONE_QUERY", 1) } else { kernel };
-        let grid = [queries.len().div_ceil(tile), choosers, shape.batch];
+        let kernel = if is_one { kernel.define("ONE_QUERY", 1) } else { kernel };
+        let grid = [tiles, choosers, shape.batch];
         // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for these queries.
         unsafe { kernel.launch(grid, &[q.tensor(), pooled, lse, start, end, importance], &params) }
     }
