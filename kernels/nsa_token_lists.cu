@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int block = block_at(place);
     const u64 at = row * places + place;
     attended[at] = block;
-    entries[at] = make_int2(token, place);
-    items[at] = make_int4(place, 1, block, 0);
+    entries[at] = {token, place};
+    items[at] = {place, 1, block, 0};
     if (block >= 0 && block_at(place + 1) < 0) num_items[row] = place + 1;
   }
   if (threadIdx.x > 0) return;
