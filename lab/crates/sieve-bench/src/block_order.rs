@@ -18,8 +18,8 @@ const EPSILON: f32 = 1e-6;
 /// Tokens of a block, and blocks that a query reads.
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
 
-/// Tokens of the rows on a GPU. With blocks of 16 the choice of the third takes a thread block for each query.
-const ROWS: &[usize] = &[700, 3000, 17_200, 129, 9000, 1025];
+/// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
+const ROWS: &[usize] = &[17_200, 700, 3000, 129, 9000, 1025];
 
 /// The kernels that these checks launch.
 pub(crate) fn kernels(gpu: &DeviceReport) -> NeededKernels {
@@ -133,8 +133,10 @@ impl Text {
     fn draw(at: usize, extent: &Extent, seed: u64) -> Self {
         let mut random = Random(seed);
         let rows = extent.pick(&[150, 70, 260][..], if extent.has_long_rows() { ROWS } else { &[150, 700] });
-        let [size, count] = extent.pick(&BLOCKS[..3], BLOCKS)[at % extent.pick(3, BLOCKS.len())];
-        let (seq_len, width) = (rows[at % rows.len()], extent.pick(64, random.one_of(&[64, 128])));
+        let sizes = extent.pick(&[[16, 4], [64, 2], [128, 2], [16, 2]], BLOCKS);
+        // After each turn rows meet the sizes after theirs.
+        let (seq_len, [size, count]) = (rows[at % rows.len()], sizes[(at + at / sizes.len()) % sizes.len()]);
+        let width = extent.pick(64, random.one_of(&[64, 128]));
         // The host draws every number.
         let most = if seq_len > 4000 || extent.is_emulated { 2 } else { 3 };
         let (batch, kv_heads) = (random.between(1, most + 1), random.between(1, most + 1));
@@ -148,10 +150,10 @@ impl Text {
         };
         let steps = extent.pick(3, 20).min(seq_len);
         // Rows begin at an edge of a block or of 128 keys, before it, at the first token or anywhere.
-        let lengths = (0..batch).map(|row| {
-            let any = random.below(seq_len);
+        let lengths = (0..batch).map(|_| {
+            let any = random.between(seq_len / 2, seq_len);
             let edge = any / size * size;
-            let length = [any, edge, (edge + size).saturating_sub(1), any / 128 * 128, 0, seq_len][(at + row) % 6];
+            let length = random.one_of(&[any, any, edge, edge + size - 1, any / 128 * 128, 0, seq_len]);
             length.min(seq_len - steps)
         });
         let lengths = lengths.collect();
