@@ -138,9 +138,10 @@ impl Text {
         let (seq_len, [size, count]) = (rows[at % rows.len()], sizes[(at + at / sizes.len()) % sizes.len()]);
         let width = extent.pick(64, random.one_of(&[64, 128]));
         // The host draws every number.
-        let most = if seq_len > 4000 || extent.is_emulated { 2 } else { 3 };
-        let (batch, kv_heads) = (random.between(1, most + 1), random.between(1, most + 1));
-        let group = random.one_of(extent.pick(&[2][..], &[1, 2, 4]));
+        let is_long = seq_len > 4000;
+        let most = if is_long || extent.is_emulated { 2 } else { 3 };
+        let (batch, kv_heads) = (random.between(1, most + 1), if is_long { 1 } else { random.between(1, most + 1) });
+        let group = if extent.is_emulated { 2 } else { random.one_of(&[1, 2, 4]) };
         let shape = AttentionShape::new(batch, seq_len, [group * kv_heads, kv_heads], [width; 2]);
         let local = if random.chance(0.3) { count.min(2) } else { 1 };
         let choice = BlockChoice {
