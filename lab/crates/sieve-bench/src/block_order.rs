@@ -133,7 +133,7 @@ impl Text {
     fn draw(at: usize, extent: &Extent, seed: u64) -> Self {
         let mut random = Random(seed);
         let rows = extent.pick(&[150, 70, 260][..], if extent.has_long_rows() { ROWS } else { &[150, 700] });
-        let sizes = extent.pick(&[[16, 4], [64, 2], [128, 2], [16, 2]], BLOCKS);
+        let sizes = extent.pick(&[[16, 4], [64, 2], [128, 2], [16, 2]][..], BLOCKS);
         // After each turn rows meet the sizes after theirs.
         let (seq_len, [size, count]) = (rows[at % rows.len()], sizes[(at + at / sizes.len()) % sizes.len()]);
         let width = extent.pick(64, random.one_of(&[64, 128]));
