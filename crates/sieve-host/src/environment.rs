@@ -9,13 +9,11 @@ pub(crate) const NCCL_INLINE: &str = "SIEVE_NCCL_INLINE";
 /// The program's variables that are 0 or 1. sieve-cpu reads the first.
 pub const SWITCHES: [&str; 2] = ["SIEVE_AMX", NCCL_INLINE];
 
-/// Variables whose values are text. One with other bytes would be taken as unset.
-const TEXTS: [&str; 22] = [
+/// Variables whose values are text, besides the [`SWITCHES`]. In one with other bytes [`variable`] would change them.
+const TEXTS: [&str; 20] = [
     "RAYON_NUM_THREADS",
     "SIEVE_API_KEY",
     "SIEVE_TOKEN",
-    "SIEVE_AMX",
-    NCCL_INLINE,
     "HF_TOKEN",
     "HF_ENDPOINT",
     "HF_HOME",
@@ -40,7 +38,7 @@ const TEXTS: [&str; 22] = [
 /// # Errors
 /// Such a variable has other bytes.
 pub fn check_texts() -> anyhow::Result<()> {
-    TEXTS.iter().try_for_each(|name| match std::env::var(name) {
+    TEXTS.iter().chain(&SWITCHES).try_for_each(|name| match std::env::var(name) {
         Err(std::env::VarError::NotUnicode(_)) => {
             anyhow::bail!("{name} is set to bytes that are not UTF-8\n  hint: set it to text, or leave it out")
         }

@@ -19,7 +19,7 @@ pub(crate) struct Metrics {
     pub(crate) cancelled: AtomicU64,
     /// Texts that are decoded now.
     pub(crate) open: AtomicU64,
-    /// Tokens for which the texts' common cache has room now, those of its free rows too.
+    /// Tokens that fit into the texts' common cache as it is now, in its free rows too.
     pub(crate) cache_room: AtomicU64,
 }
 

@@ -109,6 +109,13 @@ fn api_key(key: &str) -> Result<String, String> {
     Err(problem.to_owned())
 }
 
+/// The key of the environment; an empty variable has none.
+fn key_of_variable() -> Result<Option<String>> {
+    let key = sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty());
+    let key = key.map(|key| api_key(&key)).transpose();
+    key.map_err(|problem| anyhow::anyhow!("{API_KEY}: {problem}"))
+}
+
 /// The work of `texts` texts of `context` tokens.
 fn work(shape: &ModelShape, [context, texts]: [usize; 2]) -> InferenceSize {
     let part = prompt_part(shape, context);
@@ -157,15 +164,6 @@ impl ServeArgs {
         }
     }
 
-    /// The key that requests must send: the flag's, else the variable's unless it is empty.
-    fn key(&self) -> Result<Option<String>> {
-        let of_variable = || sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty());
-        let Some(key) = self.api_key.clone().or_else(of_variable) else {
-            return Ok(None);
-        };
-        api_key(&key).map(Some).map_err(|problem| anyhow::anyhow!("{API_KEY}: {problem}"))
-    }
-
     /// The model's name in requests.
     fn model_name(&self) -> String {
         let folder = || {
@@ -182,7 +180,9 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
         args.checkpoint = model.path;
         args.name.get_or_insert(model.name);
     }
-    args.key()?;
+    if args.api_key.is_none() {
+        args.api_key = key_of_variable()?;
+    }
     let (_, shape) = peek_model(&args.checkpoint)?;
     let context = args.context(&shape)?;
     // A port in use is said before the device is opened, which a process does once.
@@ -243,7 +243,7 @@ fn run_on<B: DeviceBackend>(
     let (log, wait_for_lines) = request_log(args.log_requests)?;
     let settings = Settings {
         name: args.model_name(),
-        api_key: args.key()?,
+        api_key: args.api_key.clone(),
         access: Access {
             is_local: is_local(&listener),
             hosts: std::iter::once(args.host.clone()).chain(args.allow_host.clone()).collect(),

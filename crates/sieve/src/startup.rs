@@ -1,4 +1,4 @@
-//! The program's start: measures the startup time, and checks variables of which a wrong value would not be seen.
+//! The program's start: measures the startup time, and refuses wrong environment variables that nobody would notice.
 use anyhow::{Result, bail};
 use sieve_host::environment;
 use std::sync::OnceLock;

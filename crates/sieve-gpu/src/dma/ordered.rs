@@ -257,7 +257,7 @@ fn most_old(kept: usize) -> usize {
     if kept <= 1024 { 1024 } else { MOST_ORDERED }
 }
 
-/// The kernel that lists a row's keys, or those of new tokens behind a cache's.
+/// The kernel that lists the keys of a row, or of new tokens that follow a cache's keys.
 fn ordered_lists_kernel(kept: usize, has_cached_keys: bool) -> SourceKernel {
     SourceKernel::new(LISTS)
         .define("PREFIX_BLOCK", super::PREFIX_BLOCK)
