@@ -29,9 +29,6 @@ use burn::tensor::{Int, Tensor};
 use composed::{backward, by_rank, forward};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow, KeyOrder};
 
-/// Queries of an epoch, by which [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs) orders keys.
-pub const DMA_EPOCH: usize = 128;
-
 /// Output of a DMA layer.
 #[derive(Clone, Debug)]
 pub struct DmaAttention<B: Backend> {

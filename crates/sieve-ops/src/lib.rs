@@ -59,9 +59,9 @@ pub use decode::{
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths};
 pub use dma::{
-    DMA_EPOCH, DMA_SCORE_CLAMP, DmaAttention, DmaCall, DmaKeyLists, DmaKeys, DmaLayer, DmaOrder, DmaScoresCall,
-    DmaSelection, PositionOrigin, Recency, dma_attention, dma_attention_by_rank, dma_bias, dma_rank, dma_ranks,
-    dma_select, dynamic_mask_attention,
+    DMA_SCORE_CLAMP, DmaAttention, DmaCall, DmaKeyLists, DmaKeys, DmaLayer, DmaOrder, DmaScoresCall, DmaSelection,
+    PositionOrigin, Recency, dma_attention, dma_attention_by_rank, dma_bias, dma_rank, dma_ranks, dma_select,
+    dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::embedding;

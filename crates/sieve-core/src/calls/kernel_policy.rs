@@ -61,6 +61,11 @@ pub enum KeyOrder {
     Epochs,
 }
 
+impl KeyOrder {
+    /// Queries of an epoch, and keys of a stage.
+    pub const EPOCH: usize = 128;
+}
+
 /// Which lanes arrive at a barrier of the Hopper backward kernels once they have stored row statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Arrivals {

@@ -285,12 +285,8 @@ impl Document {
         }
         let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
         let names = self.layer_types(set).into_iter().flatten();
-        let mut had_shared = false;
-        for name in names.filter(is_shared).filter(|_| !chooses) {
-            *name = Value::String(OWN_LAYER.to_owned());
-            had_shared = true;
-        }
-        if had_shared {
+        let shared = names.filter(is_shared).filter(|_| !chooses);
+        if shared.map(|name| *name = Value::String(OWN_LAYER.to_owned())).count() > 0 {
             self.left_out.push(format!("\"{SHARED_LAYER}\" in {LAYER_TYPES}"));
         }
     }

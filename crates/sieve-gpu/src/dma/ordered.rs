@@ -10,8 +10,8 @@ use crate::dma::{DmaSlots, KeyLists, ScoreBias, Selection, require_local_window}
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{DmaWindow, KeyOrder};
 
-/// Queries that share an ordered list, and keys of a stage.
-const EPOCH: usize = 128;
+/// Queries that share an ordered list.
+const EPOCH: usize = KeyOrder::EPOCH;
 
 /// Most keys that a query may keep where its keys have one order: an epoch's older keys are sorted in shared memory.
 pub const MOST_ORDERED: usize = 2048;
@@ -66,7 +66,7 @@ impl Selection {
             }
         };
         let [first_query, first_position] = after.map_or([0, 0], |after| [after.first_query, after.first_position]);
-        let whole = near_keys + keep_window_size.next_multiple_of(LIST_ALIGNMENT);
+        let whole = capacity(DmaWindow { keep_window_size, ..window });
         let capacity = if after.is_some() { whole } else { whole.min(seq_len.next_multiple_of(LIST_ALIGNMENT)) };
         let (epochs, tile_queries) = (seq_len.div_ceil(EPOCH), KeyLists::TILE_QUERIES);
         let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
@@ -206,7 +206,7 @@ impl DmaSlots {
         let fits = shape.head_dim_v == head_dim;
         require!(fits, TOKEN, "width of values": shape.head_dim_v, "the keys', {head_dim}");
         let near_keys = near_keys(window);
-        let capacity = near_keys + keep_window_size.next_multiple_of(LIST_ALIGNMENT);
+        let capacity = capacity(window);
         let new = |shape: &[usize], dtype| z.empty_contiguous(shape, dtype);
         let list = new(&[batch, num_kv_heads, 1, capacity, 2], DType::I32);
         let tile_window = new(&[batch, num_kv_heads, 1, 2], DType::I32);
@@ -243,6 +243,11 @@ impl DmaSlots {
 /// Places of near keys in a list: an epoch's own, and as many stages before it as the local window may reach into.
 fn near_keys(window: DmaWindow) -> usize {
     EPOCH + window.local_window_size.next_multiple_of(EPOCH)
+}
+
+/// Entries of a list at most: the near keys' places and the older keys.
+fn capacity(window: DmaWindow) -> usize {
+    near_keys(window) + window.keep_window_size.next_multiple_of(LIST_ALIGNMENT)
 }
 
 /// Refuses windows whose older keys the kernels cannot sort.

@@ -10,8 +10,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Numeric, Tensor, TensorKind};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, ModelShape};
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, ContextParallel, DMA_EPOCH, DeviceBackend, DmaAttention, DmaCache, DmaLayer,
-    DmaOrder, DmaToken, Documents, KeyOrder, PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache,
+    AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaOrder,
+    DmaToken, Documents, KeyOrder, PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache,
     dma_attention_by_rank, dma_cache, dma_decode, dma_ranks, split_heads,
 };
 
@@ -288,7 +288,7 @@ fn attend_selected<B: DeviceBackend>(
     // By epochs, tokens of no text, a document of their own, stand before the row, so that an epoch of the text is one
     // of the row.
     let before = match spec.policy.keys {
-        KeyOrder::Epochs => (first - earlier) % DMA_EPOCH,
+        KeyOrder::Epochs => (first - earlier) % KeyOrder::EPOCH,
         KeyOrder::Leaving => 0,
     };
     let documents = behind(before, [batch, earlier + new], &device);

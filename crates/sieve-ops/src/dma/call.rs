@@ -37,7 +37,7 @@ pub enum DmaOrder<B: Backend> {
         positions: Ints<B>,
         /// The first new token of the row.
         first_query: usize,
-        /// Its position, which differs from its place in the row by a multiple of [`DMA_EPOCH`](crate::DMA_EPOCH).
+        /// Its position, which differs from its place in the row by a multiple of [`KeyOrder::EPOCH`].
         first_position: usize,
     },
 }

@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 /// Keys of a stage, and queries of an epoch.
-const STAGE: usize = 128;
+const STAGE: usize = KeyOrder::EPOCH;
 
 const SCALE: f32 = 0.3;
 
