@@ -110,10 +110,17 @@ impl Pace {
         *guess = if is_new { seconds } else { 0.75 * *guess + 0.25 * seconds };
     }
 
-    /// Takes the time of a part. One as long as parts are may make the next one twice as long, or half.
+    /// A new prompt: larger parts than those of the last one are tried again. The first of a size compiles kernels and
+    /// prepares GEMMs, which may take it beyond the wait though later ones would end within it.
+    fn begin_prompt(&mut self) {
+        self.seconds[self.doubled + 1..].fill(0.0);
+    }
+
+    /// Takes the time of a part. One as long as parts are may make the next one twice as long, or half; a prompt that
+    /// was read whole is none.
     fn note_part(&mut self, tokens: usize, seconds: f64) {
         Self::note(&mut self.token, seconds / tokens.max(1) as f64);
-        if !self.parts.doubles || tokens < self.part() {
+        if !self.parts.doubles || !(self.part()..=self.part() + LEAST_REST).contains(&tokens) {
             return;
         }
         let now = self.doubled;
@@ -421,6 +428,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         };
         self.metrics.kept_tokens.fetch_add(num_read as u64, Relaxed);
         begun.iter_mut().for_each(|writing| writing.num_kept = num_read);
+        self.pace.begin_prompt();
         // Open and kept texts together have the caches that were planned.
         let others = self.open.len() + self.num_reading();
         self.open.keep_at_most(self.most_texts.saturating_sub(others + begun.len()));
@@ -712,13 +720,34 @@ mod tests {
                 tokens
             };
             assert_eq!(std::array::from_fn(|_| next()), expected, "{step} {of_part} {token}");
-            // A short prompt says nothing about parts, and a part that compiles kernels makes the next one shorter.
+            // A short prompt and one that was read whole say nothing about parts, and a part that compiles kernels makes
+            // the next one shorter.
             let size = pace.part();
             pace.note_part(100, 1.0);
+            pace.note_part(30_000, 0.09);
             assert_eq!(pace.part(), size);
             pace.note_part(size, 2.0);
             assert_eq!(pace.part(), (size / 2).max(256));
         }
+    }
+
+    #[test]
+    fn a_size_whose_first_part_compiled_kernels_is_tried_again_by_the_next_prompt() {
+        let (mut pace, mut read) = (Pace::new(Parts::ON_GPU), Vec::new());
+        let mut next = |is_new: bool| {
+            if is_new {
+                pace.begin_prompt();
+            }
+            let tokens = pace.part();
+            // 20 ms, and 60 in the first part of each size but the least, which shorter prompts compiled.
+            let seconds = if tokens == 256 || read.contains(&tokens) { 0.02 } else { 0.06 };
+            read.push(tokens);
+            pace.note_part(tokens, seconds);
+            tokens
+        };
+        assert_eq!([true, false, false, false].map(&mut next), [256, 512, 256, 256], "the first prompt");
+        assert_eq!([true, false, false, false].map(&mut next), [256, 512, 1024, 512], "the second");
+        assert_eq!([true, false, false, false].map(&mut next), [512, 1024, 2048, 1024], "the third");
     }
 
     #[test]
