@@ -153,8 +153,10 @@ impl PackedTokens {
         let stride_of = |tensor: &CudaTensor| {
             let strides: [usize; 4] = tensor.strides().try_into().ok()?;
             let layout = row_layout(shape, strides, WORD_ELEMENTS)?;
-            let even = batch == 1 || layout.batch_stride == seq_len * layout.token_stride;
-            even.then_some(layout.token_stride)
+            // Rows of one token are as far apart as their tokens.
+            let stride = if seq_len == 1 { layout.batch_stride } else { layout.token_stride };
+            let even = batch == 1 || layout.batch_stride == seq_len * stride;
+            even.then_some(stride)
         };
         let (tensor, token_stride) = match (stride_of(tensor), reuse) {
             (Some(stride), _) => (tensor.clone(), stride),
