@@ -6,10 +6,11 @@
 //            RULE 3: the largest q_i . k_c of the slots c of block b that i sees
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|3
+// Defines    HEAD_DIM 64|128; RULE 0|1|3; ONE_QUERY as nsa_importance: thread blocks then share a row's slots
 // Tiling     grid (ceil(num_queries / (128 / group)), choosers, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
-//            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
+//            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024; ONE_QUERY: grid (ceil(num_slots /
+//            max(select_size, 128)), choosers, batch)
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
 // Edges      group 1, 2, 4, 8 or 16; slots that no query sees may hold NaN; RULE 3: group 1, slots of a token, blocks
 //            of 16, 32, 64 or a multiple of 128 tokens
@@ -23,6 +24,9 @@
 #include "common/row_sums.cuh"
 #include "common/wgmma.cuh"
 
+#ifndef ONE_QUERY
+#define ONE_QUERY 0
+#endif
 constexpr int THREADS = 256, ROWS = 128, SLOTS = 128, TILES = SLOTS / 8;
 constexpr int TILE_BYTES = ROWS * HEAD_DIM * 2;
 
@@ -177,11 +181,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
   // late queries see the most slots, so they start first
-  const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;
+  const int first_query =
+      (int)params.first_query + (ONE_QUERY ? 0 : (int)(gridDim.x - 1 - blockIdx.x) * tile_queries);
   const int end_query = min(first_query + tile_queries, range_end);
   if (first_query >= end_query) return;
   const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
                                    (int)params.compress_size, (int)params.stride};
+  // With one query: the steps of a block of keys, or a step with several blocks.
+  const int span = ceil_div((int)params.select_size, SLOTS), first_step = ONE_QUERY ? (int)blockIdx.x * span : 0;
+  if (ONE_QUERY && first_step * SLOTS > -blocks.doc_start[0]) return;  // keys behind the query's own
   const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
@@ -208,9 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
   // One document after the other; most tiles lie in one.
   for (int begin = first_query, end; begin < end_query; begin = end) {
-    const int document = blocks.doc_start[begin], first_slot = blocks.first_slot(document);
-    end = min(blocks.doc_end[begin], end_query);
-    const int num_steps = (end - 1 - document) / (blocks.stride * SLOTS) + 1;
+    const int document = blocks.doc_start[begin], first_slot = ONE_QUERY ? 0 : blocks.first_slot(document);
+    end = ONE_QUERY ? end_query : min(blocks.doc_end[begin], end_query);
+    const int all_steps = (end - 1 - document) / (blocks.stride * SLOTS) + 1;
+    const int num_steps = ONE_QUERY ? min(first_step + span, all_steps) : all_steps;
     ImportanceRows rows;
     rows.all = importance;
     int seen[2];
@@ -232,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       copy_async_commit();
     };
     __syncthreads();  // no thread reads the last document's slots any more
-    load_slots(0);
-    for (int step = 0; step < num_steps; ++step) {
+    load_slots(first_step);
+    for (int step = first_step; step < num_steps; ++step) {
       copy_async_wait<0>();
       fence_async_proxy();
       __syncthreads();  // every warp may read this step's slots, and no warp reads the last step's

@@ -12,7 +12,8 @@
 //            seq_len], of RULE 2 and 3 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, choosers,
 //            num_queries, num_blocks] of the queries from first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|2|3
+// Defines    HEAD_DIM 64|128; RULE 0|1|2|3; ONE_QUERY (0), with RULE 3: 1: a row has one query, number 0; doc_start is
+//            minus its position, and its document begins in slot 0
 // Tiling     grid (ceil(num_queries / (64 / group)), choosers, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
@@ -26,6 +27,9 @@
 #include "common/quad.cuh"
 #include "common/row_sums.cuh"
 
+#ifndef ONE_QUERY
+#define ONE_QUERY 0
+#endif
 constexpr int ROWS = 64, SLOTS = 64, CARRY = 32, PITCH = CARRY + SLOTS + 1;
 using Tile = SwizzledTile<HEAD_DIM>;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, K_BYTES = SLOTS * HEAD_DIM * 2;
@@ -132,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     row_first[row] = row_seen[row] = 0, row_own[row] = -1, row_lse[row] = 0.0f;
     if (row < num_rows) {
       const int document = blocks.doc_start[query];
-      row_first[row] = blocks.first_slot(document);
+      row_first[row] = ONE_QUERY ? 0 : blocks.first_slot(document);
       row_seen[row] = blocks.num_seen(query, document);
       row_own[row] = (query - document) / (int)params.select_size;
       const u64 head = (u64)batch * params.num_heads + kv_head * group + row % group;

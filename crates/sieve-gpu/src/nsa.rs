@@ -21,6 +21,7 @@ mod blocks;
 mod choose;
 mod compressed;
 mod decode;
+mod decode_in_order;
 mod gates;
 mod hopper;
 mod index_gradient;

@@ -1,10 +1,10 @@
 //! `--same-bits`: new tokens with the bits of whole rows, where a GPU would take faster kernels with other sums.
 use crate::device::Device;
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
-use sieve_core::ModelShape;
 use sieve_core::model::Chooses;
 use sieve_core::recipe::AttentionKind;
+use sieve_core::{ChoiceRule, ModelShape};
 use sieve_hf::LoadedModel;
 use sieve_kernels::MOST_ORDERED;
 use sieve_ops::DeviceBackend;
@@ -19,8 +19,8 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense and dynamic mask attention, windows and bands, slower with
-    /// few or long texts. On a CPU every model does
+    /// any length and in a whole row; for models of dense, dynamic mask and MiniMax sparse attention, windows and
+    /// bands, slower with few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -59,6 +59,19 @@ impl SameBitsArgs {
                 known.join(", "),
                 kind.name()
             );
+            let choice = part.attention.as_kind().block_choice();
+            ensure!(
+                choice.is_none_or(|choice| choice.rule != ChoiceRule::SumOfHeads),
+                "--same-bits is for indexers that score each token, and this model has {} layers with indexer \"qsa\"{HINT}",
+                kind.name()
+            );
+            let group = part.num_heads / part.num_kv_heads;
+            if let Some((got, supported)) = part.attention.as_kind().block_gap(part.head_dim, group) {
+                bail!(
+                    "--same-bits is for {supported} on a GPU, and this model has {} layers of {got}{HINT}",
+                    kind.name()
+                );
+            }
             let kept = part.attention.as_kind().num_kept().filter(|_| kind.facts().chooses == Chooses::Keys);
             ensure!(
                 kept.is_none_or(|kept| kept <= MOST_ORDERED),
@@ -85,8 +98,9 @@ impl SameBitsArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_core::model::Attention;
-    use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
+    use sieve_core::MsaShape;
+    use sieve_core::model::test_shapes::{kind_that_chooses_by, qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
+    use sieve_core::model::{Attention, IndexScores};
     use sieve_kernels::DeviceReport;
 
     fn gpu(major: u32, name: &str) -> Device {
@@ -112,7 +126,13 @@ mod tests {
         let keys = with_keys(chosen.attention, &[("keep_window_size", 4096)]);
         let (chosen, many) =
             (ModelShape { head_dim: 64, ..chosen }, ModelShape { head_dim: 64, attention: keys, ..tiny_dma() });
-        for shape in [&dense, &window, &chosen] {
+        let of_blocks = |rule| ModelShape { attention: kind_that_chooses_by(rule, &[]), ..dense.clone() };
+        let (indexed, pooled) = (of_blocks(ChoiceRule::LargestScore), of_blocks(ChoiceRule::LargestProbability));
+        let Attention::Msa(msa) = indexed.attention else { panic!("MSA scores each token") };
+        let qsa = Attention::Msa(MsaShape { indexer: IndexScores::Qsa, select_block_size: 64, ..msa });
+        let qsa = ModelShape { attention: qsa, ..dense.clone() };
+        let large = ModelShape { num_heads: 65 * dense.num_kv_heads, ..indexed.clone() };
+        for shape in [&dense, &window, &chosen, &indexed] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for device in [&hopper, &Device::Cpu] {
@@ -124,6 +144,9 @@ mod tests {
             (&dense, &ampere, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
             (&tiny_mla(), &hopper, "has mla layers"),
             (&tiny_nsa(), &hopper, "has nsa layers"),
+            (&pooled, &hopper, "has infllm_v2 layers"),
+            (&qsa, &hopper, "has msa layers with indexer \"qsa\""),
+            (&large, &hopper, "has msa layers of 65 query heads a KV head"),
             (&wide, &hopper, "has heads of 256"),
             (&many, &hopper, "has dma layers that keep 4096"),
         ] {

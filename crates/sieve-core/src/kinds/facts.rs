@@ -14,8 +14,8 @@ pub struct KindFacts {
     /// Whether the softmax of a layer can have a learned logit of each query head, `model.attention_sinks`.
     pub takes_sinks: bool,
     /// Whether a new token on a Hopper GPU can add in the order of whole rows, to the bit: by a kernel that goes
-    /// through neighbouring keys as whole rows do, or, for keys that are chosen one by one, with [`KeyOrder::Epochs`]
-    /// in both.
+    /// through neighbouring keys as whole rows do, for keys that are chosen one by one with [`KeyOrder::Epochs`] in
+    /// both, or for chosen blocks by the kernels of whole rows.
     ///
     /// [`KeyOrder::Epochs`]: crate::KeyOrder::Epochs
     pub has_one_order: bool,

@@ -179,7 +179,7 @@ impl Settings for MsaShape {
 }
 
 impl HasFacts for MsaShape {
-    const FACTS: KindFacts = KindFacts::CHOSEN_BLOCKS;
+    const FACTS: KindFacts = KindFacts { has_one_order: true, ..KindFacts::CHOSEN_BLOCKS };
 }
 
 impl ChoosesBlocks for MsaShape {

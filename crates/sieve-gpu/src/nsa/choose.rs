@@ -39,45 +39,108 @@ pub(super) fn nsa_choose(
     softmax_scale: f32,
 ) -> Result<CudaTensor, KernelError> {
     let q = queries.with_kernel_strides();
-    let BlockChoice { blocks, rule, forced } = choice;
+    let BlockChoice { blocks, forced, .. } = choice;
     let (batch, seq_len) = (shape.batch, shape.seq_len);
     let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
-    let num_blocks = seq_len.div_ceil(blocks.select_block_size);
-    let (group, k) = (shape.num_heads / choosers, blocks.num_selected_blocks);
+    let (num_blocks, k) = (seq_len.div_ceil(blocks.select_block_size), blocks.num_selected_blocks);
     let indices = lse.empty_contiguous(&[batch, seq_len, choosers, k], DType::I32);
     let most = IMPORTANCE_BYTES / (batch * choosers * num_blocks * DType::F32.size());
-    let q_words = q.require_words(NAME, "q")?;
     let queries_per_launch = most.clamp(1, seq_len - first);
-    let hopper_tile = if hopper::is_hopper(shape, q.tensor()) { hopper::importance_tile(choice, group) } else { None };
     let importance = lse.empty_contiguous(&[batch, choosers, queries_per_launch, num_blocks], DType::F32);
     for queries in ranges(seq_len - first, queries_per_launch) {
         let queries = first + queries.start..first + queries.end;
+        let scored = Scored {
+            shape,
+            choice,
+            softmax_scale,
+            num_slots: blocks.num_slots(seq_len),
+            queries: queries.clone(),
+            rows: Rows::Whole,
+        };
+        scored.launch(&q, [pooled, lse, start, end, &importance])?;
+        take_largest(&importance, start, &indices, blocks.select_block_size, forced, queries)?;
+    }
+    Ok(indices)
+}
+
+/// The rows that a launch of nsa_importance scores.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rows {
+    /// Whole rows, whose documents begin and end at their bounds.
+    Whole,
+    /// One query a row behind a cache, the keys of its document.
+    BehindCache,
+}
+
+/// What a launch of nsa_importance scores.
+struct Scored<'a> {
+    /// Sizes of attention of the queries over the pooled keys.
+    shape: &'a AttentionShape,
+    choice: BlockChoice,
+    softmax_scale: f32,
+    /// Pooled keys of a row.
+    num_slots: usize,
+    queries: Range<usize>,
+    rows: Rows,
+}
+
+impl Scored<'_> {
+    /// Writes the importance of each block, f32 `[batch, choosers, queries, num_blocks]`, the last of the tensors.
+    fn launch(&self, q: &Heads, [pooled, lse, start, end, importance]: [&CudaTensor; 5]) -> Result<(), KernelError> {
+        let Self { shape, choice, softmax_scale, num_slots, queries, rows } = self;
+        let BlockChoice { blocks, rule, .. } = *choice;
+        let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+        let [_, _, _, num_blocks] = importance.dims(NAME, "importance")?;
         let params = params!(NsaImportanceParams {
-            seq_len,
+            seq_len: shape.seq_len,
             num_heads: shape.num_heads,
             choosers,
-            [q_offset, q_token_stride, q_batch_stride]: q_words,
-            softmax_scale,
+            [q_offset, q_token_stride, q_batch_stride]: q.require_words(NAME, "q")?,
+            softmax_scale: *softmax_scale,
             compress_size: blocks.compress_block_size,
             stride: blocks.compress_stride,
             select_size: blocks.select_block_size,
-            num_slots: blocks.num_slots(seq_len),
+            num_slots: *num_slots,
             first_query: queries.start,
             num_queries: queries.len(),
             num_blocks,
             key_group: choosers / shape.num_kv_heads,
         });
-        let tensors = [q.tensor(), pooled, lse, start, end, &importance];
-        let (kernel, tile) = match hopper_tile {
-            Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
-            None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
+        let (group, is_one) = (shape.num_heads / choosers, *rows == Rows::BehindCache);
+        let hopper_tile = hopper::is_hopper(shape, q.tensor()).then(|| hopper::importance_tile(*choice, group));
+        let (kernel, tiles) = match hopper_tile.flatten() {
+            Some(tile) => {
+                let of_slots = num_slots.div_ceil(blocks.select_block_size.max(hopper::IMPORTANCE_SLOTS));
+                let tiles = if is_one { of_slots } else { queries.len().div_ceil(tile) };
+                (hopper::nsa_importance_kernel(shape.head_dim, rule), tiles)
+            }
+            None => (nsa_importance_kernel(shape.head_dim, rule), queries.len().div_ceil(TILE_ROWS / group)),
         };
-        let grid = [queries.len().div_ceil(tile), choosers, batch];
+        let kernel = if is_one { kernel.define("ONE_QUERY", 1) } else { kernel };
+        let grid = [tiles, choosers, shape.batch];
         // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for these queries.
-        unsafe { kernel.launch(grid, &tensors, &params) }?;
-        take_largest(&importance, start, &indices, blocks.select_block_size, forced, queries)?;
+        unsafe { kernel.launch(grid, &[q.tensor(), pooled, lse, start, end, importance], &params) }
     }
-    Ok(indices)
+}
+
+/// Scores blocks for one query a row by the largest score of their tokens, as a pass over whole rows does, to the bit.
+/// `q` are the queries of an indexer, one for each chooser, `keys`, bf16 `[batch, 1, room, head_dim]`, its keys, the
+/// query's own included; `start`, i32 `[batch, 1]`, is minus the query's position. Writes `importance`, f32
+/// `[batch, choosers, 1, num_blocks]`, of the blocks up to the query's own.
+pub(super) fn score_token_blocks(
+    q: &Heads,
+    keys: &CudaTensor,
+    start: &CudaTensor,
+    choice: BlockChoice,
+    importance: &CudaTensor,
+) -> Result<(), KernelError> {
+    let [_, num_key_heads, num_slots, head_dim] = keys.dims(NAME, "index_cache")?;
+    let shape = &q.as_queries(NAME, num_key_heads, head_dim)?;
+    // Scores of tokens are compared unscaled.
+    let (softmax_scale, queries) = (1.0, 0..1);
+    let scored = Scored { shape, choice, softmax_scale, num_slots, queries, rows: Rows::BehindCache };
+    // Without a log-sum-exp and documents' ends, which are not read, other tensors stand in for them.
+    scored.launch(q, [keys, importance, start, start, importance])
 }
 
 /// Chooses blocks of `block_size` tokens for the queries of one row from query `first` on: the blocks that are `forced`

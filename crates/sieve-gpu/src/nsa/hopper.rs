@@ -21,6 +21,8 @@ use sieve_core::{BlockChoice, ChoiceRule};
 
 /// Rows (queries x heads) of a tile, over all warpgroups.
 const TILE_ROWS: usize = 128;
+/// Pooled keys of a step of the importance kernel.
+pub(super) const IMPORTANCE_SLOTS: usize = 128;
 /// Blocks of keys and values in shared memory at a time: the current one and the next.
 const KEY_SLOTS: usize = 2;
 /// Bytes of shared memory for the barriers and work items of a thread block, and for alignment.

@@ -1,8 +1,9 @@
 //! Launch of `kernels/index_scores.cu`: a new token joins MSA's caches, and its index queries score blocks.
-use super::choose::take_largest;
+use super::choose::{score_token_blocks, take_largest};
 use super::decode::{PooledStep, require_chosen_decode};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, Heads, KvCache, Qkv, one_token, token_params};
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
+use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty};
+use crate::step::QkNormRope;
 use crate::step::qk_norm_rope_forward::RotaryTables;
 use crate::{KernelError, TokenRotation};
 
@@ -32,8 +33,8 @@ pub struct IndexedToken<'a> {
 impl KvCache {
     /// Norms and rotates one new token a row and its indexer's heads, appends the keys and the value to this cache and
     /// to `pooled.pooled`, `[batch, 1, room, head_dim]`, and attends over the tokens of the blocks that the index
-    /// queries choose. `length`, `step` and `scratch` are the same as in [`chosen_decode`](Self::chosen_decode).
-    /// Returns `[batch, 1, num_heads, head_dim]`.
+    /// queries choose. `length`, `step` and `scratch` are the same as in [`chosen_decode`](Self::chosen_decode). With
+    /// sums in a fixed order the token has the bits of a whole row, whose kernels then score blocks and attend. Returns `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -45,6 +46,29 @@ impl KvCache {
         pooled: PooledStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
+        let (q, chosen) = self.indexed_choice(call, length, step, pooled)?;
+        if call.is_in_order() {
+            return self.attend_chosen_in_order(&q, length, step, &chosen, pooled.choice);
+        }
+        let [batch, _, choosers, count] = chosen.dims(NAME, "chosen")?;
+        let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, count])?;
+        let (q, block_size) = (Heads::all(&q), pooled.choice.blocks.select_block_size);
+        self.attention_decode_chosen(&q, length, step, scratch, &chosen, block_size)
+    }
+
+    /// The first half of [`indexed_decode`](Self::indexed_decode): appends the token. Returns its normed and rotated
+    /// queries, bf16 `[batch, 1, num_heads, head_dim]`, and the blocks that it chooses, i32
+    /// `[batch, 1, num_kv_heads, num_selected_blocks]`: ascending, then -1.
+    ///
+    /// # Errors
+    /// The errors of [`indexed_decode`](Self::indexed_decode).
+    pub fn indexed_choice(
+        &self,
+        call: IndexedToken<'_>,
+        length: &CudaTensor,
+        step: DecodeStep<'_>,
+        pooled: PooledStep<'_>,
+    ) -> Result<(CudaTensor, CudaTensor), KernelError> {
         let shape = one_token(NAME, call.token)?;
         let (choice, start) = (pooled.choice, pooled.start);
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
@@ -52,20 +76,42 @@ impl KvCache {
             "an indexer's rule that scores a block by its best token");
         operands!(only NAME, start: I32[shape.batch, 1] contiguous);
         let (q, importance) = call.scores(self, length, step, pooled)?;
+        if call.is_in_order() {
+            let index_q = Heads::all(&call.rotated_index_q(length)?);
+            score_token_blocks(&index_q, pooled.pooled, start, choice, &importance)?;
+        }
         let blocks = choice.blocks;
         let sizes = [shape.batch, 1, shape.num_kv_heads, blocks.num_selected_blocks];
         let chosen = importance.empty_contiguous(&sizes, DType::I32);
         take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
-        let [batch, _, choosers, count] = sizes;
-        let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, count])?;
-        let q = Heads::all(&q);
-        self.attention_decode_chosen(&q, length, step, scratch, &chosen, blocks.select_block_size)
+        Ok((q, chosen))
     }
 }
 
 impl IndexedToken<'_> {
+    /// Whether the token takes the kernels of whole rows.
+    fn is_in_order(&self) -> bool {
+        self.token.policy().sums == SumOrder::Fixed
+    }
+
+    /// The indexer's queries, normed and rotated, bf16 `[batch, 1, num_kv_heads, head_dim]`.
+    fn rotated_index_q(&self, length: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let queries = self.index[0].with_kernel_strides();
+        let ([batch, _, heads, head_dim], [first, token, row]) =
+            (queries.sizes(NAME, "index_q")?, queries.require_words(NAME, "index_q")?);
+        let (shape, strides) = ([batch, 1, heads, head_dim], [row, token, head_dim, 1]);
+        let queries = queries.tensor().view_at(NAME, "index_q", first, &shape, &strides)?;
+        let ([q_weight, _], epsilon) = self.index_norm;
+        let [cos, sin] = self.rotation.tables;
+        let positions = &length.contiguous().reshaped(NAME, "length", &[batch, 1])?;
+        let (k_weight, num_kv_heads) = (q_weight, 0);
+        let rotation = QkNormRope { q_weight, k_weight, positions, cos, sin, num_kv_heads, epsilon };
+        Ok(rotation.qk_norm_rope_forward(&queries)?.under(self.token.policy()))
+    }
+
     /// Appends the token to the caches. Returns its rotated queries, bf16 `[batch, 1, num_heads, head_dim]`, and the
-    /// importance of the blocks that a choice compares, f32 `[batch, num_kv_heads, 1, blocks of the cache]`.
+    /// importance of the blocks that a choice compares, f32 `[batch, num_kv_heads, 1, blocks of the cache]`; in order
+    /// the importance is not written.
     fn scores(
         &self,
         cache: &KvCache,
@@ -104,6 +150,7 @@ impl IndexedToken<'_> {
         let num_blocks = capacity.div_ceil(blocks.select_block_size);
         let hardware = pooled.pooled.hardware();
         let scorers = (hardware.num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR / batch).clamp(1, num_blocks);
+        let scorers = if self.is_in_order() { 0 } else { scorers };
         let joined = num_heads + num_kv_heads + 1;
         let joiners = joined.div_ceil(JOINED_COLUMNS / head_dim);
         let [q_words, k_words] = [index_q.require_words(NAME, "index_q")?, index_k.require_words(NAME, "index_k")?];
@@ -137,7 +184,7 @@ impl IndexedToken<'_> {
         // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity, and the index
         // keys have at least as many rows. It writes one row of each cache, every rotated query, importances.
         unsafe { kernel.launch([scorers + joiners, batch, 1], &tensors, &params) }?;
-        Ok((rotated, importance))
+        Ok((rotated.under(self.token.policy()), importance))
     }
 }
 

@@ -60,7 +60,8 @@ impl AttentionNeeds {
         }
     }
 
-    /// The kernels of passes over whole rows, and of steps, with one order of keys that are chosen one by one.
+    /// The kernels of passes over whole rows, and of steps, with one order of keys that are chosen one by one, or of
+    /// steps by the kernels that attend over chosen blocks in whole rows.
     pub fn in_order(&self, arch: &str) -> NeededKernels {
         self.kernels_of(arch, &[Part::InOrder])
     }
@@ -112,6 +113,7 @@ impl AttentionNeeds {
             (Part::Decode, NeededKeys::Blocks) => blocks::decoding(calls, shape),
             (Part::Decode, NeededKeys::AllBiased) => {}
             (Part::InOrder, NeededKeys::Chosen(bias)) => dma::in_order(calls, shape, bias),
+            (Part::InOrder, NeededKeys::Blocks) => blocks::in_order(calls, shape),
             (Part::InOrder, _) => {}
             (Part::Sinks, keys) => {
                 let has_sinks = true;
@@ -142,7 +144,7 @@ pub(super) enum Part {
     Training(SumOrder),
     /// Attention of new tokens.
     Decode,
-    /// Whole rows and new tokens with one order of keys that are chosen one by one.
+    /// Whole rows and new tokens with one order of keys that are chosen, one by one or in blocks.
     InOrder,
     /// Sinks: joined to the output, their gradient, and decoding with them.
     Sinks,

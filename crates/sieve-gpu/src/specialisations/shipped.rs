@@ -62,7 +62,7 @@ const SHIPPED: &[(KernelFamilies, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (All, Bands, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
     (All, AllBiased, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
     (All, DMA, USUAL, ONE_OR_TWO, &[Training(Any), Training(Fixed), InOrder]),
-    (All, Blocks, USUAL, SEVERAL, &[Training(Any), Training(Fixed)]),
+    (All, Blocks, USUAL, SEVERAL, &[Training(Any), Training(Fixed), InOrder]),
 ];
 
 /// Models whose norms have each number of warps a row, with heads of both usual widths.

@@ -27,7 +27,7 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::{BlockChoice, ChoiceRule, ModelShape};
 use sieve_ops::{
     AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, SieveBackend,
-    TokenAttention, TokenExtra, indexer_spec,
+    SumOrder, TokenAttention, TokenExtra, indexer_spec,
 };
 
 /// Each query attends to the tokens of the blocks that it chooses, with one exact softmax. The parameters are the same
@@ -247,7 +247,8 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
         LayerCache::Chosen(ChosenCache::of_prompt(&packed, self.spec(), self.choice, pools))
     }
 
-    /// A single new token reads the cache; several new tokens attend in one row with all cached tokens.
+    /// A single new token reads the cache; several new tokens attend in one row with all cached tokens, and so does a
+    /// single one whose sums have a fixed order.
     fn attend_cached(&self, packed: Packed<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
         let Cached { rows: cached, context, state } = cached;
         let ([first, _], spec) = (cached.rows, self.spec());
@@ -256,9 +257,11 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
         };
         let [batch, new, _, _] = packed.qkv.dims();
         if new == 1 && self.reads_all(context) {
-            return cache.attend_to_all(packed, spec, cached.scratch);
+            return cache.attend_to_all(packed, context.under_policy(spec), cached.scratch);
         }
-        if new == 1 {
+        // With sums in a fixed order a single token takes the kernels of whole rows, too; a host's have one order.
+        let in_order = context.settings.policy.sums == SumOrder::Fixed && !<B::Inner as DeviceBackend>::ON_HOST;
+        if new == 1 && !in_order {
             let others_choice = self.shares.then(|| state.last_choice.token(first));
             let qsa_indexer = self.indexer.as_ref().filter(|_| self.choice.rule == ChoiceRule::SumOfHeads);
             let block_keys = qsa_indexer.and_then(|indexer| {

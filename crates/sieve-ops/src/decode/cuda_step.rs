@@ -418,7 +418,7 @@ impl Layer<'_> {
         let (batch, length, spec) = (self.batch(), self.length()?, self.attention.spec);
         let ([len, _], kv) = (self.held_and_dropped(keys), self.cache(keys));
         let (qkv, weights) = (self.heads_of(qkv)?, self.norm_weights(self.attention.qk_norm.as_ref()));
-        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
+        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads).under(self.policy);
         let rotation = self.rotation(&weights);
         let shape = token.shape(NAME)?;
         let num_kv_heads = pooled.choice.choices_per_token([spec.num_heads, spec.num_kv_heads]);

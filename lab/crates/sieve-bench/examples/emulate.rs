@@ -1,5 +1,5 @@
 //! Checks the portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
-//! [LONGEST] [SEED] [bands|order]`, with the last word only attention with bands, or DMA's order of keys.
+//! [LONGEST] [SEED] [bands|order|blocks]`, with the last word only attention with bands, DMA's order of keys, or MSA's steps.
 //!
 //! The launch wrappers run as they do on a GPU. The emulator compiles the kernels that they launch with g++ into
 //! target/emulator and runs them on the CPU.
@@ -12,11 +12,11 @@ use std::process::ExitCode;
 /// Fails where a number is not one, g++ is missing, or a row of the report fails.
 fn main() -> ExitCode {
     let (names, numbers): (Vec<_>, Vec<_>) =
-        std::env::args().skip(1).partition(|word| word == "bands" || word == "order");
+        std::env::args().skip(1).partition(|word| ["bands", "order", "blocks"].contains(&&**word));
     let mut numbers = numbers.into_iter().map(|word| word.parse());
     let mut next = |default| numbers.next().unwrap_or(Ok(default));
     let (Ok(cases), Ok(longest), Ok(seed)) = (next(10), next(130), next(1)) else {
-        println!("usage: emulate [CASES] [LONGEST] [SEED] [bands|order]");
+        println!("usage: emulate [CASES] [LONGEST] [SEED] [bands|order|blocks]");
         return ExitCode::FAILURE;
     };
     let settings = CheckSettings {
@@ -29,6 +29,7 @@ fn main() -> ExitCode {
         part: match names.first().map(String::as_str) {
             None => CheckPart::All,
             Some("bands") => CheckPart::Bands,
+            Some("blocks") => CheckPart::BlockOrder,
             Some(_) => CheckPart::KeyOrder,
         },
         gemms: false,

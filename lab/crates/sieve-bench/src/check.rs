@@ -7,7 +7,7 @@ use crate::error::{BenchError, Result};
 use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
-use crate::{biases, decode, key_order, latent, models, nsa, select, selection, sparse, step};
+use crate::{biases, block_order, decode, key_order, latent, models, nsa, select, selection, sparse, step};
 use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
@@ -58,6 +58,7 @@ impl CheckPart {
             Self::Mla => latent::latent_kernels(gpu),
             Self::Sinks => token_kernels(gpu),
             Self::KeyOrder => key_order::kernels(gpu),
+            Self::BlockOrder => block_order::kernels(gpu),
         };
         list.extend(models::needed_kernels(self, gpu));
         list
@@ -152,6 +153,7 @@ const DECODING: Part = ("decoding", decode::check_wrappers);
 const STEP: Part = ("step", step::check_wrappers);
 const SINKS: Part = ("sinks", step::check_sinks);
 const KEY_ORDER: Part = ("DMA's order of keys", key_order::check);
+const BLOCK_ORDER: Part = ("MSA's steps as in whole rows", block_order::check);
 
 /// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
 /// emulator.
@@ -166,6 +168,7 @@ const OF_A_FAMILY: &[Part] = &[
     LATENT,
     NSA,
     KEY_ORDER,
+    BLOCK_ORDER,
 ];
 
 /// Parts whose kernels are portable ones alone.
@@ -186,6 +189,7 @@ impl CheckPart {
             Self::Mla => &[LATENT],
             Self::Sinks => &[SINKS, DECODING],
             Self::KeyOrder => &[KEY_ORDER],
+            Self::BlockOrder => &[BLOCK_ORDER],
         }
     }
 }
@@ -375,6 +379,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
     list.extend(key_order::kernels(gpu));
+    list.extend(block_order::kernels(gpu));
     list.extend(step::rare_kernels(gpu, step::SCORED_KV_HEADS));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
     for &(head_dim, head_dim_v) in WIDTHS {

@@ -36,6 +36,8 @@ pub enum CheckPart {
     Sinks,
     /// The order of keys of dynamic mask attention, in whole rows and in steps.
     KeyOrder,
+    /// The choice and the bits of MSA, in whole rows and in steps.
+    BlockOrder,
 }
 
 /// The number of random calls of a check, and the sizes that they are drawn from.

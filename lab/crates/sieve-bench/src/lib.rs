@@ -31,6 +31,7 @@ mod on_device;
 mod attention;
 mod bands;
 mod biases;
+mod block_order;
 mod decode;
 mod key_order;
 mod latent;

@@ -284,7 +284,7 @@ fn of_part(part: CheckPart) -> impl Iterator<Item = (Kind, HeadSizes)> {
         CheckPart::All => true,
         CheckPart::Attention | CheckPart::Bands | CheckPart::Nsa | CheckPart::Mla => part_of(kind) == part,
         CheckPart::Sinks => has_sinks(kind),
-        CheckPart::Sparse | CheckPart::KeyOrder => false,
+        CheckPart::Sparse | CheckPart::KeyOrder | CheckPart::BlockOrder => false,
     };
     let kinds = cases(KINDS).into_iter().filter(is_of_part);
     let sizes = |kind: Kind| match part_of(&kind) {

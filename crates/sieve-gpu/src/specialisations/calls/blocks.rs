@@ -134,8 +134,15 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
     for capacity in [ROW, LONG_CACHE] {
         decode_three_branches(calls, shape, capacity);
         for choice in RULES.map(choice) {
-            decode_by_choice(calls, shape, choice, capacity);
+            decode_by_choice(calls, shape, choice, capacity, SumOrder::Any);
         }
+    }
+}
+
+/// A decoding step with the bits of whole rows, by the rule that has one.
+pub(in crate::specialisations) fn in_order(calls: &mut Calls, shape: &AttentionShape) {
+    for capacity in [ROW, LONG_CACHE] {
+        decode_by_choice(calls, shape, choice(ChoiceRule::LargestScore), capacity, SumOrder::Fixed);
     }
 }
 
@@ -165,10 +172,11 @@ fn decode_three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: us
 }
 
 /// Decodes one token that attends over the blocks that it chooses in a cache of `capacity` tokens.
-fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoice, capacity: usize) {
+fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoice, capacity: usize, sums: SumOrder) {
     let Some(token) = calls.token(shape, capacity) else {
         return;
     };
+    let in_order = token.qkv.in_order(sums);
     let index = calls.row(&choosing_heads(shape, choice), 1);
     let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
     let attended = AttentionShape { num_kv_heads: choosers, ..token.shape };
@@ -183,7 +191,7 @@ fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoi
     let weights = ([&weight; 2], EPSILON);
     for norm in [None, Some(weights)] {
         let rotation = TokenRotation { norm, tables: [&table; 2] };
-        let (cache, length, token) = (&token.cache, &token.length, &token.qkv);
+        let (cache, length, token) = (&token.cache, &token.length, &in_order);
         if choice.has_indexer() {
             let index = [&index.qkv.q, &index.qkv.k];
             let call = IndexedToken { token, index, rotation, index_norm: weights };

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Int, Tensor, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, KeyCache, NsaCall, RowsOf, TokenBuffer, TokenCache, attention_decode,
-    choose_blocks, choose_token_blocks, indexer_spec, nsa_mean_pool, overlap_weight, split_heads,
+    cached_attention, choose_blocks, choose_token_blocks, indexer_spec, nsa_mean_pool, overlap_weight, split_heads,
 };
 
 /// Keys and values of all tokens, and the keys by which blocks are chosen.
@@ -207,10 +207,10 @@ impl<B: DeviceBackend> ChosenCache<B> {
         spec: AttentionSpec,
         scratch: &mut B::DecodeScratch,
     ) -> Tensor<B, 4> {
-        self.append(&packed, spec);
-        let bias = None;
-        let q = queries(packed.qkv, spec);
-        attention_decode(q, &self.keys, bias, spec.softmax_scale, scratch).unsqueeze_dim(1)
+        let sinks = None;
+        let o = cached_attention(&mut self.keys, packed.qkv.clone(), sinks, spec, scratch);
+        self.add_choice_keys(&packed);
+        o
     }
 
     /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, one

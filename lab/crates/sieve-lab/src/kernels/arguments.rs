@@ -70,6 +70,9 @@ pub struct CheckArgs {
     /// Check only the order of keys of dynamic mask attention: in whole rows, behind a cache and in decoding steps
     #[arg(long, group = "part")]
     pub(super) key_order: bool,
+    /// Check only that decoding steps of MSA have the choice and the bits of whole rows
+    #[arg(long, group = "part")]
+    pub(super) block_order: bool,
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
@@ -104,6 +107,7 @@ impl CheckArgs {
             (self.mla, CheckPart::Mla),
             (self.sinks, CheckPart::Sinks),
             (self.key_order, CheckPart::KeyOrder),
+            (self.block_order, CheckPart::BlockOrder),
         ];
         let asked = parts.into_iter().find_map(|(is_asked, part)| is_asked.then_some(part));
         asked.unwrap_or(CheckPart::All)

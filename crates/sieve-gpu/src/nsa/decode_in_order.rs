@@ -1,0 +1,86 @@
+//! Launch of `kernels/nsa_token_lists.cu`: a new token attends over the blocks that it chose by the kernels of whole
+//! rows, with their bits.
+use super::lists::ChoiceLists;
+use super::no_gap;
+use super::selected::Work;
+use crate::KernelError;
+use crate::attention::{AttentionShape, DecodeStep, Heads, KvCache, Qkv, require_scale};
+use crate::runtime::{CudaTensor, DType, NsaSelectedAttentionForwardParams, SourceKernel, operands, params, require};
+use sieve_core::{BlockChoice, selected_gap};
+
+const NAME: &str = "nsa_token_lists";
+const THREADS: usize = 128;
+
+impl KvCache {
+    /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen`, i32
+    /// `[batch, 1, num_kv_heads, number of blocks]`, of this cache, which holds `length` tokens a row and the query's
+    /// own. The result has the bits of a whole row.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit or have no kernel.
+    pub(super) fn attend_chosen_in_order(
+        &self,
+        q: &CudaTensor,
+        length: &CudaTensor,
+        step: DecodeStep<'_>,
+        chosen: &CudaTensor,
+        choice: BlockChoice,
+    ) -> Result<CudaTensor, KernelError> {
+        let [_, _, num_kv_heads, num_chosen] = chosen.dims(NAME, "chosen")?;
+        let shape = Heads::all(q).as_queries(NAME, num_kv_heads, self.k.shape()[3])?;
+        let AttentionShape { batch, num_heads, head_dim, .. } = shape;
+        let (group, capacity) = (shape.group_size(), self.capacity(NAME, &shape)?);
+        let block_size = choice.attended().select_block_size;
+        no_gap(NAME, selected_gap(block_size, head_dim, group))?;
+        require_scale(NAME, step.softmax_scale)?;
+        require!(step.max_length < capacity, NAME, "length": step.max_length, "below the cache's capacity, {capacity}");
+        operands!(only NAME,
+            q: BF16[batch, 1, num_heads, head_dim] contiguous,
+            chosen: I32[batch, 1, num_kv_heads, num_chosen] contiguous,
+        );
+        operands!(NAME, length: I32[batch]);
+        // Each row and KV head of the cache is a row of one KV head.
+        let (rows, num_selected) = (batch * num_kv_heads, num_chosen * choice.pieces());
+        let new = |shape: &[usize]| chosen.empty_contiguous(shape, DType::I32);
+        let lists = ChoiceLists {
+            entries: new(&[rows, 1, num_selected, 2]),
+            items: new(&[rows, 1, num_selected, 4]),
+            num_items: new(&[rows + 1]),
+        };
+        let (indices, documents) = (new(&[rows, 1, 1, num_selected]), [new(&[capacity]), new(&[capacity])]);
+        let ChoiceLists { entries, items, num_items } = &lists;
+        let tensors = [chosen, &length, &indices, entries, items, num_items, &documents[0], &documents[1]];
+        let params = params!(NsaTokenListsParams { num_chosen, pieces: choice.pieces(), block_size, capacity });
+        // SAFETY: sizes checked above; writes every entry and item, and the bounds of each row's token.
+        unsafe { nsa_token_lists_kernel().launch([num_kv_heads, batch, 1], &tensors, &params) }?;
+
+        let of_heads =
+            |x: &CudaTensor, tokens: usize, heads: usize| x.reshaped(NAME, "heads", &[rows, tokens, heads, head_dim]);
+        let (of_q, k, v) = (of_heads(q, 1, group)?, of_heads(&self.k, capacity, 1)?, of_heads(&self.v, capacity, 1)?);
+        let work = Work {
+            shape: AttentionShape { batch: rows, num_heads: group, num_kv_heads: 1, ..shape },
+            qkv: Qkv::separate(&of_q, &k, &v),
+            documents,
+            indices,
+            block_size,
+            num_selected,
+            softmax_scale: step.softmax_scale,
+        };
+        // Entries name a token by its position, at which all rows read their documents' bounds; a row has one query.
+        let params = NsaSelectedAttentionForwardParams {
+            seq_len: 0u64.into(),
+            q_token_stride: 0u64.into(),
+            ..work.params(&lists)?
+        };
+        let (o, lse) = (q.empty_contiguous(q.shape(), DType::BF16), q.empty_contiguous(&work.shape.lse(), DType::F32));
+        let width = group * head_dim;
+        // SAFETY: sizes, strides and types checked above; each list is of the row's one query.
+        unsafe { work.attend(&lists, &params, ([&o, &lse], [0, width, width]), 0..1) }?;
+        Ok(o)
+    }
+}
+
+/// The kernel that lists the blocks of a new token.
+fn nsa_token_lists_kernel() -> SourceKernel {
+    SourceKernel::new(NAME).threads(THREADS).starts_early()
+}
