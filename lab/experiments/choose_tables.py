@@ -125,8 +125,8 @@ def choose_imported():
 def choose_selector():
     """What one selector loses on three models."""
     steps = noted_row("delta_by_step", row="`xattention:tau=0.7`")
-    lines = [["an 80M model after 400 steps", f"{steps['400 steps (dense loss 3.98)'][0]:+}"],
-             ["the same after 4000 steps", f"{steps['4000 steps (dense loss 2.33)'][0]:+}"],
+    lines = [["an 80M model after 400 steps", f"{steps['400 steps (dense loss 3.98)']:+}"],
+             ["the same after 4000 steps", f"{steps['4000 steps (dense loss 2.33)']:+}"],
              ["SmolLM2-135M", added(groups()["time", "xattention:tau=0.7", None, 8192])]]
     return ["`xattention:tau=0.7`, 8192 tokens", "loss over dense, nats"], lines
 

@@ -330,12 +330,3 @@ def smollm2_tasks(kinds):
 TABLES["smollm2_trained"] = lambda: smollm2_losses(TRAINED_FORMS)
 TABLES["smollm2_trained_tasks"] = lambda: smollm2_tasks(TRAINED_FORMS)
 TABLES["smollm2_sinks"] = lambda: smollm2_losses(SINKS)
-TABLES["smollm2_sinks_tasks"] = lambda: smollm2_tasks(SINKS)
-
-
-@table("smollm2_rates")
-def smollm2_rates():
-    rates = sorted({row["rate"] for row in runs("smollm2", phase="rate")})
-    lines = [[kind, *(fixed(runs("smollm2", phase="rate", kind=kind, rate=value)[0]["loss"], 3) for value in rates)]
-             for kind in (*TRAINED_FORMS, *SINKS)]
-    return ["loss after 60 steps at", *map(rate, rates)], lines
