@@ -115,7 +115,7 @@ class Tables(unittest.TestCase):
         for file in provenance.of_files():
             self.assertEqual(provenance.missing(file), [], file)
         # Every table is noted, made from a file of runs, or composed of such tables' rows on another page.
-        composed = {*papers.TABLES, *tables.choose_tables.TABLES, "speed", "advice", "far_apart", "over_dense"}
+        composed = {*papers.TABLES, *tables.choose_tables.TABLES, "speed", "advice"}
         self.assertEqual(tables.COMPUTED.keys() - composed - provenance.tables_of_runs().keys(), set())
 
     def test_a_table_without_its_commit_is_marked_on_the_page(self):
