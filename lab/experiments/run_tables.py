@@ -76,13 +76,12 @@ def at_best_rate(kind, length, file="rates"):
 def rates():
     """Each kind at its own best rate: losses of all seeds in rows of 8192 and of
     32,768, and on words last used far back."""
-    head = ["attention", "rows of 8192: rate", "loss, a number a seed", "rows of 32,768: rate", "loss", "far > 1024",
-            "> 16,384"]
+    head = ["attention", "rows of 8192: rate", "loss, a number a seed", "rows of 32,768: rate", "loss", "far > 1024"]
     lines = []
     for kind, name in RATES.items():
         (short, of_short), (long, of_long) = at_best_rate(kind, 8192), at_best_rate(kind, 32768)
         lines.append([name or kind, short, each(of_short, "loss", 3), long, each(of_long, "loss", 3),
-                      *(far(of_long, tokens) for tokens in ("1024", "16384"))])
+                      far(of_long, "1024")])
     return head, lines
 
 
@@ -107,7 +106,6 @@ def equal_time(length, minutes, columns, kinds=None):
 
 LOSS = {"loss": lambda rows: each(rows, "loss", 3)}
 SPEED = {"tokens/s": lambda rows: f"{round(statistics.median(row['tokens_per_second'] for row in rows), -2):,.0f}"}
-FAR = {"far > 1024": lambda rows: far(rows, "1024")}
 FARTHER = {"far > 16,384": lambda rows: far(rows, "16384")}
 TOKENS = {"tokens": lambda rows: f"{statistics.median(row['tokens'] for row in rows) / 1e6:.0f}M"}
 
@@ -122,7 +120,7 @@ def minute():
     return ["attention", "rows of 8192: loss", "tokens/s", "rows of 32,768: loss", "tokens/s", *FARTHER], lines
 
 
-TABLES["nine_minutes"] = lambda: equal_time(32768, 9.0, LOSS | TOKENS | FAR | FARTHER)
+TABLES["nine_minutes"] = lambda: equal_time(32768, 9.0, LOSS | TOKENS | FARTHER)
 
 
 @table("muon")
