@@ -33,7 +33,6 @@ def after(kind, length, minutes):
     return [row["loss"] for row in runs("equal_time", text="crates", kind=kind, length=length, minutes=minutes)]
 
 
-@table("choose_2048")
 def choose_2048():
     """Loss of each kind minus dense attention's of the same seed, rows of 2048."""
     names = {"window of 512": "sliding window 512", "window of 512 with slope": "window 512 + slope",
@@ -125,23 +124,10 @@ def choose_imported():
 def choose_selector():
     """What one selector loses on three models."""
     steps = noted_row("delta_by_step", row="`xattention:tau=0.7`")
-    lines = [["an 80M model after 400 steps", f"{steps['400 steps (dense loss 3.98)'][0]:+}"],
-             ["the same after 4000 steps", f"{steps['4000 steps (dense loss 2.33)'][0]:+}"],
+    lines = [["an 80M model after 400 steps", f"{steps['400 steps (dense loss 3.98)']:+}"],
+             ["the same after 4000 steps", f"{steps['4000 steps (dense loss 2.33)']:+}"],
              ["SmolLM2-135M", added(groups()["time", "xattention:tau=0.7", None, 8192])]]
     return ["`xattention:tau=0.7`, 8192 tokens", "loss over dense, nats"], lines
-
-
-@table("choose_muon")
-def choose_muon():
-    """DMA by AdamW and by Muon: at each one's best rate after 400 steps, and on the board."""
-    short = [at_best_rate("DMA", 8192, file)[1] for file in ("rates", "muon")]
-    of_board = dict(board.by_entry(board.finished(ROWS / "board.jsonl", board.KEY), 9.0))
-    long = [of_board[8192, entry] for entry in ("DMA, 1 of 4 dense", "DMA, 1 of 4 dense, Muon")]
-    count = lambda rows: str(min(map(len, rows)))
-    return ["DMA, 80M, rows of 8192", "AdamW", "Muon", "seeds each"], [
-        ["all layers, 400 steps: loss", *(mean((row["loss"] for row in rows), 3) for rows in short), count(short)],
-        ["hybrid, nine minutes: bits per byte", *(mean((row["bits_per_byte"] for row in rows), 3) for rows in long),
-         count(long)]]
 
 
 def needles_found(attention):

@@ -40,10 +40,9 @@ MEASURES = {
                     "--evaluate --sets recall --recall-length 4096 --steps 2400",
     "long_time": LONG, "long_loss": LONG, "long_density": LONG, "long_needles": LONG,
     "bfla_group_ms": "sieve kernels bench --selectors --lengths 131072 --selector bfla:group=GROUP",
-    "bfla_rescue": f"{SMOLLM2} bfla", "momo_oracle": f"{SMOLLM2} oracle", "momo_settings": f"{SMOLLM2} momo_k",
-    "momo_chi": f"{SMOLLM2} momo_chi", "papers_settings": f"{SMOLLM2} where",
-    "pbs_segments": f"{SMOLLM2} pbs pbs_segment", "ba_att_sorts": f"{SMOLLM2} ba_att",
-    "ba_att_xattention": f"{SMOLLM2} time",
+    "momo_oracle": f"{SMOLLM2} oracle", "momo_chi": f"{SMOLLM2} momo_chi", "ba_att_sorts": f"{SMOLLM2} ba_att",
+    "papers_settings": f"{SMOLLM2} where bfla momo_k momo_chi oracle pbs pbs_segment",
+    "selectors_8192": f"{SMOLLM2} time",
 }
 
 
@@ -397,13 +396,13 @@ def bfla():
               {f"to {100 * after['density']:.0f} %: {added(before)} to {added(after)}":
                after["density"] > before["density"] and after["loss"] < before["loss"]
                for before, after in itertools.pairwise(rows)},
-              "loss of a 135M model at 8192 tokens, not LongBench of 8B", "`bfla_rescue`"),
+              "loss of a 135M model at 8192 tokens, not LongBench of 8B", "`papers_settings`"),
         Claim("Tables 3, 5: nearly as good as dense", "it adds at most 0.02 nats",
               f"135M, Table 5's settings: {spread(losses, '{:+.3f}')}; 85M, defaults: "
               f"{spread(defaults.values(), '{:+.3f}')} nats",
               {f"135M, {setting}: {loss:+.3f}": loss <= 0.02 for setting, loss in zip(settings, losses)}
               | {f"85M, {length:,} tokens: {loss:+.3f}": loss <= 0.02 for length, loss in defaults.items()},
-              "the same, and a model of 85M at 2K to 128K", "`bfla_rescue`, `long_loss`"),
+              "the same, and a model of 85M at 2K to 128K", "`papers_settings`, `long_loss`"),
         Claim("Table 5: builds its mask in a quarter of XAttention's time (1.65 to 2.27 for 7.82 ms)",
               "it takes at most a third", f"{spread(shares, '{:.2f}')} of it at 32,768 to 262,144 tokens",
               {f"{where}: {ours} and {theirs} ms": ours <= theirs / 3 for where, (ours, theirs) in masks.items()},
@@ -504,7 +503,7 @@ def momo():
               f"k: {spread(by_k, '{:+.3f}')}; k_exact: {spread(by_exact, '{:+.3f}')}",
               {f"{max(by_k) - min(by_k):.3f} and {max(by_exact) - min(by_exact):.3f} nats":
                max(by_k) - min(by_k) > 3 * (max(by_exact) - min(by_exact))},
-              "loss at 8192 tokens, not RULER at 131K", "`momo_settings`; published.jsonl"),
+              "loss at 8192 tokens, not RULER at 131K", "`papers_settings`; published.jsonl"),
         Claim("Figure 9: larger gamma and larger chi are worse",
               "the loss rises with gamma for each chi, and with chi for each gamma",
               f"so in {sum(worse.values())} of {len(worse)} rows and columns", worse, "the same", "`momo_chi`"),
@@ -631,7 +630,7 @@ def pbs():
               "the density rises with each doubling from 128 to 1024",
               ", ".join(f"{100 * line['density']:.1f} %" for line in floors.values()),
               {f"to {long}: {100 * floors[long]['density']:.1f} %": floors[short]["density"] < floors[long]["density"]
-               for short, long in itertools.pairwise(floors)}, "the same", "`pbs_segments`"),
+               for short, long in itertools.pairwise(floors)}, "the same", "`papers_settings`"),
         Claim("Figure 6: XAttention's choice gains by it too", "permuted it loses at most what it loses unpermuted",
               f"{added(with_choice[0])} at {100 * with_choice[0]['density']:.1f} %, {added(with_choice[1])} at "
               f"{100 * with_choice[1]['density']:.1f} % without",
@@ -684,7 +683,7 @@ def ba_att_losses(half):
               | {f"85M, {length:,} tokens: {ours[length]:+.4f} at {100 * pairs[length]:.0f} %, XAttention "
                  f"{theirs[length]:+.4f} at {100 * of_theirs[length]:.0f} %": ours[length] < theirs[length]
                  for length in ours},
-              "causal models, loss; there bidirectional 8B models", "`ba_att_xattention`, `long_loss`"),
+              "causal models, loss; there bidirectional 8B models", "`selectors_8192`, `long_loss`"),
     ]
 
 

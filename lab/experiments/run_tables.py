@@ -57,7 +57,7 @@ def rate(value):
 
 RATES = {
     "DMA": "DMA, slope, r 128", "window + slope": "window 1024 + slope", "NSA": "NSA", "InfLLM-V2": "InfLLM-V2",
-    "InfLLM-V2, 1 local block": None, "MSA": None, "MSA, 8 local blocks": None, "MSA, warm-up": None, "MoBA": None,
+    "MSA": None, "MSA, 8 local blocks": None, "MoBA": None,
     "dense": None, "window": None, "window + slope, 1 of 4 dense": None, "DMA, 1 of 4 dense": None, "MLA": None,
     "DMA as published": None,
 }
@@ -76,28 +76,13 @@ def at_best_rate(kind, length, file="rates"):
 def rates():
     """Each kind at its own best rate: losses of all seeds in rows of 8192 and of
     32,768, and on words last used far back."""
-    head = ["attention", "rows of 8192: rate", "loss, a number a seed", "rows of 32,768: rate", "loss", "far > 1024",
-            "> 4096", "> 16,384"]
+    head = ["attention", "rows of 8192: rate", "loss, a number a seed", "rows of 32,768: rate", "loss", "far > 1024"]
     lines = []
     for kind, name in RATES.items():
         (short, of_short), (long, of_long) = at_best_rate(kind, 8192), at_best_rate(kind, 32768)
         lines.append([name or kind, short, each(of_short, "loss", 3), long, each(of_long, "loss", 3),
-                      *(far(of_long, tokens) for tokens in ("1024", "4096", "16384"))])
+                      far(of_long, "1024")])
     return head, lines
-
-
-@table("behind_dma")
-def behind_dma():
-    """Nats behind DMA, seed by seed, in rows of 32,768, the lowest mean first; kinds with other seeds are left out."""
-    of_dma = {row["seed"]: row["loss"] for row in at_best_rate("DMA", 32768)[1]}
-    by_name = []
-    for kind, name in RATES.items():
-        of_kind = {row["seed"]: row["loss"] for row in at_best_rate(kind, 32768)[1]}
-        if kind not in ("DMA", "MSA, warm-up") and of_kind.keys() == of_dma.keys():
-            by_name.append((name or kind, [of_kind[seed] - of_dma[seed] for seed in of_dma]))
-    by_name.sort(key=lambda item: statistics.mean(item[1]))
-    lines = [[name, mean(apart, 3), fixed(min(apart), 3), fixed(max(apart), 3)] for name, apart in by_name]
-    return ["attention", "mean", "least", "most"], lines
 
 
 EQUAL = RATES | {"DMA, 1 of 4 dense": "DMA, slope, 1 of 4 dense",
@@ -121,22 +106,21 @@ def equal_time(length, minutes, columns, kinds=None):
 
 LOSS = {"loss": lambda rows: each(rows, "loss", 3)}
 SPEED = {"tokens/s": lambda rows: f"{round(statistics.median(row['tokens_per_second'] for row in rows), -2):,.0f}"}
-FAR = {"far > 1024": lambda rows: far(rows, "1024")}
 FARTHER = {"far > 16,384": lambda rows: far(rows, "16384")}
 TOKENS = {"tokens": lambda rows: f"{statistics.median(row['tokens'] for row in rows) / 1e6:.0f}M"}
 
-TABLES["minute_8192"] = lambda: equal_time(8192, 1.0, LOSS | SPEED | FAR)
-TABLES["minute_32768"] = lambda: equal_time(32768, 1.0, LOSS | SPEED | FAR | FARTHER)
-TABLES["nine_minutes"] = lambda: equal_time(32768, 9.0, LOSS | TOKENS | FAR | FARTHER)
+
+@table("minute")
+def minute():
+    """After one minute in rows of 8192 and of 32,768; kinds that have no runs in the longer rows are last."""
+    (_, short), (_, long) = equal_time(8192, 1.0, LOSS | SPEED), equal_time(32768, 1.0, LOSS | SPEED | FARTHER)
+    of_short = {name: cells for name, *cells in short}
+    lines = [[name, *of_short.pop(name), *cells] for name, *cells in long]
+    lines += [[name, *cells, "", "", ""] for name, cells in of_short.items()]
+    return ["attention", "rows of 8192: loss", "tokens/s", "rows of 32,768: loss", "tokens/s", *FARTHER], lines
 
 
-@table("minute_far")
-def minute_far():
-    long, linux = ({row["kind"]: row["loss"] for row in runs("equal_time", minutes=1.0, seed=0, **setting)}
-                   for setting in ({"text": "crates", "length": 131072}, {"text": "linux", "length": 32768}))
-    lines = [[kind, fixed(long[kind], 3), fixed(linux[kind], 3) if kind in linux else "-"]
-             for kind in sorted(long, key=long.get)]
-    return ["attention", "rows of 131,072", "Linux, rows of 32,768"], lines
+TABLES["nine_minutes"] = lambda: equal_time(32768, 9.0, LOSS | TOKENS | FARTHER)
 
 
 @table("muon")
@@ -165,19 +149,6 @@ def by_size():
         lines.append(["DMA, slope, r 64" if kind == "DMA" else kind, *(each(seeds, "loss", 3) for seeds in of_size),
                       scaling.slope(full)])
     return ["attention", *(f"{size}M" for size in SIZES), "nats a doubling"], lines
-
-
-@table("dma_minus")
-def dma_minus():
-    """DMA's loss minus another kind's, of the same seed and size; "-" where one of them was not trained."""
-    lines = []
-    for kind, seed in (("dense", 0), ("dense", 1), ("window + slope", 0), ("window", 0)):
-        ours, theirs = ({row["size"]: row["loss"] for row in runs("scaling", kind=name, seed=seed)}
-                        for name in ("DMA", kind))
-        both = ours.keys() & theirs.keys()
-        cells = [fixed(ours[size] - theirs[size], 3) if size in both else "-" for size in SIZES]
-        lines.append([f"{kind}, seed {seed}", *cells])
-    return ["DMA minus", *(f"{size}M" for size in SIZES)], lines
 
 
 MQAR_LENGTHS = (64, 256, 1024, 2048)
@@ -330,12 +301,3 @@ def smollm2_tasks(kinds):
 TABLES["smollm2_trained"] = lambda: smollm2_losses(TRAINED_FORMS)
 TABLES["smollm2_trained_tasks"] = lambda: smollm2_tasks(TRAINED_FORMS)
 TABLES["smollm2_sinks"] = lambda: smollm2_losses(SINKS)
-TABLES["smollm2_sinks_tasks"] = lambda: smollm2_tasks(SINKS)
-
-
-@table("smollm2_rates")
-def smollm2_rates():
-    rates = sorted({row["rate"] for row in runs("smollm2", phase="rate")})
-    lines = [[kind, *(fixed(runs("smollm2", phase="rate", kind=kind, rate=value)[0]["loss"], 3) for value in rates)]
-             for kind in (*TRAINED_FORMS, *SINKS)]
-    return ["loss after 60 steps at", *map(rate, rates)], lines

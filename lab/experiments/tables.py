@@ -14,7 +14,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import pathlib
 import re
 import statistics
@@ -49,10 +48,6 @@ NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
 
 def ratio(above, below, digits=2):
     return f"{float(above) / float(below):.{digits}f}"
-
-
-def bits(losses):
-    return f"{statistics.mean(map(float, losses)) / math.log(2) / shared.BYTES_A_TOKEN:.3f}"
 
 
 def rate_of(row, columns):
@@ -99,9 +94,7 @@ DERIVED = {
         lambda row: ratio(row["`sieve serve`, tokens/s"], row["`generate_batch`, tokens/s"], 0),
     ("serve_structures", "any object / none"): lambda row: ratio(row["any object"], row["no structure"]),
     ("serve_structures", "schema / none"): lambda row: ratio(row["schema"], row["no structure"]),
-    ("first_table", "bits per byte, mean"): lambda row: bits(row["validation loss (nats), seeds 0, 1, 2"]),
     ("five_kinds", "mean"): lambda row: run_tables.mean(map(float, row["validation loss, seeds 0, 1, 2"]), 3),
-    ("five_kinds", "bits per byte"): lambda row: bits(row["validation loss, seeds 0, 1, 2"]),
 }
 
 
@@ -166,28 +159,6 @@ def long(what):
     return long_prompts.table(long_prompts.stored(), what)
 
 
-def far_apart():
-    """Windows with the slope minus DMA of the same seed."""
-    rows = {row["attention"]: row for row in noted()["far_tokens"][1]}
-    window, dma = rows["window 1024 + slope"], rows["DMA, slope, r 128"]
-    lines = []
-    for tokens in (1024, 2048):
-        apart = [f"{a - b:.3f}" for a, b in zip(window[f"far > {tokens}"], dma[f"far > {tokens}"])]
-        lines.append([f"used more than {tokens} tokens back", *apart])
-    return ["words", "seed 0", "seed 1", "seed 2"], lines
-
-
-def over_dense():
-    """Loss of the same seed minus dense attention's without a slope, 1600 equal steps in rows of 8192."""
-    losses = {row["attention"]: row["loss, all tokens (seeds 0, 1, 2)"] for row in noted()["far_tokens"][1]}
-    lines = []
-    for name, of_kind in losses.items():
-        apart = [f"{a - b:+.3f}" for a, b in zip(of_kind, losses["dense"])]
-        if name != "dense":
-            lines.append([name, *apart, *["-"] * (len(losses["dense"]) - len(apart))])
-    return ["attention", "seed 0", "seed 1"], lines
-
-
 def advice():
     """What to take, of the rows of docs/selectors.md and of whole selectors in lab/docs/benchmarks.md."""
     quality = {row["attention"]: row for row in noted()["quality"][1]}
@@ -216,8 +187,7 @@ def advice():
 
 COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
-    "board_times": board_times, "board_passes": board_passes, "table4": table_4, "far_apart": far_apart,
-    "over_dense": over_dense, "speed": speeds.table, "advice": advice} | {
+    "board_times": board_times, "board_passes": board_passes, "table4": table_4, "speed": speeds.table, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
     "cpu_rivals": cpu_rivals.table, "cpu_tiles": cpu_rivals.tiles_table, **load_tables.TABLES,
     "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),

@@ -4,8 +4,8 @@
     python3 lab/experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 lab/experiments/layouts/table.py --section         the sections of the two pages, their prose to be written
 
-The tables of docs/choose.md and lab/docs/results.md are made of it. The picture is of the race with the longest runs.
-Needles stand in the picture, RULER's tasks in the lines alone. Needs nothing but Python.
+The table of docs/choose.md is made of it; lab/notes/experiments.md has the others. The picture is of the race with the
+longest runs. Needles stand in the picture, RULER's tasks in the lines alone. Needs nothing but Python.
 """
 
 import argparse
@@ -79,9 +79,9 @@ def rates(lines_of_all):
     return head, [[layout, *(loss.get((layout, value), "-") for value in values)] for layout in layouts]
 
 
-# Each table's race, and what it has of it.
-TABLES = {
-    "layouts": lambda lines: learning(races(lines)[-1]),
+# The tables of the pages, and the others that the program prints: each one's race, and what it has of it.
+TABLES = {"layouts": lambda lines: learning(races(lines)[-1])}
+PRINTED = TABLES | {
     "layouts_rates": lambda lines: rates(races(lines)[-1]),
     "layouts_two_minutes": lambda lines: learning(races(lines)[0]),
     "layouts_two_minutes_rates": lambda lines: rates(races(lines)[0])}
@@ -118,7 +118,6 @@ WHAT THE NUMBERS SAY.
 
 ![Losses of the layouts](layouts.svg)
 
-<!-- table layouts_rates -->
 {layouts_rates}
 """
 
@@ -133,7 +132,7 @@ def main():
     lines = stored(args.rows)
     if not runs_of(lines):
         parser.error(f"{args.rows} has no line of a run")
-    texts = {name: table_text(*table(lines)) for name, table in TABLES.items()}
+    texts = {name: table_text(*table(lines)) for name, table in PRINTED.items()}
     print(SECTION.format(**texts) if args.section else "\n\n".join(texts.values()))
     if args.draw:
         args.draw.write_text(drawn(runs_of(races(lines)[-1])), encoding="utf-8")
