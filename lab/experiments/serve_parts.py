@@ -2,7 +2,7 @@
 wait for the parts.
 
     serve_parts.py SIEVE CHECKPOINT [--prompt-tokens 30000] [--prompts 4] [--answer-tokens 32] [--streams 1]
-        [more flags of serve]
+        [--device cuda] [--max-texts 8] [more flags of serve]
 
 A GPU reads a prompt whole while no text is open, and in parts beside streams. Each prompt is asked for alone and then
 beside streams, with a greedy answer. Prints a line of JSON: tokens of the answers, how many of them were drawn behind
