@@ -245,27 +245,43 @@ impl Work {
         let token = shape.num_heads * shape.head_dim;
         // Offset, token stride and batch stride of o.
         let layout = [0, token, token * shape.seq_len];
-        let kernel = if work.is_hopper() {
-            arriving(hopper::selected_forward_kernel(shape.head_dim), q.policy())
-        } else {
-            nsa_selected_attention_forward_kernel(shape.head_dim)
-        };
         let mut all_lists = Vec::new();
         for range in work.ranges() {
             let lists = work.lists(&range, work.item_queries())?;
-            let parts = work.parts(&lists, shape.head_dim, DType::BF16);
-            let part_lse = work.parts(&lists, 1, DType::F32);
-            let operands = [q, work.qkv.k.tensor(), work.qkv.v.tensor()];
-            let (results, params) = ([&parts, &part_lse], work.params(&lists)?);
-            // SAFETY: sizes, strides and types checked above.
-            unsafe { work.launch(&kernel, &lists, &operands, &results, &params) }?;
-            let outputs: &[&CudaTensor] = &[&parts, &part_lse, &o, &lse];
-            work.combine(&lists, (Joined::Output, outputs), layout, range.clone())?;
+            // SAFETY: sizes, strides and types were checked; the lists name queries of the range.
+            let part_lse = unsafe { work.attend(&lists, &work.params(&lists)?, ([&o, &lse], layout), range.clone()) }?;
             behind(JoinedRange { queries: range, part_lse: &part_lse, lse: &lse })?;
             all_lists.push(lists);
         }
         let result = AttentionResult { o, lse, o_low: None, base: None };
         Ok((result, all_lists))
+    }
+
+    /// Attention of a range of queries over the blocks of their lists, written into o and its log-sum-exps; `layout`:
+    /// offset, token stride and batch stride of o. Returns the log-sum-exp of each choice.
+    ///
+    /// # Safety
+    /// `params` and the lists must fit the operands.
+    pub(super) unsafe fn attend(
+        &self,
+        lists: &ChoiceLists,
+        params: &NsaSelectedAttentionForwardParams,
+        ([o, lse], layout): ([&CudaTensor; 2], [usize; 3]),
+        queries: Range<usize>,
+    ) -> Result<CudaTensor, KernelError> {
+        let (q, head_dim) = (self.qkv.q.tensor(), self.shape.head_dim);
+        let kernel = if self.is_hopper() {
+            arriving(hopper::selected_forward_kernel(head_dim), q.policy())
+        } else {
+            nsa_selected_attention_forward_kernel(head_dim)
+        };
+        let parts = self.parts(lists, head_dim, DType::BF16);
+        let part_lse = self.parts(lists, 1, DType::F32);
+        let operands = [q, self.qkv.k.tensor(), self.qkv.v.tensor()];
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(&kernel, lists, &operands, &[&parts, &part_lse], params) }?;
+        self.combine(lists, (Joined::Output, &[&parts, &part_lse, o, lse]), layout, queries)?;
+        Ok(part_lse)
     }
 }
 
