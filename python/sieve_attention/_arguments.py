@@ -123,6 +123,20 @@ def check_bands(name, window, bands, other):
     return tuple(bands)
 
 
+def check_step_in_order(k, k_cache, chosen, block):
+    """Refuses steps of `decode` with `same_bits` for which no kernel gives a row's bits on any GPU."""
+    if chosen is None and k is None:
+        what, hint = "without k and v, or chosen,", "pass the token's k and v, which the caches may have already"
+    elif chosen is not None and block not in (16, 32, 64, 128):
+        what, hint = f"with block={block}", "take blocks of 16, 32, 64 or 128 tokens"
+    elif chosen is not None and chosen.shape[1] != k_cache.shape[1]:
+        what = f"with {chosen.shape[1]} choosers, and the caches have {k_cache.shape[1]} KV heads,"
+        hint = "keep the keys and values of each chooser in the caches"
+    else:
+        return
+    raise SieveError(f"decode: same_bits {what} has no kernel\n  hint: {hint}")
+
+
 # Tensors that autocast casts, as those of torch's own attention.
 CAST = ("q", "k", "v", "compressed_k", "compressed_v", "gates", "index_q", "index_k")
 # What definitions compute.
@@ -218,6 +232,9 @@ def _with_type(name, problem):
 
 def _checked_for_definition(name, defaults, given):
     """Refuses arguments that do not fit, which torch would take, and makes documents of cu_seqlens."""
+    if given.get("same_bits"):
+        why = "same_bits has no definition on a CPU: its products of a row and of a token add in other orders"
+        raise SieveError(f"{name}: {why}\n  hint: leave it out there")
     if problem := _problem(name, defaults, given) or _mismatch(given):
         raise SieveError(f"{name}: {_with_axes(name, given, problem)}")
     if is_tensor(given.get("documents")) and name != "block_mask":

@@ -73,10 +73,10 @@ class DmaAttention(torch.autograd.Function):
 
 class Dma(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
+    def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic, same_bits):
         """o of attention over the keys of `Selection.lists`; bias: f32 `[batch, KV heads, tokens]`."""
         given = q, k, v, w_dt.float(), a.float(), start, end
-        o, lse, *kept = ops.dma_forward(*given, scale, keep, local, slopes, linear)
+        o, lse, *kept = ops.dma_forward(*given, scale, keep, local, slopes, linear, False, same_bits)
         # Where keys leave, the lists of those that stay come last.
         kept, lists = (kept[:-1], kept[-1:]) if keep < k.shape[1] else (kept, [])
         kept, bias = (kept, None) if linear else (kept[:-1], kept[-1])
@@ -102,7 +102,7 @@ class Dma(torch.autograd.Function):
         if not linear:
             dz = torch.where(z <= MOST_RANK, dz * bias, 0.0)
         dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, w_dt.float(), a.float(), x, dz)
-        return (dq, dk, dv + dv_of_scores, d_w.to(w_dt.dtype), d_a.to(a.dtype), *[None] * 8)
+        return (dq, dk, dv + dv_of_scores, d_w.to(w_dt.dtype), d_a.to(a.dtype), *[None] * 9)
 
 
 class DmaScores(torch.autograd.Function):
@@ -303,6 +303,24 @@ def _compressed(k, v):
             if k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
                 return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
     return torch.stack((k, v))
+
+
+def _blocks_of_token(chosen, length, block, capacity):
+    """Blocks of one query a row, int32 `[batch, choosers, blocks]`, as `selected_decode` takes them, and their size:
+    each block is the one entry of a list, whose query is named by its position. On the device, which is not waited for.
+    """
+    token = length.clamp(0, capacity - 1).to(torch.int32)[:, None, None]
+    pieces, size = (2, 64) if block == 128 else (1, block)
+    on = {"dtype": torch.int32, "device": chosen.device}
+    chosen = (chosen.to(torch.int32)[..., None] * pieces + torch.arange(pieces, **on)).flatten(-2)
+    # Pieces of no block are below 0. Those behind the query's own piece hold no key for it, and are the last.
+    chosen = torch.where(chosen > token // size, -1, chosen).clamp(min=-1)
+    place, zero = torch.arange(chosen.shape[2], **on).expand_as(chosen), torch.zeros_like(chosen)
+    entries = torch.stack((token.expand_as(chosen), place), -1)
+    items = torch.stack((place, zero + 1, chosen, zero), -1)
+    count = (chosen >= 0).sum(-1, dtype=torch.int32).flatten()
+    bounds = torch.zeros(capacity, **on), torch.arange(1, capacity + 1, **on)
+    return (chosen, entries, items, torch.cat((count, count.new_zeros(1))), *bounds), size
 
 
 def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=False):

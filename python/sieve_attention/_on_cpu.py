@@ -310,7 +310,7 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
 @_defines
 def dma_attention(
     q, k, v, w_dt, a, *, keep, preset=None, bias=None, recency=None, local=None, shortest_period=None,
-    longest_period=None, slopes=None, scale=None, documents=None, deterministic=False,
+    longest_period=None, slopes=None, scale=None, documents=None, deterministic=False, same_bits=False,
 ):  # fmt: skip
     """DMA in the form that the arguments say, with the kernels' defaults."""
     _check_local(local or 0, keep)
@@ -478,8 +478,9 @@ def _of_cache(q, k_cache, v_cache, visible, bias=None, scale=None, sinks=None):
 
 @_defines
 def decode(
-    q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None, bands=None
-):
+    q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None, bands=None,
+    same_bits=False,
+):  # fmt: skip
     """One new token a row by the definition, its key and value, where given, at place `length` of
     the caches; several new tokens one by one.
     """
@@ -515,8 +516,9 @@ def decode(
 
 @_defines
 def dma_decode(
-    q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, preset=None, bias=None, local=None, scale=None
-):
+    q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, preset=None, bias=None, local=None, scale=None,
+    same_bits=False,
+):  # fmt: skip
     """One new token a row: in a full cache it takes the place of the key that DMA drops, or is itself dropped."""
     (rows, kv_heads, keep, _), length = k_cache.shape, length.long()
     _, linear, local = _dma.form("dma_decode", keep, kv_heads, preset=preset, bias=bias, local=local)

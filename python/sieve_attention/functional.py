@@ -8,6 +8,11 @@ Padding behind a row's tokens is seen by none of them; padding before them is do
 
 `deterministic=True` takes backward kernels whose sums have a fixed order: two runs are equal to the bit.
 
+A token has the same bits among a whole row's queries and as one step behind a cache, on an H100 or H200 with heads of
+64 or 128 columns, in `attention` and `decode`, `selected_attention` and `decode` with `chosen`, `dma_attention` and
+`dma_decode`. `same_bits=True` asks for it where it costs time, and refuses calls that have no such kernel. `nsa`,
+`infllm_v2`, `moba`, `msa`, `expiring_attention`, `block_sparse` and latents have no step with a row's bits.
+
 Every function raises SieveError for what no kernel does (another dtype, a CPU, lengths that differ); `supports`
 returns the same sentence instead. There is no fallback; `on_cpu()` computes CPU tensors by the definitions.
 """
@@ -21,8 +26,8 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _axes, _dma, ops
-from ._arguments import MOST_HEADS, check_bands, check_sinks, checked
-from ._autograd import _by_chooser, _compressed, _read_chosen, _require_no_gradient, _scale, _tracks
+from ._arguments import MOST_HEADS, check_bands, check_sinks, check_step_in_order, checked
+from ._autograd import _blocks_of_token, _by_chooser, _compressed, _read_chosen, _require_no_gradient, _scale, _tracks
 from ._library import SieveError
 from ._on_cpu import definition_of
 from ._plans import refusal
@@ -130,8 +135,8 @@ def attention(
     or f32 `[heads]`, one more logit of each query head, whose value is zero (gpt-oss, arXiv:2508.10925), with a gradient.
     Returns `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0. return_lse: also the
     log-sum-exp of each query's logits, its sink's among them, f32 `[batch, heads, tokens]` without gradient. bands: the
-    keys that a query sees beyond its window, `Bands(first, reach, number)`; there is no bias then. `decode` says on which
-    GPUs a token's row of `o` has the bits of its step.
+    keys that a query sees beyond its window, `Bands(first, reach, number)`; there is no bias then. `decode` with
+    `same_bits=True` has the bits of a token's row, where documents begin at multiples of 128 and there is no bias.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> sieve.attention(q, k, v, window=32, documents=torch.tensor([0, 50, 128])).shape
@@ -186,7 +191,7 @@ def expiring_attention(
     """Attention over the keys of a `Selection`, with gradients to q, k, v and bias: exact token-level sparsity.
 
     Shapes as in `attention`; bias: f32 `[batch, KV heads, tokens]`, added to every logit of its key, or None. Keys that
-    no query sees get a gradient of exactly 0.
+    no query sees get a gradient of exactly 0. No step has a row's bits.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> rank = v.norm(dim=-1).transpose(1, 2).contiguous()          # [batch, KV heads, tokens]
@@ -248,7 +253,7 @@ def dma_attention(
     bias: Literal["exp", "linear"] | None = None, recency: Literal["slope", "none"] | None = None,
     local: int | None = None, shortest_period: float | None = None, longest_period: float | None = None,
     slopes: Sequence[float] | None = None, scale: float | None = None, documents: Documents | None = None,
-    deterministic: bool = False,
+    deterministic: bool = False, same_bits: bool = False,
 ) -> Tensor:  # fmt: skip
     """Dynamic mask attention (after arXiv:2508.02124), exact: each query sees the `keep` best-ranked keys before it.
 
@@ -258,7 +263,8 @@ def dma_attention(
     periods, or `slopes` of your own, one for each KV head. The bias of its logits is the rank itself (`"linear"`, the
     default with slopes) or `exp(min(rank, 60))` (`"exp"`, without). The last `local` keys, an eighth of `keep` by
     default, are kept whatever their rank. `preset="paper"` is the published form: no recency, `local=0`, `bias="exp"`.
-    Other arguments as in `attention`.
+    Other arguments as in `attention`. same_bits: a token's row has the bits of `dma_decode` with same_bits, as keys are
+    added by epochs of 128 tokens; for `keep` up to 2048, and documents that begin at multiples of 128.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> sieve.dma_attention(q, k, v, torch.randn(2, 2 * 64), torch.ones(2), keep=32).shape
@@ -271,10 +277,10 @@ def dma_attention(
     )  # fmt: skip
     (start, end), scale = _bounds(documents, q), _scale(scale, q)
     if _tracks(q, k, v, w_dt, a):
-        settings = form.slopes, form.linear, scale, keep, form.local, deterministic
+        settings = form.slopes, form.linear, scale, keep, form.local, deterministic, same_bits
         return _autograd.Dma.apply(q, k, v, w_dt, a, start, end, *settings)
     given = q, k, v, w_dt.float(), a.float(), start, end
-    return ops.dma_forward(*given, scale, keep, form.local, form.slopes, form.linear, True)[0]
+    return ops.dma_forward(*given, scale, keep, form.local, form.slopes, form.linear, True, same_bits)[0]
 
 
 @dataclass(frozen=True)
@@ -357,7 +363,7 @@ def nsa(
 
     compressed_k, compressed_v as in `nsa_compressed`. gates: bf16 `[batch, tokens, heads, 3]`, logits of the branches
     in that order: a branch counts `sigmoid(gates + gate_bias)`; gate_bias: f32 `[heads, 3]`, 0 without one. Widths 64
-    and 128, groups of 1 to 64 heads. scale, documents, deterministic as in `attention`.
+    and 128, groups of 1 to 64 heads. scale, documents, deterministic as in `attention`. No step has a row's bits.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> gates = torch.randn(1, 128, 4, 3)
@@ -392,7 +398,7 @@ def infllm_v2(
 
     Of the `num_selected` blocks the document's first and the last `local` up to the query's own are chosen in any case,
     the others by the largest probability of an overlapping mean of keys, summed over the group. Shapes, widths and
-    settings as in `nsa`; no gradient through the choice.
+    settings as in `nsa`; no gradient through the choice. No step has a row's bits.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(32, 16, 32, 3), local=1).shape
@@ -410,6 +416,7 @@ def moba(
     """MoBA (arXiv:2502.13189, eq. 5, 6): each query head reads its own block and those whose mean key scores highest.
 
     num_selected counts the query's own block. Shapes, widths and settings as in `nsa`; no gradient through the choice.
+    No step has a row's bits.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> sieve.moba(q, k, v, block=32, num_selected=2).shape
@@ -428,7 +435,7 @@ def msa(
 
     index_q: bf16 `[batch, tokens, KV heads, width]`, index_k: `[batch, tokens, 1, width]`, or a head for each KV head;
     they choose and get no gradient. Of the num_selected blocks the last `local` up to the query's own are read in any
-    case. Shapes, widths and settings as in `nsa`.
+    case. Shapes, widths and settings as in `nsa`. No step has a row's bits.
 
     >>> q, k, v = (torch.randn(1, 128, heads, 64) for heads in (4, 2, 2))
     >>> index_q, index_k = torch.randn(1, 128, 2, 64), torch.randn(1, 128, 1, 64)
@@ -471,7 +478,7 @@ def selected_attention(
     block: 16, 32, 64 or 128 tokens. A query without a block gets 0 and no gradient; keys that no query has are not
     read, and their gradients are exactly 0. window and causal=False have no kernel. validate: whether an index or count
     that would count as none is an error that names its place; that waits for the GPU. Widths, groups and other
-    arguments as in `nsa`. `decode` with `chosen` adds keys in another order: its last bits are others.
+    arguments as in `nsa`. `decode` with `chosen` and `same_bits=True` has the bits of a token's row.
 
     With block_sums also f32 `[batch, tokens, choosers, blocks]` without gradient, what an indexer's loss compares its
     probabilities with: the attention on each index's block, summed over the chooser's heads. It is 0 where an index
@@ -611,7 +618,7 @@ def block_sparse(
 def decode(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, length: Tensor, *,
     window: int | None = None, scale: float | None = None, sinks: Tensor | None = None, chosen: Tensor | None = None,
-    block: int | None = None, bands: Bands | None = None,
+    block: int | None = None, bands: Bands | None = None, same_bits: bool = False,
 ) -> Tensor:  # fmt: skip
     """New tokens of each row against its cache, which gets their keys and values: the rows of `attention` for them.
 
@@ -624,15 +631,19 @@ def decode(
 
     Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the
     last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in
-    `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and
-    KV heads the choosers; `length` counts the tokens before. sinks: as `attention` has them, bf16 alone. bands: as
-    `attention` has them, with k and v alone; the cache then holds all keys of a row up to its reach. No gradient.
+    `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, as many as the query has up to
+    the list's length, then -1; choosers divide the heads, and KV heads the choosers; `length` counts the tokens before.
+    sinks: as `attention` has them, bf16 alone. bands: as `attention` has them, with k and v alone; the cache then holds
+    all keys of a row up to its reach. No gradient.
     A capacity that grows from call to call, as in a cache of transformers, costs nothing.
 
-    On a Hopper GPU (H100, H200) a call with k and v has the bits of the tokens' rows of `attention`, where heads have 64
-    or 128 columns, values as many, and the caches at most 4,096 places, or the window at most 4,096 keys; places count
-    from the row's first token. A cache may have the token's key already and get it again. Without k and v, in other
-    sizes and on other GPUs the last bits differ, and a call with `chosen` has not the bits of `selected_attention`.
+    same_bits: each token has the bits of its row of `attention`, or with `chosen` of `selected_attention`, in any batch
+    and behind any number of keys, for a price; places count from the row's first token. It is for an H100 or H200, with
+    keys and values of 64 or of 128 columns; other calls are refused. With k and v a cache may have the token's key
+    already and gets it again. Without them it is for `chosen` alone: any ascending blocks of 16, 32, 64 or 128 tokens,
+    then -1, and a chooser for each KV head; other GPUs take that, too, and were not tried. Without same_bits a call with
+    k and v has these bits on that GPU and in these widths up to 4,096 places of the caches, or keys of the window; any
+    other call has other last bits.
 
     >>> k_cache, v_cache = torch.zeros(2, 1, 2, 16, 64)
     >>> q, k, v = (torch.randn(1, 3, heads, 64) for heads in (4, 2, 2))
@@ -653,16 +664,23 @@ def decode(
         raise SieveError(f"decode: with k and v, chosen and block have no kernel\n  hint: {hint}")
     if chosen is not None and window is not None:
         raise SieveError("decode: chosen and window together have no kernel; pass one of them")
+    if same_bits:
+        check_step_in_order(k, k_cache, chosen, block)
     if q.shape[1] > 1:
-        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen, bands)
+        return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen, bands, same_bits)
+    if same_bits and chosen is not None and block is not None:
+        lists, size = _blocks_of_token(chosen, length, block, k_cache.shape[2])
+        return ops.selected_decode(q.contiguous(), k_cache, v_cache, *lists, _scale(scale, q), size)[0]
     if k is None or v is None:
         return ops.cached_decode(q, k_cache, v_cache, length, chosen, sinks, _scale(scale, q), window, block)[0]
-    return ops.attention_decode(q, k, v, k_cache, v_cache, length, sinks, _scale(scale, q), window, bands)[0]
+    given = q, k, v, k_cache, v_cache, length, sinks
+    return ops.attention_decode(*given, _scale(scale, q), window, bands, same_bits)[0]
 
 
 def _decode_several(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, length: Tensor,
     window: int | None, scale: float | None, sinks: Tensor | None, chosen: Tensor | None, bands: Bands | None,
+    same_bits: bool = False,
 ) -> Tensor:  # fmt: skip
     """`decode` token by token."""
     _axes.warn_of_steps(q)
@@ -678,7 +696,7 @@ def _decode_several(
         before = length + (at if given else at + 1 - q.shape[1])
         k_now, v_now = (x[:, at : at + 1] for x in given) if given else (None, None)
         given_now = q[:, at : at + 1], k_now, v_now, k_cache, v_cache, before
-        o.append(decode(*given_now, window=window, scale=scale, sinks=sinks, bands=bands))
+        o.append(decode(*given_now, window=window, scale=scale, sinks=sinks, bands=bands, same_bits=same_bits))
     return torch.cat(o, 1)
 
 
@@ -686,10 +704,12 @@ def _decode_several(
 def dma_decode(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, k_cache: Tensor, v_cache: Tensor, z_cache: Tensor, positions: Tensor,
     length: Tensor, *, preset: Literal["paper"] | None = None, bias: Literal["exp", "linear"] | None = None,
-    local: int | None = None, scale: float | None = None,
+    local: int | None = None, scale: float | None = None, same_bits: bool = False,
 ) -> Tensor:  # fmt: skip
     """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it, with
-    the same `preset`, `bias` and `local` and their defaults. Its last bits are others, as it adds keys in another order.
+    the same `preset`, `bias` and `local` and their defaults. With `same_bits=True` here and there it has that row's
+    bits, on an H100 or H200, with keys and values of 64 or of 128 columns and `keep` up to 2048, for a price; others
+    are refused. Without it the last bits differ.
 
     z: f32 `[batch, KV heads]`, the token's rank: `dma_scores`, with its position times `dma_slopes` unless the form has
     no recency. Caches of `keep` places, written in place: k_cache, v_cache bf16
@@ -706,7 +726,7 @@ def dma_decode(
     _dma.check_names("dma_decode", preset=preset, bias=bias)
     keep, kv_heads = k_cache.shape[2], k_cache.shape[1]
     form = _dma.form("dma_decode", keep, kv_heads, preset=preset, bias=bias, local=local)
-    return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), form.local, form.linear)[0]
+    return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), form.local, form.linear, same_bits)[0]
 
 
 @checked

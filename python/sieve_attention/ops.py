@@ -56,7 +56,10 @@ TABLE = {
     ),
     "dma_forward": (
         (*QKV, "w_dt", "a", "doc_start?", "doc_end?"),
-        ("float scale", "int keep", "int local", "float[] slopes", "bool linear", "bool only_o=False"),
+        (
+            "float scale", "int keep", "int local", "float[] slopes", "bool linear", "bool only_o=False",
+            "bool same_bits=False",
+        ),
     ),
     "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
     "chosen_forward": ((*QKV, "index_q?", "index_k?", "doc_start?", "doc_end?"), CHOICE),
@@ -70,14 +73,20 @@ TABLE = {
         ("float scale", "int[] block", "bool fixed_order", "int head_shares=1"),
     ),
     "attention_decode": (
-        (*QKV, "k_cache!", "v_cache!", "length", "sinks?"), ("float scale", "int? window", "int[]? bands=None")
+        (*QKV, "k_cache!", "v_cache!", "length", "sinks?"),
+        ("float scale", "int? window", "int[]? bands=None", "bool same_bits=False"),
     ),
     "cached_decode": (
         ("q", "k_cache", "v_cache", "length", "chosen?", "sinks?"), ("float scale", "int? window", "int? block")
     ),
     "dma_decode": (
         (*QKV, "z", "k_cache!", "v_cache!", "z_cache!", "positions!", "length"),
-        ("float scale", "int local", "bool linear"),
+        ("float scale", "int local", "bool linear", "bool same_bits=False"),
+    ),
+    # `num_items` is as it was when the kernels end.
+    "selected_decode": (
+        ("q", "k_cache", "v_cache", "indices", "entries", "items", "num_items", "doc_start", "doc_end"),
+        ("float scale", "int block"),
     ),
     "mla_decode": (("q", "latents", "key_scale?", "length?"), ("float scale", "int rank")),
 }

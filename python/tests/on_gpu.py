@@ -16,6 +16,7 @@ import traceback
 import torch
 from empty_launch import empty_launch
 from gpu_generate import generate
+from gpu_same_bits import same_bits
 from gpu_steps import steps_of_layers
 from no_gpu import Nothing, traced_without_a_gpu
 from parity import random
@@ -445,6 +446,7 @@ def opcheck():
     caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slots = [y[..., :32].contiguous() for y in (rank, expire)]
+    blocks_of_token, size = sieve.functional._blocks_of_token(indices_of(1, 2)[:, 0], length, 64, 32)
     tiles = sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)
     sparse = ops.block_sparse(q, k, v, tiles.words, scale, (64, 64))
     arguments = {
@@ -472,13 +474,14 @@ def opcheck():
         "attention_decode": (*token, *caches, length, None, scale, None),
         "dma_decode": (*token, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
         "cached_decode": (token[0], *caches, length + 1, None, None, scale, None, None),
+        "selected_decode": (token[0], *caches, *blocks_of_token, scale, size),
         "mla_decode": (q, torch.randn(1, 400, 64, device=DEVICE, dtype=torch.bfloat16), None, None, scale, 32),
     }
     assert set(arguments) == set(ops.TABLE)
     for name, given in arguments.items():
         # Entries of a list behind its last one are never written: two runs differ there. And torch 2.11 traces no
         # operator that writes an input in place and returns a list.
-        untraced = ("dma_select", "attention_decode", "dma_decode")
+        untraced = ("dma_select", "attention_decode", "dma_decode", "selected_decode")
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         operator = getattr(torch.ops.sieve, name).default
         try:
@@ -735,7 +738,7 @@ def host():
 
 CHECKS = (
     side_stream, second_gpu, cuda_graph, capture_of_new_shapes, unaligned, deterministic, long_odd, opcheck, speed,
-    host, tiles, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs, steps_of_layers,
+    host, tiles, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs, steps_of_layers, same_bits,
 )  # fmt: skip
 
 

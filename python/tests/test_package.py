@@ -439,7 +439,7 @@ def tensors_of(name, n, b=2):
 # Operators whose inputs are outputs of those in `tensors_of`, or whose queries are one token a row: `test_opcheck` and
 # `test_lengths_share_two_graphs` have them.
 NOT_BY_LENGTH = {"dma_attention_forward", "dma_attention_backward", "block_sparse", "block_sparse_backward",
-                 "attention_decode", "cached_decode", "dma_decode", "mla_decode"}  # fmt: skip
+                 "attention_decode", "cached_decode", "dma_decode", "selected_decode", "mla_decode"}  # fmt: skip
 
 
 @pytest.mark.parametrize("gpu", [None, _library.EMULATED], ids=["Hopper", "emulated"])

@@ -10,7 +10,8 @@ use crate::request::{PlanError, Request};
 use serde::{Deserialize, Serialize};
 use sieve_core::KeepOLow;
 use sieve_gpu::{
-    AttentionGradients, AttentionResult, CudaTensor, DType, KernelError, KernelPolicy, Qkv, Recorder, SumOrder,
+    AttentionGradients, AttentionResult, CudaTensor, DType, KernelError, KernelPolicy, KeyOrder, Qkv, Recorder,
+    SumOrder,
 };
 use std::cell::Cell;
 
@@ -91,6 +92,7 @@ ops! {
         AttentionDecode = "attention_decode",
         CachedDecode = "cached_decode",
         DmaDecode = "dma_decode",
+        SelectedDecode = "selected_decode",
         MlaDecode = "mla_decode",
     }
 }
@@ -162,6 +164,33 @@ impl Inputs {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
         let policy = KernelPolicy { sums, ..KernelPolicy::DEFAULT };
         Ok(self.get("q")?.under(policy))
+    }
+
+    /// q, k and v, of whole rows or of a token a row. With `same_bits` their kernels give one row's bits in both.
+    fn qkv_in_order(&self, same_bits: bool) -> Result<Qkv, PlanError> {
+        let qkv = self.qkv()?;
+        if !same_bits {
+            return Ok(qkv);
+        }
+        let (shape, capability) = (qkv.shape(self.op)?, qkv.q.tensor().hardware().compute_capability);
+        let refused = |what: String| {
+            PlanError::Call(format!(
+                "{}: same_bits needs {what}\n  hint: leave it out; last bits may differ then",
+                self.op
+            ))
+        };
+        if capability != (9, 0) {
+            let (major, minor) = capability;
+            return Err(refused(format!("an H100 or H200, compute capability 9.0, and this GPU has {major}.{minor}")));
+        }
+        let widths = [shape.head_dim, shape.head_dim_v];
+        if ![[64; 2], [128; 2]].contains(&widths) {
+            let [keys, values] = widths;
+            return Err(refused(format!(
+                "keys and values of 64 or of 128 columns, and these have {keys} and {values}"
+            )));
+        }
+        Ok(qkv.under(KernelPolicy { sums: SumOrder::Fixed, keys: KeyOrder::Epochs, ..KernelPolicy::DEFAULT }))
     }
 
     fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {

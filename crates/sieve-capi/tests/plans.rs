@@ -181,6 +181,35 @@ fn wrong_requests_say_what_is_wrong() {
 }
 
 #[test]
+fn one_rows_bits_are_for_hopper_and_take_the_kernels_in_order() {
+    let mut seen = 0;
+    for (mut call, tensors) in requests() {
+        let (op, settings) = call.as_object_mut().and_then(|call| call.iter_mut().next()).expect("an op");
+        let kernel = match op.as_str() {
+            "attention_decode" => "hopper_attention_token",
+            "dma_decode" => "hopper_dma_attention_token",
+            "dma_forward" => "attention_forward",
+            _ => continue,
+        };
+        settings["same_bits"] = json!(true);
+        if settings.get("keep").is_some_and(|keep| keep == 5000) {
+            let error = Plan::new(&request(&call, &tensors, GPUS[2]).to_string()).expect_err("too many keys");
+            assert!(error.to_string().contains("keep of at most 2048, and it is 5000\n  hint: "), "{error}");
+            continue;
+        }
+        let plan = Plan::new(&request(&call, &tensors, GPUS[2]).to_string()).expect("a plan");
+        assert!(plan.description().contains(kernel), "{call}: {}", plan.description());
+        assert_eq!(plan.description().contains("dma_ordered_lists"), kernel == "attention_forward", "{call}");
+        for (gpu, version) in [(GPUS[0], "8.0"), (GPUS[1], "8.9")] {
+            let error = Plan::new(&request(&call, &tensors, gpu).to_string()).expect_err("another GPU").to_string();
+            assert!(error.contains(&format!("compute capability 9.0, and this GPU has {version}")), "{error}");
+        }
+        seen += 1;
+    }
+    assert_eq!(seen, 6, "requests of three ops");
+}
+
+#[test]
 fn any_number_of_a_request_may_be_wrong() {
     let mut tried = 0;
     for (call, tensors) in requests() {

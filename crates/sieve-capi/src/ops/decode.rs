@@ -1,11 +1,12 @@
 //! Attention of one new token for each row of the batch over a cache.
 use super::attention::far_of;
-use super::dma::score_bias;
+use super::dma::{require_ordered, score_bias};
 use super::{Inputs, Outputs, wrong};
 use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_gpu::{
-    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys, WARP_KEYS, mla_decode,
+    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys, TokenBlocks,
+    WARP_KEYS, mla_decode,
 };
 
 /// q, k, v of one token a row, k_cache, v_cache (written in place), length, sinks? (bf16 `[heads]`) → o
@@ -20,15 +21,18 @@ pub struct AttentionDecode {
     /// As of [`AttentionForward`](super::AttentionForward).
     #[serde(default)]
     pub bands: Option<[usize; 3]>,
+    /// Whether o has the bits of this row of [`AttentionForward`](super::AttentionForward), behind any number of keys.
+    #[serde(default)]
+    pub same_bits: bool,
 }
 
 impl AttentionDecode {
     /// A row may have up to the caches' capacity less one keys before the new one; the scratch is made for as many as a
     /// query sees.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, window, bands } = self;
+        let &Self { scale, window, bands, same_bits } = self;
         let far = far_of("attention_decode", window, bands)?.map(|(_, far)| far);
-        let (token, cache) = (t.qkv()?, t.cache()?);
+        let (token, cache) = (t.qkv_in_order(same_bits)?, t.cache()?);
         let shape = token.shape("attention_decode")?;
         let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
         let sinks = t.maybe("sinks");
@@ -104,20 +108,57 @@ pub struct DmaDecode {
     pub local: usize,
     /// Whether the bias is z itself, not `exp(min(z, 60))`.
     pub linear: bool,
+    /// Whether o has the bits of this row of a [`DmaForward`](super::DmaForward) that asks for the same.
+    #[serde(default)]
+    pub same_bits: bool,
 }
 
 impl DmaDecode {
     /// The slots are what the caches, `z_cache` and `positions` hold together; the new token takes one of them.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, local, linear } = self;
-        let (token, kv) = (t.qkv()?, t.cache()?);
+        let &Self { scale, local, linear, same_bits } = self;
+        let (token, kv) = (t.qkv_in_order(same_bits)?, t.cache()?);
         let shape = token.shape("dma_decode")?;
         let [_, _, capacity, _] = kv.k.dims("dma_decode", "k_cache")?;
-        let scratch = DecodeScratch::new(&kv.k, shape, capacity)?;
         let slots = DmaSlots { kv, z: t.get("z_cache")?, positions: t.get("positions")?, local_window_size: local };
-        let bias = score_bias(linear);
-        let o = slots.dma_decode(&token, &t.get("z")?, &t.get("length")?, scale, bias, &scratch)?;
+        let (bias, z, length) = (score_bias(linear), t.get("z")?, t.get("length")?);
+        let o = if same_bits {
+            require_ordered(t.op, capacity)?;
+            slots.dma_decode_in_order(&token, &z, &length, scale, bias)?
+        } else {
+            let scratch = DecodeScratch::new(&slots.kv.k, shape, capacity)?;
+            slots.dma_decode(&token, &z, &length, scale, bias, &scratch)?
+        };
         Ok(vec![("o", o)])
+    }
+}
+
+/// q of one token a row whose key is in the cache, k_cache, v_cache, and its blocks as
+/// [`TokenBlocks`] and [`KvCache::selected_attention_token`] have them: indices, entries, items, num_items, doc_start,
+/// doc_end → o, with the bits of this row of [`SelectedForward`](super::SelectedForward)
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct SelectedDecode {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Tokens of a block: 16, 32 or 64; a block of 128 is two.
+    pub block: usize,
+}
+
+impl SelectedDecode {
+    /// Nothing is written to the caches; `num_items` ends as it was.
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, block } = self;
+        let (q, cache, [start, end]) = (t.get("q")?, t.cache()?, t.documents()?);
+        let [indices, entries, items, num_items] = ["indices", "entries", "items", "num_items"].map(|name| t.get(name));
+        let blocks = TokenBlocks {
+            indices: &indices?,
+            entries: &entries?,
+            items: &items?,
+            num_items: &num_items?,
+            block_size: block,
+        };
+        Ok(vec![("o", cache.selected_attention_token(&q, blocks, [&start, &end], scale)?)])
     }
 }
 

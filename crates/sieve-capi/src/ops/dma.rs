@@ -5,8 +5,8 @@ use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_core::DmaWindow;
 use sieve_gpu::{
-    CudaTensor, DType, Heads, KernelError, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, dma_select,
-    oracle,
+    CudaTensor, DType, Heads, KernelError, KeyLists, MOST_ORDERED, PositionOrigin, Recency, ScoreBias, ScoresBackward,
+    Selection, dma_select, oracle,
 };
 
 /// v, w_dt `[KV heads, KV heads * width]`, a, doc_start? → x, z
@@ -61,9 +61,13 @@ pub struct DmaSelect {
 impl DmaSelect {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { keep, local } = self;
-        let (expire, lists) = selection(&t.get("rank")?, keep, local, &t.documents()?)?;
+        let documents = t.documents()?;
+        let (selection, _) = selection(&t.get("rank")?, keep, local, &documents)?;
+        let [_, _, seq_len] = selection.expire.dims(t.op, "expire")?;
+        let [start, end] = &documents;
+        let lists = (keep < seq_len).then(|| selection.dma_lists(start, end, KeyLists::TILE_QUERIES)).transpose()?;
         let lists = lists.into_iter().flat_map(of_lists);
-        Ok([("expire", expire)].into_iter().chain(lists).collect())
+        Ok([("expire", selection.expire.clone())].into_iter().chain(lists).collect())
     }
 }
 
@@ -125,21 +129,31 @@ pub struct DmaForward {
     /// Whether `o` is the only output.
     #[serde(default)]
     pub only_o: bool,
+    /// Whether a row of o has the bits of its [`DmaDecode`](super::DmaDecode): keys are added by epochs of 128 queries.
+    #[serde(default)]
+    pub same_bits: bool,
 }
 
 impl DmaForward {
     /// Where `keep` is at least the tokens of a row, every key is kept: dense attention with a bias runs, and no lists
-    /// are an output.
+    /// are an output; its keys have the order of epochs. The lists of the backward pass have another one.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
-        let &Self { scale, keep, local, ref slopes, linear, only_o } = self;
-        let (qkv, w_dt, a, documents) = (t.qkv()?, t.get("w_dt")?, t.get("a")?, t.documents()?);
+        let &Self { scale, keep, local, ref slopes, linear, only_o, same_bits } = self;
+        let (qkv, w_dt, a, documents) = (t.qkv_in_order(same_bits)?, t.get("w_dt")?, t.get("a")?, t.documents()?);
+        if same_bits {
+            require_ordered(t.op, keep)?;
+        }
         let recency = recency(slopes, Some(&documents[0]))?;
         let (scores, bias) = qkv.v.dma_ranks_and_bias(&w_dt, &a, recency.as_ref(), score_bias(linear))?;
-        let (_, lists) = selection(&scores.z, keep, local, &documents)?;
-        let o_low = o_low(only_o);
-        let forward = match &lists {
+        let [start, end] = &documents;
+        let (selection, window) = selection(&scores.z, keep, local, &documents)?;
+        let lists = || selection.dma_lists(start, end, KeyLists::TILE_QUERIES);
+        let (o_low, is_listed) = (o_low(only_o), keep < qkv.shape(t.op)?.seq_len);
+        let lists = (is_listed && !(same_bits && only_o)).then(lists).transpose()?;
+        let ordered = (is_listed && same_bits).then(|| selection.dma_ordered_lists(&scores.z, start, window, None));
+        let forward = match ordered.transpose()?.as_ref().or(lists.as_ref()) {
             Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, o_low)?,
-            None => qkv.attention_forward(&documents[0], None, scale, Some((&bias, o_low)))?,
+            None => qkv.attention_forward(start, None, scale, Some((&bias, o_low)))?,
         };
         let mut outputs = result(forward, only_o);
         if !only_o {
@@ -165,20 +179,27 @@ fn recency<'a>(slopes: &'a [f32], start: Option<&'a CudaTensor>) -> Result<Optio
     Ok((!slopes.is_empty()).then_some(Recency { slopes, origin }))
 }
 
-/// DMA's mask `expire`, i32 `[batch, num_kv_heads, seq_len]`, from ranks of that shape, and the key lists of attention;
-/// `None` in place of lists if every key is kept.
+/// Refuses windows of more keys than are added in one order.
+pub(super) fn require_ordered(op: &'static str, keep: usize) -> Result<(), PlanError> {
+    if keep <= MOST_ORDERED {
+        return Ok(());
+    }
+    let hint = "leave it out, or keep fewer keys";
+    Err(PlanError::Call(format!(
+        "{op}: same_bits needs keep of at most {MOST_ORDERED}, and it is {keep}\n  hint: {hint}"
+    )))
+}
+
+/// The keys that queries keep by ranks f32 `[batch, num_kv_heads, seq_len]`, and their window.
 fn selection(
     rank: &CudaTensor,
     keep: usize,
     local: usize,
     [start, end]: &[CudaTensor; 2],
-) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
+) -> Result<(Selection, DmaWindow), PlanError> {
     rank.require_dtype("dma_select", "rank", DType::F32)?;
     let window = DmaWindow { keep_window_size: keep, local_window_size: local };
-    let selection = dma_select(rank, start, end, window)?;
-    let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-    let lists = if keep < seq_len { Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?) } else { None };
-    Ok((selection.expire.clone(), lists))
+    Ok((dma_select(rank, start, end, window)?, window))
 }
 
 /// The lists of a selection as outputs of a plan.
