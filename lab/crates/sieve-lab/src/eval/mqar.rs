@@ -81,7 +81,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 /// Runs `sieve eval mqar`: a model's accuracy on multi-query associative recall.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
     // Refuses a --save that cannot name its file, before the work begins.
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, args.plot.is_some())?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)

@@ -80,7 +80,8 @@ pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     if !(1..=MOST_STEPS).contains(&args.grid) {
         bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
     }
-    args.result.check(&args.checkpoint, if args.phases.is_some() { by_phase::COMMAND } else { COMMAND })?;
+    let command = if args.phases.is_some() { by_phase::COMMAND } else { COMMAND };
+    args.result.check(&args.checkpoint, command, args.plot.is_some())?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let unlisted = args.phases.map_or(shape.max_seq_len, |_| by_phase::LENGTH.min(shape.max_seq_len));
         let longest = args.lengths.iter().max().copied();
