@@ -156,7 +156,7 @@ fn accuracy_by_phase<'r>(title: &str, period: usize, report: &'r RecallReport) -
         Some(Row {
             name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
             gaps: vec![&by_phase.accuracy],
-            says: vec![scored(by_phase).in_short(ROWS)],
+            says: vec![scored(by_phase).in_short()],
         })
     };
     let rows: Vec<Row<'_>> = report.kinds.iter().filter_map(row).collect();
@@ -318,7 +318,7 @@ fn by_phase(report: &RecallReport) {
             "\n{} tokens, the first {} of {} pairs",
             kind.seq_len, by_phase.num_pairs, kind.num_pairs
         ));
-        scored(by_phase).print(ROWS);
+        scored(by_phase).print();
         let distance = |phase: usize| {
             let mut all = by_phase.accuracy.phases.iter().zip(&by_phase.distances);
             all.find(|(score, _)| score.phase == phase).map_or(0.0, |(_, &distance)| distance)

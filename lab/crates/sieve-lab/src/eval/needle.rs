@@ -265,13 +265,16 @@ fn print<B: DeviceBackend>(
 
 /// Whether the mean rank differs from guessing, by [`CLEAR_SIGMAS`].
 fn verdict(report: &NeedleReport) -> String {
-    let what = match report.sigmas {
+    let (sigmas, best) = (report.sigmas, report.best_sigmas());
+    let what = match sigmas {
         x if x > CLEAR_SIGMAS => "better than chance",
         x if x < -CLEAR_SIGMAS => "worse than chance",
-        _ if report.best_sigmas() <= CLEAR_SIGMAS => "too few needles to tell from chance",
-        x => return format!("{x:+.1} standard errors from chance, {CLEAR_SIGMAS} would be clear"),
+        _ if best <= CLEAR_SIGMAS => {
+            return format!("within chance, {sigmas:+.1} standard errors: so few needles reach {best:+.1} at most");
+        }
+        _ => return format!("within chance, {sigmas:+.1} standard errors: {CLEAR_SIGMAS} would be clear"),
     };
-    format!("{what}, {:+.1} standard errors", report.sigmas)
+    format!("{what}, {sigmas:+.1} standard errors")
 }
 
 /// Prints a line for each length, with the mean over all depths.
