@@ -124,8 +124,10 @@ pub(super) fn print_legend(rows: &str) {
     terminal::line(&format!(
         "gap: best mean minus worst, with its 95 % interval over {rows}; rotated: the median gap if each of the \
          {rows} is rotated over its phases at random\n\
-         wave: amplitude of one period of a wave through the means; p: share of rotations with as large a gap, or wave\n\
-         beyond chance: fewer than 5 % of the rotations have as large a gap; within chance: no effect, or too few {rows}"
+         wave: amplitude of one period of a wave through the means; p: share of rotations with as large a gap, or \
+         wave\n\
+         beyond chance: fewer than 5 % of the rotations have as large a gap; within chance: no effect, or too few \
+         {rows}"
     ));
 }
 
