@@ -27,6 +27,7 @@ mod hub;
 mod initial_weights;
 mod library_page;
 mod operator;
+mod pipes;
 mod printed_commands;
 mod resume_kill;
 mod serve;

@@ -1,6 +1,7 @@
 //! `training.train = ["indexer"]`: an indexer learns beside a model that stays as it is.
-use crate::tiny_run::TinyRun;
+use crate::tiny_run::{TinyRun, text};
 use sieve_hf::TensorFile;
+use std::process::Command;
 
 const ALONE: &str = "--set training.train=[\"indexer\"]";
 
@@ -72,4 +73,23 @@ fn a_run_of_an_indexer_alone_begins_with_a_whole_model_resumes_and_goes_on_as_on
     tiny.trained("after", "--branch-from alone --set training.steps=16");
     let moments = tensors(&tiny, "after/checkpoint/step-16/optimizer.safetensors");
     assert!(moments.iter().any(|(name, _)| name.contains("mlp") && name.ends_with("exp_avg")));
+}
+
+#[test]
+fn indexers_alone_in_an_untrained_model_are_named_in_a_warning() {
+    let tiny = tiny("msa");
+    tiny.trained("whole", "--stop-after 1");
+    let warns = |mut command: Command| {
+        let output = command.output().expect("it runs");
+        assert!(output.status.success(), "{}", text(&output));
+        text(&output).contains("the attention of an untrained model")
+    };
+    let from = "--set model.initial_weights=whole";
+    for (what, is_warned) in [("", true), (from, false), ("--branch-from whole", false)] {
+        let out = format!("out{}", what.len());
+        assert_eq!(warns(tiny.train(&out, &format!("--stop-after 1 {ALONE} {what}"))), is_warned, "{what}");
+    }
+    assert!(!warns(tiny.train("all", "--stop-after 1")));
+    let plan = |more: &str| warns(tiny.sieve(&format!("plan --recipe tiny.toml {ALONE} {more}")));
+    assert_eq!([plan(""), plan(from)], [true, false]);
 }

@@ -1,11 +1,14 @@
 """How long a stream pauses when the common cache of a GPU's texts grows, and when it shrinks behind them.
 
-    serve_shrinks.py SIEVE CHECKPOINT [--texts 10] [--prompt-tokens 12000] [--stream-tokens 30000] [more flags of serve]
+    serve_shrinks.py SIEVE CHECKPOINT [--texts 10] [--prompt-tokens 12000] [--stream-tokens 1800] [more flags of serve]
 
-One client streams. The others ask at once for a short answer to a long prompt, and leave; some seconds later the server
-gives the memory back that they took. `/metrics` says for how many tokens there is room. Prints a line of JSON: the
-stream's median gap, and for each change of the room when it was seen, in seconds behind the others' end, the room
-before and after, and the stream's longest gap within 0.1 s of it. A CPU has no common cache, and a line says so.
+One client streams, one short text after another. The others ask at once for a short answer to a long prompt, and leave.
+The server gives the memory back that they took once open and kept texts have needed a quarter of it or less for five
+seconds, so the streamed texts must stay short, and the prompts shorter than those that a GPU keeps (docs/serving.md).
+`/metrics` says for how many tokens there is room. Prints a line of JSON: the stream's median gap, and for each change
+of the room when it was seen, in seconds behind the others' end, the room before and after, and the stream's longest gap
+within 0.1 s of it, which is also the time between two streamed texts where one ends just then. A CPU has no common
+cache, and a line says so.
 """
 
 import json
@@ -14,7 +17,9 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
+from serve_parts import beside
 from serve_waits import parser_of, pauses, run
 
 ROOM = re.compile(r"^sieve_common_cache_tokens (\d+)$", re.MULTILINE)
@@ -28,54 +33,40 @@ def room_of(server):
         return int(ROOM.search(answer.read().decode())[1])
 
 
-def measure(server, args):
-    """Streams, lets the others come and go, and prints the pauses."""
-    prompt = list(range(100, 200))
-    server.ask({"prompt": prompt, "max_tokens": 8, "ignore_eos": True})  # compiles kernels
-    times, changes, ended = [], [], threading.Event()
-
-    def stream():
-        """Reads one long stream and notes when each of its tokens comes."""
-        body = {"prompt": prompt, "max_tokens": args.stream_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0,
-                "stream": True}
-        with server.open("/v1/completions", body) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    times.append(time.monotonic())
-                if ended.is_set():
-                    return
+def others(server, args):
+    """Lets the others come and go. Returns when the last one had its answer, and the changes of the room."""
+    ended = threading.Event()
 
     def watch():
-        """Notes when the common cache's room changes, and from what to what."""
-        before = room_of(server)
-        while not ended.is_set():
+        """When the room changes, and from what to what."""
+        changes, before = [], room_of(server)
+        while not ended.wait(0.01):
             now = room_of(server)
             if now != before:
                 changes.append((time.monotonic(), before, now))
             before = now
-            time.sleep(0.01)
+        return changes
 
     def ask(number):
         server.ask({"prompt": [100 + (37 * number + at) % 800 for at in range(args.prompt_tokens)], "max_tokens": 8,
                     "ignore_eos": True})
 
-    threads = [threading.Thread(target=work) for work in (stream, watch)]
-    for thread in threads:
-        thread.start()
-    time.sleep(1)
-    others = [threading.Thread(target=ask, args=(number,)) for number in range(args.texts)]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join()
-    end = time.monotonic()
-    time.sleep(WAIT)
-    is_streaming = threads[0].is_alive()
-    ended.set()
-    for thread in threads:
-        thread.join()
-    if not is_streaming:
-        sys.exit(f"the stream of {args.stream_tokens} tokens ended before the measurement: add --stream-tokens")
+    with ThreadPoolExecutor(args.texts + 1) as pool:
+        watching = pool.submit(watch)
+        try:
+            list(pool.map(ask, range(args.texts)))
+            end = time.monotonic()
+            time.sleep(WAIT)
+        finally:
+            ended.set()
+        return end, watching.result()
+
+
+def measure(server, args):
+    """Streams, lets the others come and go, and prints the pauses."""
+    stream = {"prompt": list(range(100, 200)), "max_tokens": args.stream_tokens, "ignore_eos": True, "logprobs": 0}
+    server.ask({**stream, "max_tokens": 8})  # compiles kernels
+    (end, changes), [times] = beside(server, 1, stream, lambda: others(server, args))
     if not changes:
         print("no change of the room: a CPU has no common cache, nor has a model whose texts have a cache each")
         return
@@ -84,6 +75,9 @@ def measure(server, args):
     seen = [{"at": round(at - end, 2), "room": [before, now], "gap_longest": round(max(near(at), default=0.0), 4)}
             for at, before, now in changes]
     print(json.dumps({"gap_median": pauses(times)["median"], "changes": seen}))
+    if all(before < now for _, before, now in changes):
+        sys.exit("the room did not shrink: open and kept texts need more than a quarter of it; use longer prompts that "
+                 "are not kept, or fewer --stream-tokens")
 
 
 def main():
@@ -91,7 +85,7 @@ def main():
     words = parser_of(__doc__)
     words.add_argument("--texts", type=int, default=10)
     words.add_argument("--prompt-tokens", type=int, default=12_000)
-    words.add_argument("--stream-tokens", type=int, default=30_000)
+    words.add_argument("--stream-tokens", type=int, default=1800)
     run(words, measure)
 
 

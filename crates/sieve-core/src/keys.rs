@@ -14,7 +14,8 @@ pub(crate) const MAX_WIDTH: usize = 1 << 20;
 pub(crate) const MAX_COUNT: usize = 1 << 14;
 pub(crate) const MAX_HEAD_DIM: usize = 1 << 12;
 pub(crate) const MAX_VOCAB: usize = 1 << 24;
-pub(crate) const MAX_SEQ_LEN: usize = 1 << 27;
+/// Most tokens of a row, and of a model's context.
+pub const MAX_SEQ_LEN: usize = 1 << 27;
 pub(crate) const MAX_BATCH: usize = 1 << 24;
 pub(crate) const MAX_STEPS: usize = 1 << 40;
 

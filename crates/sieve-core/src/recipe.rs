@@ -40,6 +40,7 @@ mod template;
 
 mod siblings;
 
+pub use crate::keys::MAX_SEQ_LEN;
 pub use crate::kinds::{Attention, AttentionKind, SwaShape};
 pub use attention::AttentionSection;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};

@@ -1,6 +1,6 @@
 //! Read-only memory maps, the only `unsafe` code of the crate.
 
-use std::fs::File;
+use sieve_files::open_file;
 use std::ops::Deref;
 use std::path::Path;
 
@@ -21,7 +21,7 @@ pub(crate) struct MappedFile {
 impl MappedFile {
     /// Maps a file; refuses what is no file.
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let file = open_file(path).map_err(DataError::io("open", path))?;
         let metadata = file.metadata().map_err(DataError::io("read", path))?;
         if !metadata.is_file() {
             return Err(DataError::shard(path, "not a file"));

@@ -21,7 +21,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::DataError;
 use crate::guard::guarded;
-use sieve_files::{in_place_of, write_atomically};
+use sieve_files::{in_place_of, read_file, write_atomically};
 pub use stream::DecodeStream;
 use token_bytes::TokenBytes;
 pub use train::BpeConfig;
@@ -87,7 +87,7 @@ impl Tokenizer {
     /// # Errors
     /// A file that cannot be read, or that the `tokenizers` crate does not accept.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
-        let bytes = std::fs::read(path).map_err(|error| match error.kind() {
+        let bytes = read_file(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
                 let (folder, repository) = home_of(path);
                 let hint = format!(

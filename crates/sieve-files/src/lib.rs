@@ -16,6 +16,7 @@ mod error;
 mod in_place_of;
 mod lock;
 mod python_number;
+mod read;
 mod room;
 mod write;
 
@@ -24,6 +25,7 @@ pub use error::FileError;
 pub use in_place_of::{in_place_of, lfs_pointer};
 pub use lock::{Taken, lock_or_wait, try_lock};
 pub use python_number::python_number;
+pub use read::{no_file, open_file, read_file, read_text, special_file};
 pub use room::free_bytes;
 pub use write::{
     check_replaceable, is_pipe_or_device, publish_folder, replace, sync_folder, write_atomically, write_pieces_synced,

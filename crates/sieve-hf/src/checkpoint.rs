@@ -3,16 +3,16 @@
 //! All files are written into `step-N.tmp` and synced; then the folder is renamed. `state.json` holds a checksum of
 //! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
-use crate::odd_folders::refuse_odd_model;
+use crate::odd_folders::{refuse_odd_file, refuse_odd_model};
 use crate::tensor_file::{TensorHeader, of_step, step_of, stream_tensor_file};
 use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use burn::tensor::Bytes;
 use serde::{Deserialize, Serialize};
 use sieve_core::ShownPath;
-use sieve_files::{publish_folder, sync_folder, temporary_name, write_synced};
+use sieve_files::{open_file, publish_folder, read_text, sync_folder, temporary_name, write_synced};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -340,6 +340,7 @@ impl Checkpoint {
 
     /// The folder `step-N` that `path` leads to, and the folder of the checkpoint before it, if there is one.
     fn find(path: &Path) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
+        refuse_odd_file(&path.join(STATE))?;
         if path.join(STATE).is_file() {
             return Ok((path.to_owned(), previous_of(path)));
         }
@@ -400,7 +401,7 @@ impl Checkpoint {
         let file = path.join(STATE);
         let damaged =
             |path: PathBuf, problem: String| CheckpointError::Damaged { path, problem, previous: previous.clone() };
-        let text = fs::read_to_string(&file).map_err(|error| unreadable(&file, error, previous))?;
+        let text = read_text(&file).map_err(|error| unreadable(&file, error, previous))?;
         let no_state =
             |error: serde_json::Error| damaged(file.clone(), format!("it is not the state of a run ({error})"));
         let value: serde_json::Value = serde_json::from_str(&text).map_err(no_state)?;
@@ -455,7 +456,7 @@ impl Checkpoint {
     /// An unreadable file.
     pub fn recipe_toml(&self) -> Result<String, CheckpointError> {
         let path = self.path.join(RECIPE);
-        fs::read_to_string(&path).map_err(CheckpointError::io("reading", path))
+        read_text(&path).map_err(CheckpointError::io("reading", path))
     }
 
     /// Path of the checkpoint's `tokenizer.json`.
@@ -488,7 +489,7 @@ fn unreadable(file: &Path, error: std::io::Error, previous: &Option<PathBuf>) ->
 
 /// XXH3 hash of a file, in hexadecimal.
 fn checksum_of(path: &Path) -> std::io::Result<String> {
-    let mut file = File::open(path)?;
+    let mut file = open_file(path)?;
     let mut sum = Xxh3::new();
     let mut buffer = vec![0; 1 << 20];
     loop {

@@ -25,7 +25,7 @@ use sieve_core::kinds::{Part, Projections, names_of_kinds};
 use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError, ShownPath};
-use sieve_files::write_synced;
+use sieve_files::{read_text, write_synced};
 use sieve_nn::Qwen3;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -105,8 +105,7 @@ pub fn import<B: Backend>(
     let path = out.join("step-0");
     check_out(out)?;
     let tokenizer_path = from.join("tokenizer.json");
-    let tokenizer_json =
-        fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
+    let tokenizer_json = read_text(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
     // The path is absolute, because the recipe names it and training may run in any working directory.
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;

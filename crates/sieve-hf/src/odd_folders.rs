@@ -1,6 +1,7 @@
 //! What lies at a path where a model's folder, or a file of it, should be.
 use crate::CheckpointError;
 use sieve_core::ShownPath;
+use sieve_files::special_file;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -49,15 +50,19 @@ pub fn refuse_odd_model(path: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Refuses a folder, or a link that leads nowhere, in the place of a model's file. A file that is not there at all is
-/// none of them.
+/// Refuses a folder, a pipe, a device, or a link that leads nowhere, in the place of a model's file. A file that is not
+/// there at all is none of them.
 ///
 /// # Errors
-/// Those two.
+/// Those of the list.
 pub fn refuse_odd_file(path: &Path) -> Result<(), CheckpointError> {
     if path.is_dir() {
         let what = format!("{} is a folder, and a file is needed", path.shown());
         return Err(CheckpointError::refused(what, "put the file of this name in the folder's place"));
+    }
+    if let Some(kind) = special_file(path) {
+        let what = format!("{} is {kind}, and a file is needed", path.shown());
+        return Err(CheckpointError::refused(what, "copy or fetch the file itself"));
     }
     match fs::read_link(path) {
         Ok(target) if !path.exists() => Err(CheckpointError::refused(

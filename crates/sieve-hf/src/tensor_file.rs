@@ -5,10 +5,9 @@ use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use sieve_core::ShownPath;
-use sieve_files::in_place_of;
+use sieve_files::{in_place_of, open_file};
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::fs::File;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
@@ -98,7 +97,7 @@ pub(crate) fn of_step(step: u64) -> HashMap<String, String> {
 
 /// The step that a file of a checkpoint says it was written at; `None` if it says none.
 pub(crate) fn step_of(path: &Path) -> Option<u64> {
-    let file = File::open(path).ok()?;
+    let file = open_file(path).ok()?;
     // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and removed.
     let map = unsafe { Mmap::map(&file) }.ok()?;
     let (_, header) = SafeTensors::read_metadata(&map).ok()?;
@@ -137,7 +136,7 @@ impl TensorFile {
     /// # Errors
     /// An unreadable file, or one that is not safetensors.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let file = File::open(path).map_err(CheckpointError::io("reading", path))?;
+        let file = open_file(path).map_err(CheckpointError::io("reading", path))?;
         // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and removed.
         let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?;
         if let Err(error) = SafeTensors::deserialize(&map) {

@@ -2,12 +2,14 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "the one place that prints")]
 mod bar;
 mod colour;
+mod reader;
 
 use crate::exit::{Exit, is_of_the_disk};
 use anyhow::{Context, Result};
 use bar::above_bars;
 pub use bar::{DownloadBar, FolderBar, is_interactive, progress_bar, style, styled_bar, with_bar, with_bytes_bar};
 use colour::coloured;
+pub use reader::end_with_reader;
 use sieve_core::{ReferenceTooLarge, ShownPath, shown_text};
 pub use sieve_core::{quoted, shell_word, thousands};
 use std::borrow::Cow;
@@ -41,14 +43,6 @@ static IS_MUTED: AtomicBool = AtomicBool::new(false);
 /// The first output that could not be written, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Whether a pipe was closed that output went to.
-static READER_LEFT: AtomicBool = AtomicBool::new(false);
-
-/// Whether nobody reads the output any more, so that a command whose only result it is may end.
-pub fn reader_left() -> bool {
-    READER_LEFT.load(Ordering::Relaxed)
-}
-
 /// How messages name the file of `--log-file`.
 const LOG: &str = "the file of --log-file";
 
@@ -57,7 +51,6 @@ const LOG: &str = "the file of --log-file";
 fn lose(place: &str, error: &std::io::Error) {
     // A closed pipe is no loss: its reader, such as `head`, has read enough.
     if error.kind() == std::io::ErrorKind::BrokenPipe {
-        READER_LEFT.store(true, Ordering::Relaxed);
         return;
     }
     let lost = format!("{place} could not be written: {error}");

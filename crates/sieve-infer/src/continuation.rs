@@ -61,7 +61,11 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
 
 /// Whether texts of at most `room` tokens each share a cache, so that one captured call takes a token of each: not a
 /// single text, not on a device without such a call, and not where the memory for it is short.
-pub fn share_a_cache<B: DeviceBackend>(shape: &ModelShape, [texts, room]: [usize; 2], device: &B::Device) -> bool {
+pub(crate) fn share_a_cache<B: DeviceBackend>(
+    shape: &ModelShape,
+    [texts, room]: [usize; 2],
+    device: &B::Device,
+) -> bool {
     !B::ON_HOST && texts > 1 && fits_in_rows(shape, [texts, room], B::free_memory(device))
 }
 

@@ -34,7 +34,7 @@ mod words;
 #[cfg(test)]
 mod test_model;
 
-pub use continuation::{Continuation, Drawn, Ending, TextsWithEndings, prompt_part, share_a_cache, texts_together};
+pub use continuation::{Continuation, Drawn, Ending, TextsWithEndings, prompt_part, texts_together};
 pub use conversation::{Answer, AnswerConfig, Conversation};
 pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, text_documents};
 pub use error::InferError;

@@ -81,6 +81,11 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.texts.iter_mut().map(|(_, owned)| owned)
     }
 
+    /// Whether texts share a cache, but after a pass that failed.
+    pub fn share_a_cache(&self) -> bool {
+        self.has_rows
+    }
+
     /// Number of open texts.
     pub fn len(&self) -> usize {
         self.texts.len()

@@ -182,8 +182,16 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         metrics: &'a Metrics,
         (texts, num_waiting): (Taken, Waiting),
     ) -> Self {
+        let open = OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device);
+        if !B::ON_HOST && size[0] > 1 && !open.share_a_cache() {
+            log::warn!(
+                "a cache of all sequences would take more than half of the free memory, because it keeps a window's \
+                 old keys too, so each sequence has its own, and a token of several takes many times longer\n  hint: \
+                 lower --max-texts or --max-context"
+            );
+        }
         Self {
-            open: OpenTexts::new(engine.model, size, engine.selection.clone(), engine.device),
+            open,
             waiting: VecDeque::new(),
             reading: None,
             short_is_next: false,

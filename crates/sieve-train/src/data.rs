@@ -7,7 +7,7 @@ pub(crate) mod stages;
 use crate::TrainError;
 pub use chats::{chat_format, chat_format_of, chat_template};
 use sieve_core::Recipe;
-use sieve_files::{Taken, try_lock};
+use sieve_files::{Taken, read_text, try_lock};
 pub use sources::corpus_configs;
 
 use sieve_core::recipe::{DataFormat, TokenizerSource};
@@ -311,7 +311,7 @@ impl TrainingData {
             _ => return false,
         };
         let path = tokenizer_file(path, around).ok();
-        path.and_then(|path| std::fs::read_to_string(path).ok()).as_ref() != Some(&self.tokenizer_json)
+        path.and_then(|path| read_text(&path).ok()).as_ref() != Some(&self.tokenizer_json)
     }
 
     /// The shards of all texts that the run reads.
@@ -388,7 +388,7 @@ pub fn tokenizer_file(path: &str, around: &Surroundings<'_>) -> Result<PathBuf, 
 fn read_tokenizer(path: &Path, recipe: &Recipe) -> Result<(Tokenizer, String), TrainError> {
     let tokenizer = Tokenizer::from_file(path)?;
     let tokenizer = tokenizer.with_eos_token(recipe.tokenizer.eos_token.as_deref());
-    let json = std::fs::read_to_string(path).map_err(TrainError::io("reading", path))?;
+    let json = read_text(path).map_err(TrainError::io("reading", path))?;
     Ok((tokenizer, json))
 }
 
@@ -422,7 +422,7 @@ fn trained_tokenizer(
     });
     let _lock = locked.map_err(TrainError::io("locking", &lock_path))?;
     let mark = format!("{:032x} {config:?}\n", corpus.fingerprint());
-    let found = std::fs::read_to_string(&mark_path).ok();
+    let found = read_text(&mark_path).ok();
     if found.as_ref() == Some(&mark) && path.is_file() {
         return read_tokenizer(&path, recipe);
     }
@@ -454,7 +454,7 @@ fn trained_tokenizer(
 
 /// The tokenizer in a folder of prepared data, if its `tokenizer.origin` says `mark`.
 fn tokenizer_of_mark(dir: &Path, mark: &str) -> Option<Tokenizer> {
-    let origin = std::fs::read_to_string(dir.join("tokenizer.origin")).ok()?;
+    let origin = read_text(&dir.join("tokenizer.origin")).ok()?;
     if origin != mark {
         return None;
     }

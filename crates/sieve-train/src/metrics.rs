@@ -5,7 +5,7 @@ use crate::tries::Tries;
 use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
 use sieve_core::{Recipe, ShownPath};
-use sieve_files::write_atomically;
+use sieve_files::{read_file, read_text, write_atomically};
 use sieve_ops::MemoryPeak;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -282,7 +282,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 
 /// The last validation that the run in `folder` wrote, if there is one; a number that was NaN or infinite is NaN.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
-    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
+    let text = read_text(&folder.join("metrics.jsonl")).ok()?;
     let mut lines = text.lines().rev();
     lines.find_map(|line| serde_json::from_str::<ValidationReport>(line).ok())
 }
@@ -292,7 +292,7 @@ pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
 /// # Errors
 /// A file that cannot be read.
 pub(crate) fn validations(path: &Path) -> Result<Vec<ValidationReport>, TrainError> {
-    let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
+    let text = read_file(path).map_err(TrainError::io("reading", path))?;
     let text = String::from_utf8_lossy(&text);
     Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
@@ -307,7 +307,7 @@ struct Written {
 /// Removes incomplete lines, and lines of steps after `step`, from `metrics.jsonl`; the latter are appended to the file
 /// `aside`, if given. Returns the validations that stay, and the number of appended lines.
 pub(crate) fn drop_later_lines(path: &Path, step: u64, aside: Option<&Path>) -> Result<(History, usize), TrainError> {
-    let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
+    let text = read_file(path).map_err(TrainError::io("reading", path))?;
     let text = String::from_utf8_lossy(&text);
     let (mut kept, mut later) = (String::with_capacity(text.len()), String::new());
     let mut history = History { steps: Some([0; 2]), ..History::default() };

@@ -9,7 +9,7 @@ pub use initial::{
 use serde::{Deserialize, Serialize};
 use sieve_core::recipe::{KeyChange, RANDOM_WEIGHTS};
 use sieve_core::{InitialWeights, Recipe, ShownPath};
-use sieve_files::write_atomically;
+use sieve_files::{read_file, read_text, write_atomically};
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -105,7 +105,7 @@ impl Origin {
             Some(checkpoint) => saved_recipe(checkpoint)?,
             None => {
                 let path = folder.config_path();
-                let text = std::fs::read_to_string(&path).map_err(TrainError::io("reading", &path))?;
+                let text = read_text(&path).map_err(TrainError::io("reading", &path))?;
                 Recipe::load(&text, &path.shown().to_string(), &[])?
             }
         };
@@ -336,7 +336,7 @@ impl Begun {
     /// Reads the file of the run in `folder`; `None` if that run began with the seed.
     fn read(folder: &RunFolder) -> Result<Option<Self>, TrainError> {
         let path = folder.origin_path();
-        match std::fs::read(&path).and_then(|text| Ok(serde_json::from_slice(&text)?)) {
+        match read_file(&path).and_then(|text| Ok(serde_json::from_slice(&text)?)) {
             Ok(begun) => Ok(Some(begun)),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(TrainError::io("reading", &path)(error)),

@@ -100,6 +100,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<Exit> {
 
 /// Runs the command as one process, or as one of `ranks`.
 fn run_as(mut args: GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+    terminal::end_with_reader();
     // A temperature that no text can be drawn at is refused before a model is loaded.
     Sampler::new(args.sampling())?;
     if variable(LAUNCHED).is_some()
@@ -259,7 +260,7 @@ impl<B: DeviceBackend> Run<'_, B> {
         // (index of the prompt, number of the sample) of a text.
         let place = |text: usize| (text % num_prompts, (text / num_prompts) as u64);
         let mut first = 0;
-        while first < num_texts && !terminal::reader_left() {
+        while first < num_texts {
             let (prompt, sample) = place(first);
             let config = self.config(sample);
             let most = match num_prompts {
@@ -297,9 +298,6 @@ impl<B: DeviceBackend> Run<'_, B> {
     /// Decodes the samples of the only prompt one after the other, with `--selector` if it is given.
     fn one_by_one(&self) -> Result<()> {
         for sample in 0..self.args.samples {
-            if terminal::reader_left() {
-                break;
-            }
             let (model, config) = (&self.loaded.model, self.config(sample));
             let generator = Generator::new(model, &self.tokens[0], config, self.device)?.ending_at(&self.ends);
             let mut generator = generator.with_scores(self.args.logprobs);

@@ -1,6 +1,6 @@
 //! `sieve plan`: parameters, FLOPs, memory, cache and time of a recipe before it runs.
 use crate::epochs::{self, TextEpochs};
-use crate::recipe::useless::useless_settings;
+use crate::recipe::useless::{untrained_model, useless_settings};
 use crate::recipe::{RecipeArgs, vocab_size};
 use anyhow::{Result, bail};
 use clap::Args;
@@ -56,6 +56,9 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let source = args.recipe;
     let recipe = source.load()?;
     useless_settings(&recipe).iter().for_each(|words| terminal::warning(words));
+    if recipe.model.initial_folder().is_none() {
+        untrained_model(&recipe).into_iter().for_each(terminal::warning);
+    }
     let vocab_size = match initial_checkpoint(&recipe)? {
         Some(checkpoint) => checkpoint.state.vocab_size,
         None => vocab_size(&recipe)?,

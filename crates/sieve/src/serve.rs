@@ -10,7 +10,7 @@ use sieve_host::same_bits::SameBitsArgs;
 use sieve_host::{hub, loaded, selector, terminal};
 
 use sieve_hf::{ChatTemplate, Kept, SamplingDefaults, peek_model};
-use sieve_infer::{LogitRules, Sampling, prompt_part, share_a_cache, texts_together};
+use sieve_infer::{LogitRules, Sampling, prompt_part, texts_together};
 use sieve_ops::DeviceBackend;
 use sieve_plan::{InferenceSize, MemoryVerdict};
 use sieve_serve::{Access, Engine, RequestLog, Settings, Stop};
@@ -264,14 +264,6 @@ fn run_on<B: DeviceBackend>(
     let address = listener.local_addr().context("reading the address")?;
     if !settings.access.is_local && settings.api_key.is_none() {
         terminal::warning(&format!("anyone who reaches {address} can use this server; --api-key asks for a key"));
-    }
-    let decodes_together = share_a_cache::<B>(&loaded.shape, [max_texts, context], device);
-    if !B::ON_HOST && max_texts > 1 && !decodes_together {
-        terminal::warning(
-            "a cache of all sequences would take more than half of the free memory, because it keeps a window's old \
-             keys too, so each sequence has its own, and a token of several takes many times longer\n  hint: lower \
-             --max-texts or --max-context",
-        );
     }
     let stop = Stop::default();
     stop_at_signals(&stop)?;

@@ -58,7 +58,7 @@ impl Document {
         for item in overrides {
             match self.apply_one(item) {
                 Ok(key) => {
-                    self.locations.insert(key.clone(), Location::Override(item.clone()));
+                    self.locate_override(&key, item);
                     set.insert(key);
                 }
                 Err(mut mistake) => {
@@ -80,6 +80,18 @@ impl Document {
                 return Some(location.clone());
             }
             key = key.rsplit_once('.')?.0;
+        }
+    }
+
+    /// Records that `item` gave `key`, with all that the text had below it, and each table around it that the text
+    /// lacks.
+    fn locate_override(&mut self, key: &str, item: &str) {
+        let location = || Location::Override(item.to_owned());
+        let below = format!("{key}.");
+        self.locations.retain(|other, _| !other.starts_with(&below));
+        self.locations.insert(key.to_owned(), location());
+        for (end, _) in key.match_indices('.') {
+            self.locations.entry(key[..end].to_owned()).or_insert_with(location);
         }
     }
 

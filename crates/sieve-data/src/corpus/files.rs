@@ -1,6 +1,7 @@
 //! Expands paths, folders and globs to an ordered list of files.
 
 use sieve_core::ShownPath;
+use sieve_files::no_file;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, Metadata};
@@ -122,33 +123,12 @@ fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(),
 /// Refuses pipes and devices, which may have no end or can be read only once.
 pub(super) fn require_file(path: &Path) -> Result<Metadata, DataError> {
     let metadata = fs::metadata(path).map_err(DataError::io("read", path))?;
-    if !metadata.is_file() {
-        let what = format!("{}, not a file", kind_of(&metadata));
+    if let Some(kind) = no_file(metadata.file_type()) {
+        let what = format!("{kind}, not a file");
         let hint = "data is read more than once; write it to a file first and name that";
         return Err(DataError::file(path, what, hint));
     }
     Ok(metadata)
-}
-
-/// The kind of a path that leads to no file, in words.
-#[cfg(unix)]
-fn kind_of(metadata: &Metadata) -> &'static str {
-    use std::os::unix::fs::FileTypeExt;
-    let kind = metadata.file_type();
-    if kind.is_fifo() {
-        "a pipe (FIFO)"
-    } else if kind.is_socket() {
-        "a socket"
-    } else if kind.is_dir() {
-        "a folder"
-    } else {
-        "a device"
-    }
-}
-
-#[cfg(not(unix))]
-fn kind_of(_: &Metadata) -> &'static str {
-    "no file"
 }
 
 /// Adds size and modification time to a file that was found; refuses what is not a file.

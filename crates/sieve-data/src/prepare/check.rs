@@ -1,6 +1,6 @@
 //! Verifies checksums of shards: at once, or in the background while a run trains on them.
 
-use std::fs::File;
+use sieve_files::open_file;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -89,7 +89,7 @@ fn first_problem(files: Vec<(PathBuf, String)>, pause: impl Fn(Duration) -> bool
 /// XXH3-128 of a file in hexadecimal. `pause` is called with the time that each chunk took; `None` if it returned
 /// false.
 fn hash(path: &Path, pause: impl Fn(Duration) -> bool) -> std::io::Result<Option<String>> {
-    let mut file = File::open(path)?;
+    let mut file = open_file(path)?;
     let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK_BYTES]);
     loop {
         let since = Instant::now();

@@ -1,5 +1,6 @@
 //! The side files of prepared data: `meta.json` and `validation.docs.json`.
 
+use sieve_files::read_file;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -187,7 +188,7 @@ impl PreparedMeta {
     /// Reads the `meta.json` of a folder; refuses one of another format version.
     pub(super) fn read(dir: &Path) -> Result<Self, DataError> {
         let path = path(dir);
-        let bytes = fs::read(&path).map_err(DataError::io("read", &path))?;
+        let bytes = read_file(&path).map_err(DataError::io("read", &path))?;
         let bad = |what: String| DataError::meta(&path, what);
         // Checked first, because another version may have other fields.
         let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
@@ -285,7 +286,7 @@ pub(super) fn document_sizes_json(sizes: &[DocumentSize]) -> Vec<u8> {
 /// # Errors
 /// A file that cannot be read, is of another version, or whose lists differ in length.
 pub fn read_document_sizes(path: &Path) -> Result<Vec<DocumentSize>, DataError> {
-    let bytes = fs::read(path).map_err(DataError::io("read", path))?;
+    let bytes = read_file(path).map_err(DataError::io("read", path))?;
     let bad = |what: String| DataError::meta(path, what);
     let sizes: DocumentSizes = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
     if sizes.format_version != FORMAT_VERSION {

@@ -4,6 +4,7 @@ use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, KvCache, Qkv, one_token, require_scale};
 use crate::dma::{ScoreBias, require_local_window};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
+use sieve_core::DmaWindow;
 
 const NAME: &str = "dma_decode";
 
@@ -50,6 +51,31 @@ impl DmaSlots {
     ) -> Result<CudaTensor, KernelError> {
         slots_decode(token, z, self, length, softmax_scale, Some(bias), scratch)
     }
+
+    /// Checks the slots and the operands of one new token a row for `kernel`. Returns the call's sizes, how many keys
+    /// a query sees, and `z` without gaps.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit.
+    pub(super) fn require_token(
+        &self,
+        kernel: &'static str,
+        token: &Qkv,
+        z: &CudaTensor,
+        length: &CudaTensor,
+    ) -> Result<(AttentionShape, DmaWindow, CudaTensor), KernelError> {
+        let shape = one_token(kernel, token)?;
+        let (batch, kv_heads, local_window_size) = (shape.batch, shape.num_kv_heads, self.local_window_size);
+        let keep_window_size = self.kv.capacity(kernel, &shape)?;
+        operands!(kernel, z: F32[batch, kv_heads]);
+        operands!(only kernel,
+            slot_z: F32[batch, kv_heads, keep_window_size] contiguous = &self.z,
+            slot_position: I32[batch, kv_heads, keep_window_size] contiguous = &self.positions,
+            length: I32[batch] strided,
+        );
+        require_local_window(kernel, local_window_size, keep_window_size)?;
+        Ok((shape, DmaWindow { keep_window_size, local_window_size }, z))
+    }
 }
 
 /// Launches [`DmaSlots::dma_decode`], with a bias or without.
@@ -62,18 +88,9 @@ pub(crate) fn slots_decode(
     bias: Option<ScoreBias>,
     scratch: &DecodeScratch,
 ) -> Result<CudaTensor, KernelError> {
-    let shape = one_token(NAME, token)?;
+    let (shape, window, z) = slots.require_token(NAME, token, z, length)?;
     let token = token.with_kernel_strides();
-    let window = slots.kv.capacity(NAME, &shape)?;
     require_scale(NAME, softmax_scale)?;
-    let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
-    operands!(NAME,
-        z: F32[batch, kv_heads],
-        slot_z: F32[batch, kv_heads, window] contiguous = &slots.z,
-        slot_position: I32[batch, kv_heads, window] contiguous = &slots.positions,
-        length: I32[batch] strided,
-    );
-    require_local_window(NAME, slots.local_window_size, window)?;
     scratch.require(NAME, &shape)?;
     let o = z.empty_contiguous(&shape.output(), DType::BF16);
     let tensors = [
@@ -83,8 +100,8 @@ pub(crate) fn slots_decode(
         &z,
         &slots.kv.k,
         &slots.kv.v,
-        slot_z,
-        slot_position,
+        &slots.z,
+        &slots.positions,
         length,
         &o,
         &scratch.partials,
@@ -92,9 +109,9 @@ pub(crate) fn slots_decode(
     ];
     let params = params!(DmaDecodeParams {
         base: token.token_params(NAME, &shape, softmax_scale)?,
-        keep_window_size: window,
+        keep_window_size: window.keep_window_size,
         num_splits: scratch.num_splits,
-        local_window_size: slots.local_window_size,
+        local_window_size: window.local_window_size,
     });
     let kernel = dma_decode_kernel(scratch.tiling, bias);
     // SAFETY: sizes, strides and types checked above; writes every element of o and at most one slot a head.

@@ -190,18 +190,10 @@ impl DmaSlots {
         length: &CudaTensor,
         bias: ScoreBias,
     ) -> Result<TokenKeyLists, KernelError> {
-        let shape = one_token(TOKEN, token)?;
+        let (shape, window, z) = self.require_token(TOKEN, token, z, length)?;
         let token = token.with_kernel_strides();
-        let keep_window_size = self.kv.capacity(TOKEN, &shape)?;
-        let (batch, num_kv_heads, head_dim) = (shape.batch, shape.num_kv_heads, shape.head_dim);
-        operands!(TOKEN,
-            z: F32[batch, num_kv_heads],
-            slot_z: F32[batch, num_kv_heads, keep_window_size] contiguous = &self.z,
-            slot_position: I32[batch, num_kv_heads, keep_window_size] contiguous = &self.positions,
-            length: I32[batch] strided,
-        );
-        let window = DmaWindow { keep_window_size, local_window_size: self.local_window_size };
-        require_local_window(TOKEN, self.local_window_size, keep_window_size)?;
+        let AttentionShape { batch, num_kv_heads, head_dim, .. } = shape;
+        let DmaWindow { keep_window_size, local_window_size } = window;
         require_ordered(TOKEN, window)?;
         let fits = shape.head_dim_v == head_dim;
         require!(fits, TOKEN, "width of values": shape.head_dim_v, "the keys', {head_dim}");
@@ -212,7 +204,7 @@ impl DmaSlots {
         let tile_window = new(&[batch, num_kv_heads, 1, 2], DType::I32);
         let base = new(&[batch, num_kv_heads, ROW_ALIGNMENT], DType::F32);
         let delta = match bias {
-            ScoreBias::Linear => slot_z.clone(),
+            ScoreBias::Linear => self.z.clone(),
             ScoreBias::Exp => new(&[batch, num_kv_heads, keep_window_size], DType::F32),
         };
         let [[k_offset, _, k_batch_stride], [v_offset, _, v_batch_stride]] =
@@ -225,12 +217,12 @@ impl DmaSlots {
             k_batch_stride,
             v_batch_stride,
             keep_window_size,
-            local_window_size: self.local_window_size,
+            local_window_size,
             near_keys,
             capacity,
         });
         let mut tensors = vec![token.k.tensor(), token.v.tensor(), &z, &self.kv.k, &self.kv.v];
-        tensors.extend([slot_z, slot_position, length]);
+        tensors.extend([&self.z, &self.positions, length]);
         tensors.extend((bias == ScoreBias::Exp).then_some(&delta));
         tensors.extend([&list, &tile_window, &base]);
         // SAFETY: sizes, strides and types checked above; writes at most one slot a head, and the new tensors within

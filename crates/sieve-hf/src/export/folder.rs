@@ -4,7 +4,7 @@ use crate::CheckpointError;
 
 use serde_json::{Value, json};
 use sieve_core::ShownPath;
-use sieve_files::{sync_folder, write_synced};
+use sieve_files::{read_text, sync_folder, write_synced};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -117,7 +117,7 @@ impl Drop for OutFolder {
 
 /// The files that a marker lists; `None` without a valid marker.
 fn listed_files(marker: &Path) -> Option<BTreeSet<String>> {
-    let marker: Value = serde_json::from_str(&fs::read_to_string(marker).ok()?).ok()?;
+    let marker: Value = serde_json::from_str(&read_text(marker).ok()?).ok()?;
     let files = marker["files"].as_array()?;
     // A name with a folder in it would lead to files outside of the export.
     let plain = |name: &&str| Path::new(name).file_name().is_some_and(|file| file == *name);

@@ -6,7 +6,7 @@ use crate::{Checkpoint, CheckpointError};
 use serde_json::{Map, Value, json};
 use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
-use sieve_files::write_synced;
+use sieve_files::{read_text, write_synced};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ pub(super) fn read(
     options: &ExportOptions,
 ) -> Result<Vec<(&'static str, String)>, CheckpointError> {
     let path = checkpoint.tokenizer_path();
-    let text = fs::read_to_string(&path).map_err(CheckpointError::io("reading", &path))?;
+    let text = read_text(&path).map_err(CheckpointError::io("reading", &path))?;
     let tokenizer = parsed(&path, &text)?;
 
     let mut special = Map::new();
@@ -222,7 +222,7 @@ fn parsed(path: &Path, text: &str) -> Result<Value, CheckpointError> {
 
 /// The text of a file; `None` if there is no such file.
 pub(crate) fn text_of(path: &Path) -> Result<Option<String>, CheckpointError> {
-    match fs::read_to_string(path) {
+    match read_text(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(CheckpointError::io("reading", path)(error)),

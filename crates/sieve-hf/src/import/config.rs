@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 use sieve_core::kinds::{FULL_ATTENTION, SLIDING_ATTENTION};
 use sieve_core::recipe::{AttentionKind, json_schema};
 use sieve_core::{Attention, ModelShape};
+use sieve_files::read_text;
 use std::cell::RefCell;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The hint for a configuration that no recipe describes: what can be imported.
@@ -547,7 +547,7 @@ const MOST_LAYERS: usize = 1 << 14;
 impl HfConfig {
     /// Reads `config.json`. Fails if it has a setting that no recipe has.
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
-        let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
+        let text = read_text(path).map_err(CheckpointError::io("reading", path))?;
         Self::parse(path, &text)
     }
 

@@ -5,8 +5,8 @@ use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, TensorFile};
 use serde_json::Value;
 use sieve_core::ShownPath;
+use sieve_files::read_text;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 /// Weights in pickles, which are programs and are not read.
@@ -134,7 +134,7 @@ pub(super) fn is_same(a: &Stored<'_>, b: &Stored<'_>) -> bool {
 
 /// The file that an index names for each tensor. All files must be in the folder of the index, or in folders below it.
 fn read_index(index: &Path) -> Result<BTreeMap<String, String>, CheckpointError> {
-    let text = fs::read_to_string(index).map_err(CheckpointError::io("reading", index))?;
+    let text = read_text(index).map_err(CheckpointError::io("reading", index))?;
     let malformed = |problem: String| CheckpointError::malformed(index, problem);
     let value: Value = serde_json::from_str(&text).map_err(|error| CheckpointError::not_json(index, &text, &error))?;
     let map = value["weight_map"].as_object();
@@ -160,6 +160,7 @@ mod tests {
     use crate::{NamedTensor, write_tensor_file};
     use burn::tensor::TensorData;
     use serde_json::json;
+    use std::fs;
 
     const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 

@@ -45,9 +45,13 @@ pub struct ResultArgs {
 
 impl ResultArgs {
     /// Fails before the work begins if `--save` could not name its file. `command` is the name of the file of `--save`
-    /// where it has no value.
-    pub fn check(&self, checkpoint: &Path, command: &str) -> Result<()> {
+    /// where it has no value. `writes`: whether another flag names a file to write. Without any the command ends when
+    /// nobody reads what it prints.
+    pub fn check(&self, checkpoint: &Path, command: &str, writes: bool) -> Result<()> {
         if self.save.is_none() {
+            if !writes {
+                terminal::end_with_reader();
+            }
             return Ok(());
         }
         // `peek` fails for a folder in the Hugging Face layout, which belongs to no run.

@@ -100,7 +100,7 @@ pub(crate) fn run(args: PplArgs) -> Result<Exit> {
 /// Runs the command as one process, or as one of `ranks`.
 fn run_as(mut args: PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, args.plot.is_some())?;
     let place = own_place(args.place, ranks)?.for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize { ranks: ranks.map_or(1, ModelRanks::size), ..InferenceSize::rows_of(context, BATCH_TOKENS) }

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sieve_core::recipe::{
-    AttentionKind, DataFormat, StartingSize, TokenizerSource, TokenizerTraining, least_tokens, steps_for_text,
-    vocab_size_for_text,
+    AttentionKind, DataFormat, MAX_SEQ_LEN, StartingSize, TokenizerSource, TokenizerTraining, least_tokens,
+    steps_for_text, vocab_size_for_text,
 };
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, is_hub_tokenizer};
@@ -41,7 +41,7 @@ pub(crate) struct NewArgs {
     size: String,
     /// Tokens of a row, with about as many tokens a step; the size's own when absent. Of stages with rows of several
     /// lengths it is the longest, and the others are scaled
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_SEQ_LEN as i64))]
     context: Option<u32>,
     /// Which attention: dense (mha), sliding window, latent, native sparse, dynamic mask
     #[arg(long, default_value = "dma", value_parser = kinds())]

@@ -44,6 +44,14 @@ pub(crate) fn useless_settings(recipe: &Recipe) -> Vec<String> {
     found.chain(dense).collect()
 }
 
+/// The warning about a run that trains indexers alone and does not begin with weights of a checkpoint.
+pub(crate) fn untrained_model(recipe: &Recipe) -> Option<&'static str> {
+    recipe.training.trains_indexers_alone().then_some(
+        "training.train has indexers alone, and all other weights are random and stay so: the indexers learn the \
+         attention of an untrained model\n  hint: begin with a trained one, by model.initial_weights or --branch-from",
+    )
+}
+
 /// A warning for each stage whose attention is meant to hide keys and hides none in rows of the stage's length.
 fn dense_attention(recipe: &Recipe, stages: &[Stage]) -> Vec<String> {
     let covered = stages.iter().filter_map(|stage| {

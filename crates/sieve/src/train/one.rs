@@ -13,7 +13,7 @@ use super::step_bar::StepBar;
 use super::{missing, samples};
 use crate::data::account;
 use crate::data::prepare::Watch;
-use crate::recipe::useless::useless_settings;
+use crate::recipe::useless::{untrained_model, useless_settings};
 use crate::{allocator, startup};
 use anyhow::{Context, Result, bail};
 use burn::backend::Autodiff;
@@ -160,6 +160,9 @@ impl Run<'_> {
     ) -> Result<Exit> {
         let Self { process, mut session, place, mut log } = self;
         let (args, recipe, out) = (process.args, session.recipe().clone(), session.path().to_owned());
+        if process.prints() && session.origin().checkpoint.is_none() {
+            untrained_model(&recipe).into_iter().for_each(terminal::warning);
+        }
         // Memory is checked before text is tokenised, which may take hours.
         let [_, num_ranks] = process.sharers();
         TrainError::check_ranks(&recipe, num_ranks)?;

@@ -35,6 +35,9 @@ fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
     }
+    if args.json.is_none() {
+        terminal::end_with_reader();
+    }
     let (cases, longest) = args.extent();
     let settings = CheckSettings {
         cases,
@@ -73,6 +76,9 @@ fn print_part(part: CheckedPart) {
 fn bench(args: BenchArgs) -> Result<()> {
     if args.repetitions == 0 {
         bail!("--repetitions 0: nothing would be timed");
+    }
+    if args.json.is_none() {
+        terminal::end_with_reader();
     }
     let rows = args.rows();
     let prepare = prepare(|gpu| rows.kernels(gpu));

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use sieve_core::{Refusal, ShownPath};
-use sieve_files::{free_bytes, lock_or_wait, temporary_name};
+use sieve_files::{free_bytes, lock_or_wait, read_text, temporary_name};
 
 use super::{Hub, HubConfig, RemoteFile, RemotePath, python_snapshot};
 use crate::error::DataError;
@@ -113,7 +113,7 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, DataError> {
         weight_map: BTreeMap<String, String>,
     }
     let bad = |what: String| DataError::file(index, what, "it is not an index of safetensors: name another model");
-    let text = fs::read_to_string(index).map_err(DataError::io("read", index))?;
+    let text = read_text(index).map_err(DataError::io("read", index))?;
     let index = serde_json::from_str::<Index>(&text).map_err(|error| bad(error.to_string()))?;
     let names = index.weight_map.into_values().collect::<BTreeSet<_>>();
     match names.iter().find(|name| !is_plain(name)) {

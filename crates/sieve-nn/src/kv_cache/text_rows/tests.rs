@@ -151,6 +151,26 @@ fn rows_begin_small_and_grow_to_what_was_asked_for() {
 }
 
 #[test]
+fn one_open_text_leaves_room_to_give_back_while_it_is_shorter_than_a_quarter_of_its_row() {
+    let reader = Reader::new(sieve_core::Attention::Mha);
+    let mut random = Random(5);
+    // As a server of 4 texts of 40 tokens: a text streams beside another one of 30 tokens, which ends.
+    let mut roomy_with = |tokens: usize, is_kept: bool| {
+        let mut rows = TextRows::beginning_with([8, 2], [4, 40], &FlexDevice);
+        let [_, long] = [tokens, 30].map(|tokens| rows.put(&mut reader.text_of(&mut random, tokens)));
+        assert_eq!((rows.tokens_held(), rows.is_roomy()), (4 * 32, false));
+        if is_kept {
+            rows.keep(long)
+        } else {
+            rows.free(long)
+        }
+        rows.is_roomy()
+    };
+    assert_eq!([2, 7, 8, 20].map(|tokens| roomy_with(tokens, false)), [true, true, false, false]);
+    assert!(!roomy_with(2, true), "a kept text needs its room");
+}
+
+#[test]
 fn rows_shrink_to_what_their_texts_need() {
     let reader = Reader::new(sieve_core::Attention::Mha);
     let mut random = Random(3);

@@ -52,7 +52,7 @@ pub struct AttentionArgs {
 /// Runs `sieve eval attention`: which keys a checkpoint's heads look at on a text.
 pub(crate) fn run(mut args: AttentionArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, args.plot.is_some())?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
         InferenceSize::rows_of(length, length)

@@ -81,7 +81,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 /// Runs `sieve eval mqar`: a model's accuracy on multi-query associative recall.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
     // Refuses a --save that cannot name its file, before the work begins.
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, args.plot.is_some())?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)
@@ -156,7 +156,7 @@ fn accuracy_by_phase<'r>(title: &str, period: usize, report: &'r RecallReport) -
         Some(Row {
             name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
             gaps: vec![&by_phase.accuracy],
-            says: vec![scored(by_phase).in_short(ROWS)],
+            says: vec![scored(by_phase).in_short()],
         })
     };
     let rows: Vec<Row<'_>> = report.kinds.iter().filter_map(row).collect();
@@ -318,7 +318,7 @@ fn by_phase(report: &RecallReport) {
             "\n{} tokens, the first {} of {} pairs",
             kind.seq_len, by_phase.num_pairs, kind.num_pairs
         ));
-        scored(by_phase).print(ROWS);
+        scored(by_phase).print();
         let distance = |phase: usize| {
             let mut all = by_phase.accuracy.phases.iter().zip(&by_phase.distances);
             all.find(|(score, _)| score.phase == phase).map_or(0.0, |(_, &distance)| distance)

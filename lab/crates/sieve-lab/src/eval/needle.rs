@@ -80,7 +80,8 @@ pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     if !(1..=MOST_STEPS).contains(&args.grid) {
         bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
     }
-    args.result.check(&args.checkpoint, if args.phases.is_some() { by_phase::COMMAND } else { COMMAND })?;
+    let command = if args.phases.is_some() { by_phase::COMMAND } else { COMMAND };
+    args.result.check(&args.checkpoint, command, args.plot.is_some())?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let unlisted = args.phases.map_or(shape.max_seq_len, |_| by_phase::LENGTH.min(shape.max_seq_len));
         let longest = args.lengths.iter().max().copied();
@@ -264,13 +265,16 @@ fn print<B: DeviceBackend>(
 
 /// Whether the mean rank differs from guessing, by [`CLEAR_SIGMAS`].
 fn verdict(report: &NeedleReport) -> String {
-    let what = match report.sigmas {
+    let (sigmas, best) = (report.sigmas, report.best_sigmas());
+    let what = match sigmas {
         x if x > CLEAR_SIGMAS => "better than chance",
         x if x < -CLEAR_SIGMAS => "worse than chance",
-        _ if report.best_sigmas() <= CLEAR_SIGMAS => "too few needles to tell from chance",
-        x => return format!("{x:+.1} standard errors from chance, {CLEAR_SIGMAS} would be clear"),
+        _ if best <= CLEAR_SIGMAS => {
+            return format!("within chance, {sigmas:+.1} standard errors: so few needles reach {best:+.1} at most");
+        }
+        _ => return format!("within chance, {sigmas:+.1} standard errors: {CLEAR_SIGMAS} would be clear"),
     };
-    format!("{what}, {:+.1} standard errors", report.sigmas)
+    format!("{what}, {sigmas:+.1} standard errors")
 }
 
 /// Prints a line for each length, with the mean over all depths.

@@ -93,7 +93,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 pub(crate) fn run(mut args: PatternsArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
     let flag = flag(&args)?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, true)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let length = args.length.unwrap_or(recipe.training.seq_len);
         InferenceSize::rows_of(length, length)

@@ -77,30 +77,26 @@ impl Scored<'_> {
         format!("gap {}{interval}", self.number(self.gap.gap))
     }
 
-    /// The gap in a few words, for a picture; `rows` is what the scores are means of.
-    pub(super) fn in_short(&self, rows: &str) -> String {
+    /// The gap in a few words, for a picture.
+    pub(super) fn in_short(&self) -> String {
         match self.gap.verdict {
-            PhaseVerdict::NoGap => self.verdict(rows),
-            _ => format!("{}; {}", self.gap(), self.verdict(rows)),
+            PhaseVerdict::NoGap => self.verdict(),
+            _ => format!("{}; {}", self.gap(), self.verdict()),
         }
     }
 
     /// What the gap says.
-    fn verdict(&self, rows: &str) -> String {
-        match self.gap.verdict {
-            PhaseVerdict::NoGap => "no gap: every phase has the same mean".to_owned(),
-            PhaseVerdict::BeyondChance => format!("the gap is beyond chance, p {:.3}", self.gap.p_gap),
-            PhaseVerdict::WithinChance => format!("too few {rows} to tell from chance, p {:.3}", self.gap.p_gap),
-        }
+    fn verdict(&self) -> String {
+        words(self.gap.verdict, self.gap.p_gap)
     }
 
     /// Prints two lines: means and gap, then chance.
-    pub(super) fn print(&self, rows: &str) {
+    pub(super) fn print(&self) {
         let PhaseGap { best, worst, chance_median, chance_high, wave, p_wave, .. } = *self.gap;
         let [at_best, at_worst] = [best, worst].map(|phase| self.number(self.gap.mean_at(phase)));
         let (name, unit) = (self.name, self.unit);
         if self.gap.verdict == PhaseVerdict::NoGap {
-            terminal::line(&format!("{name:<16}{at_best}{unit}; {}", self.verdict(rows)));
+            terminal::line(&format!("{name:<16}{at_best}{unit}; {}", self.verdict()));
             return;
         }
         let [median, high, wave] = [chance_median, chance_high, wave].map(|value| self.number(value));
@@ -109,8 +105,17 @@ impl Scored<'_> {
              {:16}rotated: {median}, 95th percentile {high}; {}; wave {wave}, p {p_wave:.3}",
             self.gap(),
             "",
-            self.verdict(rows),
+            self.verdict(),
         ));
+    }
+}
+
+/// A verdict, in the words of `--json`, with the share of rotations that have as large a gap.
+fn words(verdict: PhaseVerdict, p_gap: f64) -> String {
+    match verdict {
+        PhaseVerdict::NoGap => "no gap: every phase has the same mean".to_owned(),
+        PhaseVerdict::BeyondChance => format!("the gap is beyond chance, p {p_gap:.3}"),
+        PhaseVerdict::WithinChance => format!("the gap is within chance, p {p_gap:.3}"),
     }
 }
 
@@ -119,6 +124,23 @@ pub(super) fn print_legend(rows: &str) {
     terminal::line(&format!(
         "gap: best mean minus worst, with its 95 % interval over {rows}; rotated: the median gap if each of the \
          {rows} is rotated over its phases at random\n\
-         wave: amplitude of one period of a wave through the means; p: share of rotations with as large a gap, or wave"
+         wave: amplitude of one period of a wave through the means; p: share of rotations with as large a gap, or \
+         wave\n\
+         beyond chance: fewer than 5 % of the rotations have as large a gap; within chance: no effect, or too few \
+         {rows}"
     ));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_has_the_words_of_json() {
+        for verdict in [PhaseVerdict::NoGap, PhaseVerdict::BeyondChance, PhaseVerdict::WithinChance] {
+            let name = serde_json::to_value(verdict).expect("a name");
+            let name = name.as_str().expect("a name").replace('_', " ");
+            assert!(words(verdict, 0.05).contains(&name), "{name}");
+        }
+    }
 }

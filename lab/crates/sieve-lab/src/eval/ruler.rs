@@ -153,7 +153,7 @@ pub(crate) fn run(mut args: RulerArgs, own_text: OwnText) -> Result<()> {
         return Ok(());
     }
     let checkpoint = hub::folder(args.checkpoint.as_ref().context("--checkpoint is missing")?)?;
-    args.result.check(&checkpoint, COMMAND)?;
+    args.result.check(&checkpoint, COMMAND, args.samples_file.is_some() || args.plot.is_some())?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test, own_text)?;
     let place = args.place.place(&checkpoint)?;

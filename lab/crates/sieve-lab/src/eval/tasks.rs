@@ -111,7 +111,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     if args.data.is_empty() {
         bail!("--data is missing\n  hint: write for example --data piqa=validation.jsonl");
     }
-    args.result.check(&checkpoint, args.command())?;
+    args.result.check(&checkpoint, args.command(), args.samples.is_some())?;
     let asked = asked(&args)?;
     let place = args.place.place(&checkpoint)?;
     let (recipe, shape) = peek_model(&checkpoint)?;

@@ -129,7 +129,7 @@ fn print<B: DeviceBackend>(
         let density = report.density.map_or(String::new(), |x| format!(", {:.1} % of the pairs", 100.0 * x));
         terminal::line(&format!("\n{name}{density}"));
         for score in scores(report) {
-            score.print(ROWS);
+            score.print();
         }
         if !report.paths.is_empty() {
             terminal::line(&selector::paths(&report.paths));
@@ -153,7 +153,7 @@ fn picture<B: DeviceBackend>(
         let [found, _, likelihood] = scores(report);
         Row {
             name: selector::method(report.selector.as_deref(), &loaded.shape),
-            says: [&found, &likelihood].map(|score| score.in_short(ROWS)).to_vec(),
+            says: [&found, &likelihood].map(|score| score.in_short()).to_vec(),
             gaps: vec![found.gap, likelihood.gap],
         }
     };

@@ -63,6 +63,13 @@ pub struct SelectorsArgs {
     pub(super) place: PlaceArgs,
 }
 
+impl SelectorsArgs {
+    /// Whether pictures are to be written.
+    pub(super) fn draws(&self) -> bool {
+        self.plot.is_some() || self.scores.is_some() || self.maps.is_some()
+    }
+}
+
 /// Model, prompts and flags of one run of the command.
 pub(super) struct Run<'a, B: DeviceBackend> {
     pub(super) args: &'a SelectorsArgs,
