@@ -5,10 +5,11 @@
 //            window_size), length), nothing is written. CHOSEN=0: also over the first num_first j of the cache.
 //            HAS_FAR: also over the first sink_tokens j and the head's band of distances (far_keys.cuh), num_first is
 //            0; distances count rows of the cache.
-//            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, the last of them
-//            the token's own or select_size 1; nothing is written. ROTATE: q and k_new are first rotated to position
-//            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
-//            has the logit sinks[h] too, whose value is zero (gpt-oss, arXiv:2508.10925)
+//            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, as many as there
+//            are up to the token's own, the last of them its own or select_size 1; CHOSEN=2: over those of any blocks
+//            up to the first -1 or the first behind the token's own; nothing is written. ROTATE: q and k_new are first
+//            rotated to position `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the
+//            softmax of head h has the logit sinks[h] too, whose value is zero (gpt-oss, arXiv:2508.10925)
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch,
 //            num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row,
 //            multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V];
@@ -22,7 +23,7 @@
 // Buffers    q, k_new, v_new, k_cache, v_cache, chosen, q_weight, k_weight, cos, sin, sinks, length, o, partials,
 //            counters; APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos
 //            and sin, ROTATE=1: without the weights; SINKS=0: without sinks
-// Defines    HEAD_DIM, HEAD_DIM_V, APPEND 0|1, CHOSEN 0|1 (1 with APPEND=0), ROTATE 0|1|2 (1 or 2 with APPEND=1),
+// Defines    HEAD_DIM, HEAD_DIM_V, APPEND 0|1, CHOSEN 0|1|2 (not 0 with APPEND=0), ROTATE 0|1|2 (1 or 2 with APPEND=1),
 //            SINKS 0|1 (1 with CHOSEN=0), HAS_FAR (0; 1 with APPEND=1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
 //            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
@@ -83,8 +84,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #if CHOSEN
   const i32 token = min(length[batch], (i32)capacity - 1), select_size = (i32)params.select_size, first_key = 0;
   const i32* blocks = chosen + head * params.num_chosen;
+#if CHOSEN == 2
+  const i32 own = token / select_size;
+  i32 num_blocks = 0;
+  while (num_blocks < (i32)params.num_chosen && blocks[num_blocks] >= 0 && blocks[num_blocks] <= own) ++num_blocks;
+  const bool has_own = num_blocks > 0 && blocks[num_blocks - 1] == own;
+  const i32 num_cached = has_own ? (num_blocks - 1) * select_size + token % select_size + 1 : num_blocks * select_size;
+#else
   const i32 whole_blocks = min((i32)params.num_chosen, token / select_size + 1) - 1;
   const i32 num_cached = whole_blocks * select_size + token % select_size + 1;
+#endif
   const i64 cache_head = batch * params.cache_heads + kv_head / (params.num_kv_heads / params.cache_heads);
   // Where a chosen key lies in the cache. All keys of a tile are in one block, unless blocks are read key by key.
   const bool by_key = select_size % DECODE_KEYS != 0;

@@ -631,8 +631,9 @@ def decode(
 
     Without k and v the cache holds the tokens' keys already and is not written: `length` counts the keys that the
     last query sees. Or one query a row sees, of the keys up to its own, those of the blocks of `block` keys in
-    `chosen`, int32 `[batch, choosers, blocks]`: in ascending order, its own block last, as many as the query has up to
-    the list's length, then -1; choosers divide the heads, and KV heads the choosers; `length` counts the tokens before.
+    `chosen`, int32 `[batch, choosers, blocks]`: any blocks in ascending order, then -1; those behind its own are not
+    read, and without a block o is 0. Choosers divide the heads, and KV heads the choosers; `length` counts the tokens
+    before.
     sinks: as `attention` has them, bf16 alone. bands: as `attention` has them, with k and v alone; the cache then holds
     all keys of a row up to its reach. No gradient.
     A capacity that grows from call to call, as in a cache of transformers, costs nothing.

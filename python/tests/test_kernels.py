@@ -411,6 +411,25 @@ def test_decode_over_chosen_blocks(device):
             sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)
 
 
+@pytest.mark.parametrize("lists", [
+    [[[1, -1, -1], [0, 2, -1]], [[0, -1, -1], [-1, -1, -1]]], [[[0, 3, -1], [2, 4, -1]], [[-1, -1, -1], [0, 1, 4]]],
+    [[[4, -1, -1], [4, 5, 9]], [[1, 2, 3], [0, 9, -1]]], [[[-1] * 3] * 2] * 2, [[[1_000_000, -1, -1]] * 2] * 2,
+])
+def test_decode_over_any_blocks(lists, device):
+    """Lists without the own block, shorter ones than there are blocks, blocks behind the query's own, and none."""
+    q, k, v = qkv(2, 80, 4, 2, 64, device=device)
+    length = torch.tensor([69, 7], dtype=torch.int32, device=device)
+    chosen = torch.tensor(lists, dtype=torch.int32, device=device)
+    caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
+    token = torch.stack([q[0, 69], q[1, 7]])[:, None]
+    o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
+    key = torch.arange(80, device=device)
+    visible = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
+    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), visible[:, :, None])
+    plain = definitions.masked_attention(token, k, v, visible[:, :, None])
+    assert_close("listed", o, exact.nan_to_num(), plain.nan_to_num(), floor=4e-3)
+
+
 def test_dma_decode(device):
     batch, keep, tokens = 1, 8, 30
     q, k, v = qkv(batch, tokens, 4, 2, 64, device=device)

@@ -90,7 +90,7 @@ impl CachedDecode {
                 let choosers = AttentionShape { num_kv_heads, ..shape };
                 let max_keys = num_chosen.saturating_mul(block).min(max_keys);
                 let scratch = DecodeScratch::new(&cache.k, choosers, max_keys)?;
-                cache.attention_decode_chosen(&q, &length, step, &scratch, &chosen, block)?
+                cache.attention_decode_listed(&q, &length, step, &scratch, &chosen, block)?
             }
             _ => return Err(wrong(t.op, "chosen", "must be given together with block, the number of keys of a block")),
         };

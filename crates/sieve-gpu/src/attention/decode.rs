@@ -142,10 +142,12 @@ impl KvCache {
         launch(q, self, length, step, scratch, Seen::Cached)
     }
 
-    /// [`attention_decode_cached`](Self::attention_decode_cached) over the keys before `length` that lie in the blocks
-    /// of `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then -1. The
-    /// query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each chooser.
-    /// Blocks of a multiple of 16 keys are read tile by tile, others key by key.
+    /// [`attention_decode_cached`](Self::attention_decode_cached) over the keys up to number `length` that lie in the
+    /// blocks of `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then
+    /// -1. Each list has as many blocks as there are up to key `length`, whose own block is the last, as choices have;
+    /// others need [`attention_decode_listed`](Self::attention_decode_listed). The query heads are divided evenly among
+    /// the choosers. `scratch` must be made with one KV head for each chooser. Blocks of a multiple of 16 keys are read
+    /// tile by tile, others key by key.
     ///
     /// # Errors
     /// Types or sizes that do not fit.
@@ -158,7 +160,24 @@ impl KvCache {
         chosen: &CudaTensor,
         block_size: usize,
     ) -> Result<CudaTensor, KernelError> {
-        launch(q, self, length, step, scratch, Seen::Chosen { chosen, block_size })
+        launch(q, self, length, step, scratch, Seen::Chosen { form: DecodeForm::Chosen, chosen, block_size })
+    }
+
+    /// [`attention_decode_chosen`](Self::attention_decode_chosen) over lists of any blocks: they end before the first
+    /// -1 and before the first block behind that of key `length`. Without a block o is 0.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit.
+    pub fn attention_decode_listed(
+        &self,
+        q: &Heads,
+        length: &CudaTensor,
+        step: DecodeStep<'_>,
+        scratch: &DecodeScratch,
+        chosen: &CudaTensor,
+        block_size: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        launch(q, self, length, step, scratch, Seen::Chosen { form: DecodeForm::Listed, chosen, block_size })
     }
 }
 
@@ -170,8 +189,8 @@ enum Seen<'a> {
     Rotated(&'a Qkv, TokenRotation<'a>),
     /// All keys in the KV cache.
     Cached,
-    /// The keys of the chosen blocks of the cache.
-    Chosen { chosen: &'a CudaTensor, block_size: usize },
+    /// The keys of the chosen blocks of the cache, in lists of either form.
+    Chosen { form: DecodeForm, chosen: &'a CudaTensor, block_size: usize },
 }
 
 /// What a launch takes for the keys that its queries see.
@@ -244,11 +263,11 @@ impl Seen<'_> {
                 operands.rotation = RotationWords { max_positions, table_stride: stride, ..operands.rotation };
                 operands
             }
-            Self::Chosen { chosen, block_size } => {
+            Self::Chosen { form, chosen, block_size } => {
                 let [_, choosers, num_chosen] = chosen.dims(NAME, "chosen")?;
                 operands!(only NAME, chosen: I32[shape.batch, choosers, num_chosen] contiguous);
                 require_non_empty(NAME, "chosen", num_chosen)?;
-                let mut operands = reading(DecodeForm::Chosen);
+                let mut operands = reading(form);
                 operands.tensors.push(chosen.clone());
                 operands.heads.num_kv_heads = choosers;
                 (operands.num_chosen, operands.select_size) = (num_chosen, block_size);
@@ -291,7 +310,7 @@ fn launch(
     }
     scratch.require(NAME, &seen.heads)?;
     let sinks = step.sinks.map(|sinks| {
-        require!(!matches!(seen.form, DecodeForm::Chosen), NAME, "sinks": "there", "none over chosen blocks");
+        require!(!seen.form.reads_blocks(), NAME, "sinks": "there", "none over chosen blocks");
         operands!(NAME, sinks: BF16[shape.num_heads]);
         Ok(sinks)
     });
@@ -331,8 +350,10 @@ fn launch(
 pub(crate) enum DecodeForm {
     /// The keys of a cache, which the token does not join.
     Cached,
-    /// Chosen blocks of a cache.
+    /// Chosen blocks of a cache, as many as there are up to the token's own, which is the last.
     Chosen,
+    /// Any blocks of a cache.
+    Listed,
     /// A cache that the token joins.
     Appended,
     /// A cache that the token joins after its rotation.
@@ -352,10 +373,15 @@ impl DecodeForm {
         matches!(self, Self::Appended | Self::Rotated | Self::NormedRotated)
     }
 
+    /// Whether the keys are those of listed blocks.
+    const fn reads_blocks(self) -> bool {
+        matches!(self, Self::Chosen | Self::Listed)
+    }
+
     /// `ROTATE` of the kernels.
     pub(crate) const fn rotation(self) -> u8 {
         match self {
-            Self::Cached | Self::Chosen | Self::Appended => 0,
+            Self::Cached | Self::Chosen | Self::Listed | Self::Appended => 0,
             Self::Rotated => 1,
             Self::NormedRotated => 2,
         }
@@ -367,7 +393,7 @@ fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bo
     tiling
         .kernel(SourceKernel::new(NAME))
         .define("APPEND", u8::from(form.joins()))
-        .define("CHOSEN", u8::from(matches!(form, DecodeForm::Chosen)))
+        .define("CHOSEN", u8::from(form.reads_blocks()) + u8::from(matches!(form, DecodeForm::Listed)))
         .define("ROTATE", form.rotation())
         .define("SINKS", has_sinks as u8)
         .starts_early()
