@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attended[at] = block;
     entries[at] = {token, place};
     items[at] = {place, 1, block, 0};
-    if (block >= 0 && block_at(place + 1) < 0) num_items[row] = place + 1;
+    if (block >= 0 ? block_at(place + 1) < 0 : place == 0) num_items[row] = block >= 0 ? place + 1 : 0;
   }
   if (threadIdx.x > 0) return;
   if (row == 0) num_items[(u64)gridDim.x * gridDim.y] = 0;

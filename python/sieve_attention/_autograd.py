@@ -305,24 +305,6 @@ def _compressed(k, v):
     return torch.stack((k, v))
 
 
-def _blocks_of_token(chosen, length, block, capacity):
-    """Blocks of one query a row, int32 `[batch, choosers, blocks]`, as `selected_decode` takes them, and their size:
-    each block is the one entry of a list, whose query is named by its position. On the device, which is not waited for.
-    """
-    token = length.clamp(0, capacity - 1).to(torch.int32)[:, None, None]
-    pieces, size = (2, 64) if block == 128 else (1, block)
-    on = {"dtype": torch.int32, "device": chosen.device}
-    chosen = (chosen.to(torch.int32)[..., None] * pieces + torch.arange(pieces, **on)).flatten(-2)
-    # Pieces of no block are below 0. Those behind the query's own piece hold no key for it, and are the last.
-    chosen = torch.where(chosen > token // size, -1, chosen).clamp(min=-1)
-    place, zero = torch.arange(chosen.shape[2], **on).expand_as(chosen), torch.zeros_like(chosen)
-    entries = torch.stack((token.expand_as(chosen), place), -1)
-    items = torch.stack((place, zero + 1, chosen, zero), -1)
-    count = (chosen >= 0).sum(-1, dtype=torch.int32).flatten()
-    bounds = torch.zeros(capacity, **on), torch.arange(1, capacity + 1, **on)
-    return (chosen, entries, items, torch.cat((count, count.new_zeros(1))), *bounds), size
-
-
 def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=False):
     """o, lse, the chosen blocks and their sizes, or o alone; blocks over 64 tokens are read in pieces."""
     (_, _, size, count), rule, *_ = choice

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import _autograd, _axes, _dma, ops
 from ._arguments import MOST_HEADS, check_bands, check_sinks, check_step_in_order, checked
-from ._autograd import _blocks_of_token, _by_chooser, _compressed, _read_chosen, _require_no_gradient, _scale, _tracks
+from ._autograd import _by_chooser, _compressed, _read_chosen, _require_no_gradient, _scale, _tracks
 from ._library import SieveError
 from ._on_cpu import definition_of
 from ._plans import refusal
@@ -670,8 +670,7 @@ def decode(
     if q.shape[1] > 1:
         return _decode_several(q, k, v, k_cache, v_cache, length, window, scale, sinks, chosen, bands, same_bits)
     if same_bits and chosen is not None and block is not None:
-        lists, size = _blocks_of_token(chosen, length, block, k_cache.shape[2])
-        return ops.selected_decode(q.contiguous(), k_cache, v_cache, *lists, _scale(scale, q), size)[0]
+        return ops.selected_decode(q.contiguous(), k_cache, v_cache, length, chosen, _scale(scale, q), block)[0]
     if k is None or v is None:
         return ops.cached_decode(q, k_cache, v_cache, length, chosen, sinks, _scale(scale, q), window, block)[0]
     given = q, k, v, k_cache, v_cache, length, sinks

@@ -83,11 +83,7 @@ TABLE = {
         (*QKV, "z", "k_cache!", "v_cache!", "z_cache!", "positions!", "length"),
         ("float scale", "int local", "bool linear", "bool same_bits=False"),
     ),
-    # `num_items` is as it was when the kernels end.
-    "selected_decode": (
-        ("q", "k_cache", "v_cache", "indices", "entries", "items", "num_items", "doc_start", "doc_end"),
-        ("float scale", "int block"),
-    ),
+    "selected_decode": (("q", "k_cache", "v_cache", "length", "chosen"), ("float scale", "int block")),
     "mla_decode": (("q", "latents", "key_scale?", "length?"), ("float scale", "int rank")),
 }
 

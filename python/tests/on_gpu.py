@@ -446,7 +446,6 @@ def opcheck():
     caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slots = [y[..., :32].contiguous() for y in (rank, expire)]
-    blocks_of_token, size = sieve.functional._blocks_of_token(indices_of(1, 2)[:, 0], length, 64, 32)
     tiles = sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)
     sparse = ops.block_sparse(q, k, v, tiles.words, scale, (64, 64))
     arguments = {
@@ -474,14 +473,14 @@ def opcheck():
         "attention_decode": (*token, *caches, length, None, scale, None),
         "dma_decode": (*token, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
         "cached_decode": (token[0], *caches, length + 1, None, None, scale, None, None),
-        "selected_decode": (token[0], *caches, *blocks_of_token, scale, size),
+        "selected_decode": (token[0], *caches, length, indices_of(1, 2)[:, 0].contiguous(), scale, 64),
         "mla_decode": (q, torch.randn(1, 400, 64, device=DEVICE, dtype=torch.bfloat16), None, None, scale, 32),
     }
     assert set(arguments) == set(ops.TABLE)
     for name, given in arguments.items():
         # Entries of a list behind its last one are never written: two runs differ there. And torch 2.11 traces no
         # operator that writes an input in place and returns a list.
-        untraced = ("dma_select", "attention_decode", "dma_decode", "selected_decode")
+        untraced = ("dma_select", "attention_decode", "dma_decode")
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         operator = getattr(torch.ops.sieve, name).default
         try:

@@ -91,10 +91,10 @@ def test_an_h100_gets_the_kernels_in_order(width):
 
 
 def test_chosen_blocks_take_the_kernels_of_whole_rows():
-    q, cache, chosen = meta(2, 1, 4, 128), meta(2, 2, 900, 128), torch.zeros(2, 2, 3, dtype=torch.int32)
-    lists, size = sieve.functional._blocks_of_token(chosen, torch.zeros(2, dtype=torch.int32), 128, 900)
-    step = on_hopper("selected_decode", (q, cache, cache, *lists), 0.1, size)
-    assert size == 64 and step == ["hopper_nsa_selected_attention_forward", "nsa_selected_combine"]
+    q, cache = meta(2, 1, 4, 128), meta(2, 2, 900, 128)
+    lists = meta(2, dtype=torch.int32), meta(2, 2, 3, dtype=torch.int32)
+    first, *step = on_hopper("selected_decode", (q, cache, cache, *lists), 0.1, 128)
+    assert first == "nsa_token_lists" and step == ["hopper_nsa_selected_attention_forward", "nsa_selected_combine"]
     row = [meta(2, 900, heads, 128) for heads in (4, 2, 2)]
     given = meta(2, 900, 2, 3, dtype=torch.int32), None, None, None
     assert on_hopper("selected_forward", (*row, *given), 0.1, 128, True)[-2:] == step

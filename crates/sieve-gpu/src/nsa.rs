@@ -29,7 +29,6 @@ mod index_scores;
 mod lists;
 mod selected;
 mod selected_blocks;
-mod token;
 
 pub use blocks::{PackedGradient, nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
 pub use choose::choose_by_scores;
@@ -41,7 +40,6 @@ pub use index_gradient::IndexGradient;
 pub use index_scores::IndexedToken;
 pub use lists::ChoiceLists;
 pub use selected_blocks::{SelectedAttention, SelectedBlocks};
-pub use token::TokenBlocks;
 
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads};

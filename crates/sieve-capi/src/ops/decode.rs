@@ -5,7 +5,7 @@ use super::{Inputs, Outputs, wrong};
 use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_gpu::{
-    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys, TokenBlocks,
+    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys,
     WARP_KEYS, mla_decode,
 };
 
@@ -133,32 +133,26 @@ impl DmaDecode {
     }
 }
 
-/// q of one token a row whose key is in the cache, k_cache, v_cache, and its blocks as
-/// [`TokenBlocks`] and [`KvCache::selected_attention_token`] have them: indices, entries, items, num_items, doc_start,
-/// doc_end → o, with the bits of this row of [`SelectedForward`](super::SelectedForward)
+/// q of one token a row whose key is in the cache, k_cache, v_cache, length, chosen → o, with the bits of this row of
+/// [`SelectedForward`](super::SelectedForward). `length` counts the tokens before; `chosen`: as
+/// [`KvCache::selected_attention_token`] has it.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct SelectedDecode {
     /// Factor on `q . k`.
     pub scale: f32,
-    /// Tokens of a block: 16, 32 or 64; a block of 128 is two.
+    /// Tokens of a block: 16, 32, 64 or 128.
     pub block: usize,
 }
 
 impl SelectedDecode {
-    /// Nothing is written to the caches; `num_items` ends as it was.
+    /// Nothing is written to the caches.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, block } = self;
-        let (q, cache, [start, end]) = (t.get("q")?, t.cache()?, t.documents()?);
-        let [indices, entries, items, num_items] = ["indices", "entries", "items", "num_items"].map(|name| t.get(name));
-        let blocks = TokenBlocks {
-            indices: &indices?,
-            entries: &entries?,
-            items: &items?,
-            num_items: &num_items?,
-            block_size: block,
-        };
-        Ok(vec![("o", cache.selected_attention_token(&q, blocks, [&start, &end], scale)?)])
+        let (q, cache, length, chosen) = (t.get("q")?, t.cache()?, t.get("length")?, t.get("chosen")?);
+        let [_, _, capacity, _] = cache.k.dims(t.op, "k_cache")?;
+        let step = DecodeStep::new(capacity.saturating_sub(1), scale);
+        Ok(vec![("o", cache.selected_attention_token(&q, &length, step, &chosen, block)?)])
     }
 }
 

@@ -1,46 +1,55 @@
-//! Launch of `kernels/nsa_token_lists.cu`: a new token attends over the blocks that it chose by the kernels of whole
-//! rows, with their bits.
+//! Launch of `kernels/nsa_token_lists.cu`: a token behind a cache attends over its blocks by the kernels of whole rows.
+//! A block's partial result sees no other query, and a query's results are joined in the order of its blocks, so that
+//! the token has the bits of its row.
 use super::lists::ChoiceLists;
 use super::no_gap;
 use super::selected::Work;
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeStep, Heads, KvCache, Qkv, require_scale};
-use crate::runtime::{CudaTensor, DType, NsaSelectedAttentionForwardParams, SourceKernel, operands, params, require};
-use sieve_core::{BlockChoice, selected_gap};
+use crate::runtime::{
+    CudaTensor, DType, NsaSelectedAttentionForwardParams, SourceKernel, operands, params, require, require_non_empty,
+};
+use sieve_core::{selected_gap, selected_pieces};
 
 const NAME: &str = "nsa_token_lists";
 const THREADS: usize = 128;
 
 impl KvCache {
-    /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen`, i32
-    /// `[batch, 1, num_kv_heads, number of blocks]`, of this cache, which holds `length` tokens a row and the query's
-    /// own. The result has the bits of a whole row.
+    /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen` of this cache,
+    /// i32 `[batch, num_kv_heads, number of blocks]`: ascending indices of blocks of `block_size` tokens, then -1. The
+    /// cache holds `length` tokens a row, i32 `[batch]`, and the query's own, whose block is the last that is read.
+    /// Without a block o is 0. The result has the bits of that row of
+    /// [`nsa_selected_attention_forward`](Qkv::nsa_selected_attention_forward).
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel.
-    pub(super) fn attend_chosen_in_order(
+    pub fn selected_attention_token(
         &self,
         q: &CudaTensor,
         length: &CudaTensor,
         step: DecodeStep<'_>,
         chosen: &CudaTensor,
-        choice: BlockChoice,
+        block_size: usize,
     ) -> Result<CudaTensor, KernelError> {
-        let [_, _, num_kv_heads, num_chosen] = chosen.dims(NAME, "chosen")?;
-        let shape = Heads::all(q).as_queries(NAME, num_kv_heads, self.k.shape()[3])?;
-        let AttentionShape { batch, num_heads, head_dim, .. } = shape;
+        let shape = self.query_shape(NAME, &Heads::all(q))?;
+        let AttentionShape { batch, num_heads, num_kv_heads, head_dim, .. } = shape;
         let (group, capacity) = (shape.group_size(), self.capacity(NAME, &shape)?);
-        let block_size = choice.attended().select_block_size;
+        let [_, _, num_chosen] = chosen.dims(NAME, "chosen")?;
+        require!(head_dim == shape.head_dim_v, NAME, "call:": "values of a different width", "one width");
+        require_non_empty(NAME, "number of chosen blocks", num_chosen)?;
+        require_non_empty(NAME, "block size", block_size)?;
+        let pieces = selected_pieces(block_size);
+        let block_size = block_size / pieces;
         no_gap(NAME, selected_gap(block_size, head_dim, group))?;
         require_scale(NAME, step.softmax_scale)?;
         require!(step.max_length < capacity, NAME, "length": step.max_length, "below the cache's capacity, {capacity}");
         operands!(only NAME,
             q: BF16[batch, 1, num_heads, head_dim] contiguous,
-            chosen: I32[batch, 1, num_kv_heads, num_chosen] contiguous,
+            chosen: I32[batch, num_kv_heads, num_chosen] contiguous,
         );
         operands!(NAME, length: I32[batch]);
         // Each row and KV head of the cache is a row of one KV head.
-        let (rows, num_selected) = (batch * num_kv_heads, num_chosen * choice.pieces());
+        let (rows, num_selected) = (batch * num_kv_heads, num_chosen * pieces);
         let new = |shape: &[usize]| chosen.empty_contiguous(shape, DType::I32);
         let lists = ChoiceLists {
             entries: new(&[rows, 1, num_selected, 2]),
@@ -50,7 +59,7 @@ impl KvCache {
         let (indices, documents) = (new(&[rows, 1, 1, num_selected]), [new(&[capacity]), new(&[capacity])]);
         let ChoiceLists { entries, items, num_items } = &lists;
         let tensors = [chosen, &length, &indices, entries, items, num_items, &documents[0], &documents[1]];
-        let params = params!(NsaTokenListsParams { num_chosen, pieces: choice.pieces(), block_size, capacity });
+        let params = params!(NsaTokenListsParams { num_chosen, pieces, block_size, capacity });
         // SAFETY: sizes checked above; writes every entry and item, and the bounds of each row's token.
         unsafe { nsa_token_lists_kernel().launch([num_kv_heads, batch, 1], &tensors, &params) }?;
 

@@ -48,13 +48,13 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let (q, chosen) = self.indexed_choice(call, length, step, pooled)?;
-        if call.is_in_order() {
-            return self.attend_chosen_in_order(&q, length, step, &chosen, pooled.choice);
-        }
         let [batch, _, choosers, count] = chosen.dims(NAME, "chosen")?;
         let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, count])?;
-        let (q, block_size) = (Heads::all(&q), pooled.choice.blocks.select_block_size);
-        self.attention_decode_chosen(&q, length, step, scratch, &chosen, block_size)
+        let block_size = pooled.choice.blocks.select_block_size;
+        if call.is_in_order() {
+            return self.selected_attention_token(&q, length, step, &chosen, block_size);
+        }
+        self.attention_decode_chosen(&Heads::all(&q), length, step, scratch, &chosen, block_size)
     }
 
     /// The first half of [`indexed_decode`](Self::indexed_decode): appends the token. Returns its normed and rotated
