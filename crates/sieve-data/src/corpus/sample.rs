@@ -15,6 +15,7 @@ pub(super) fn hash(path: &Path) -> u128 {
     hash_places(path).unwrap_or_default()
 }
 
+/// As [`hash`]; an error of the file system is passed on.
 fn hash_places(path: &Path) -> Result<u128> {
     let mut file = File::open(path)?;
     let last = file.metadata()?.len().saturating_sub(PLACE_BYTES);
