@@ -618,6 +618,13 @@ fn a_chat_is_answered_by_the_models_template() {
     // The end token is counted and has a log-probability.
     let tokens = choice["logprobs"]["content"].as_array().expect("a list").len() as u64;
     assert_eq!(whole["usage"]["completion_tokens"], tokens);
+    let top = |choice: &Value| choice["logprobs"]["content"][0]["top_logprobs"].as_array().expect("a list").len();
+    assert_eq!(top(choice), 2);
+    for unasked in [json!(0), Value::Null] {
+        let mut body = body(json!("What?"), false);
+        body["top_logprobs"] = unasked;
+        assert_eq!(top(&served.post(path, &body).json()["choices"][0]), 0);
+    }
     let parts = json!([{"type": "text", "text": "What?"}]);
     let chunks = events(&served.post(path, &body(parts, true)));
     assert_eq!(chunks[0]["choices"][0]["delta"]["role"], "assistant");

@@ -4,21 +4,23 @@ mod config;
 mod documents;
 mod files;
 mod hub;
+mod sample;
 mod source;
 mod table;
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use rayon::prelude::*;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::chat::ChatFormat;
 use crate::error::DataError;
 pub use config::{CorpusConfig, FileOrder, Format, SourceFile};
 pub(crate) use documents::Cursor;
-pub use documents::{CorpusReport, Documents};
+pub use documents::{AlsoHeldOut, CorpusReport, Documents};
 use files::PassedOver;
 use hub::Hub;
 pub use hub::{
@@ -49,6 +51,12 @@ impl Document {
     pub(crate) fn is_indivisible(&self) -> bool {
         self.prompt.is_some() || self.answers.is_some()
     }
+
+    /// Bytes of the text that is predicted: of a chat the answers, else all of it.
+    pub(crate) fn predicted_bytes(&self) -> u64 {
+        let answers = self.answers.as_ref().map(|answers| answers.iter().map(Range::len).sum());
+        answers.unwrap_or(self.text.len()) as u64
+    }
 }
 
 /// The files of a corpus, in order. Opening it lists them and reads none.
@@ -61,6 +69,8 @@ pub struct Corpus {
     hub: Option<Arc<Hub>>,
     /// The chat template, which makes texts of messages; `None` before [`with_chats`](Self::with_chats).
     chats: Option<Arc<dyn ChatFormat>>,
+    /// [`fingerprint`](Self::fingerprint), once it is known.
+    fingerprint: OnceLock<u128>,
 }
 
 impl Corpus {
@@ -75,7 +85,14 @@ impl Corpus {
             hub::check_path(path)?;
             is_remote = true;
         }
-        let mut corpus = Self { config, files: Vec::new(), passed_over: PassedOver::new(), hub: None, chats: None };
+        let mut corpus = Self {
+            config,
+            files: Vec::new(),
+            passed_over: PassedOver::new(),
+            hub: None,
+            chats: None,
+            fingerprint: OnceLock::new(),
+        };
         if !is_remote {
             let no_hub = None;
             corpus.list(no_hub)?;
@@ -111,6 +128,7 @@ impl Corpus {
     /// Lists the files. If all have the same format, that becomes the format of the corpus.
     fn list(&mut self, hub: Option<&Hub>) -> Result<(), DataError> {
         (self.files, self.passed_over) = files::expand(&self.config, hub)?;
+        self.fingerprint = OnceLock::new();
         if matches!(self.config.format, Format::ByEnding { .. }) {
             let mut formats = self.files.iter().map(|file| self.config.format.of(&file.path));
             if let Some(first) = formats.next()
@@ -240,8 +258,27 @@ impl Corpus {
         Documents::resume(self, Cursor::default(), HashSet::new())
     }
 
-    /// A hash that changes when a file is added, removed or changed (path, size or time), or when a setting is changed.
+    /// A hash that changes when a file is added, removed or changed (path, size, time, or the text at its beginning,
+    /// middle and end), or when a setting is changed. The first call reads up to 192 KiB of each file on this disk: a
+    /// file out of an archive may have the size and the time of another one.
     pub fn fingerprint(&self) -> u128 {
+        *self.fingerprint.get_or_init(|| {
+            let mut hash = Xxh3::new();
+            hash.update(&self.listing_hash().to_le_bytes());
+            let local = self.files.par_iter().filter(|file| file.remote.is_none());
+            let samples = local.map(|file| sample::hash(&file.path)).collect::<Vec<_>>();
+            samples.iter().for_each(|sample| hash.update(&sample.to_le_bytes()));
+            hash.digest128()
+        })
+    }
+
+    /// Whether `hash`, in hexadecimal, is the fingerprint, or the one that earlier versions stored.
+    pub fn is_of_hash(&self, hash: &str) -> bool {
+        [self.fingerprint(), self.listing_hash()].iter().any(|own| format!("{own:032x}") == hash)
+    }
+
+    /// A hash of the settings, and of the path, size and time of each file: the fingerprint of earlier versions.
+    pub(crate) fn listing_hash(&self) -> u128 {
         let mut hash = Xxh3::new();
         let settings = serde_json::to_vec(&self.config).expect("plain settings serialise");
         hash.update(&(settings.len() as u64).to_le_bytes());

@@ -65,9 +65,9 @@ mod tokenizer;
 
 pub use chat::{ChatError, ChatFormat, ChatText};
 pub use corpus::{
-    Corpus, CorpusConfig, CorpusReport, Document, Documents, DownloadProgress, FileOrder, Format, HubConfig, HubLimits,
-    HubModel, HubModelEvent, SeeDownload, SourceFile, Surroundings, TableAsText, TableRow, hub_model, hub_tokenizer,
-    is_hub_model, is_hub_tokenizer, read_table,
+    AlsoHeldOut, Corpus, CorpusConfig, CorpusReport, Document, Documents, DownloadProgress, FileOrder, Format,
+    HubConfig, HubLimits, HubModel, HubModelEvent, SeeDownload, SourceFile, Surroundings, TableAsText, TableRow,
+    hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer, read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;

@@ -114,23 +114,26 @@ fn prepare_at_pace(
         tokenizer,
         config,
         eos_id,
-        fingerprint: fingerprint(corpora, tokenizer, config, eos_id),
+        fingerprint: fingerprint(corpora, tokenizer, config, eos_id, Corpus::fingerprint),
         lock,
         pace,
     };
     if let Some(meta) = &earlier {
+        // Data of earlier versions has a fingerprint without samples of the text.
+        let is_same = meta.fingerprint == plan.fingerprint
+            || meta.fingerprint == fingerprint(corpora, tokenizer, config, eos_id, Corpus::listing_hash);
         let found = Prepared { dir: dir.clone(), meta: meta.clone(), reused: true, taken_from: None };
         let is_whole = || match config.on_change {
             OnChange::ReplaceDamaged => meta.check_files(dir).and_then(|()| found.verify()).is_ok(),
             OnChange::Refuse | OnChange::Replace => meta.check_files(dir).is_ok(),
         };
-        if meta.fingerprint == plan.fingerprint && is_whole() {
+        if is_same && is_whole() {
             if plan.lock.has_mark()? {
                 remove_leftovers(dir)?;
             }
             return Ok(found);
         }
-        if meta.fingerprint != plan.fingerprint && config.on_change == OnChange::Refuse {
+        if !is_same && config.on_change == OnChange::Refuse {
             return Err(DataError::OtherPreparation { dir: dir.clone(), what: plan.difference(meta) });
         }
     }
@@ -144,14 +147,20 @@ fn prepare_at_pace(
     Ok(Prepared { dir: dir.clone(), meta, reused: false, taken_from: None })
 }
 
-/// A hash of everything that the shards depend on, in hexadecimal.
-fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig, eos_id: u32) -> String {
+/// A hash of everything that the shards depend on, in hexadecimal; `of_corpus` gives the hash of a corpus.
+fn fingerprint(
+    corpora: &[Corpus],
+    tokenizer: &Tokenizer,
+    config: &PrepareConfig,
+    eos_id: u32,
+    of_corpus: fn(&Corpus) -> u128,
+) -> String {
     let mut hash = Xxh3::new();
     hash.update(&FORMAT_VERSION.to_le_bytes());
     hash.update(&tokenizer.hash().to_le_bytes());
     hash.update(&eos_id.to_le_bytes());
     for corpus in corpora {
-        hash.update(&corpus.fingerprint().to_le_bytes());
+        hash.update(&of_corpus(corpus).to_le_bytes());
     }
     // All corpora of a recipe are chats, with the same template, or none is.
     if let Some(chats) = corpora[0].chats() {
@@ -171,7 +180,7 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
                 hash.update(&max_bytes.to_le_bytes());
             }
         }
-        ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),
+        ValidationSource::Corpus(corpus) => hash.update(&of_corpus(corpus).to_le_bytes()),
     }
     hex(hash.digest128())
 }

@@ -29,6 +29,7 @@ pub(crate) use architecture::{Architecture, Windows};
 pub use architecture::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions};
 use burn::tensor::DType;
 use folder::OutFolder;
+pub(crate) use folder::row_tokens;
 use sieve_core::ShownPath;
 pub(crate) use sieve_core::kinds::DEEPSEEK_LATENT_EPS;
 use sieve_files::write_synced;
@@ -128,7 +129,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let dtype = options.dtype.dtype();
     let shards = shards::plan(&tensors, dtype, options.max_shard_bytes);
     files.extend(write_shards(&folder, &shards, &weights, dtype)?);
-    folder.publish(&files)?;
+    folder.publish(&files, recipe.training.seq_len)?;
     files.push(folder::MARKER.to_owned());
     Ok(ExportReport {
         architecture: architecture.class().name,

@@ -1,5 +1,5 @@
 //! Loads the model of a checkpoint.
-use crate::export::tokenizer_files;
+use crate::export::{row_tokens, tokenizer_files};
 use crate::odd_folders::is_of_transformers;
 use crate::parameters::{AsTheyAre, load_parameters_then};
 use crate::{ChatTemplate, Checkpoint, CheckpointError, CheckpointState, Kept};
@@ -85,6 +85,12 @@ impl<B: Backend> LoadedModel<B> {
     /// this recipe trained, such as an import's or an export's, which do not say it.
     pub fn trained_len(&self) -> Option<usize> {
         (self.state.step > 0).then_some(self.recipe.training.seq_len)
+    }
+
+    /// Whether the model's folder says the length of a row in training, as runs and exports do. The recipe of another
+    /// folder of `transformers` has a usual one.
+    pub fn says_row(&self) -> bool {
+        !is_of_transformers(&self.path) || row_tokens(&self.path).is_some()
     }
 
     /// The tokens that end a text: `eos_id`, and further end tokens in the `generation_config.json` of an imported

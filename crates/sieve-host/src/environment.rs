@@ -59,6 +59,20 @@ pub fn switch(name: &str) -> anyhow::Result<Option<bool>> {
     }
 }
 
+/// Value of a variable that protects something; `None` where it is unset.
+///
+/// # Errors
+/// The variable is empty, as where a secret could not be read. It counts as a mistake, because nothing would be
+/// protected.
+pub fn secret(name: &str) -> anyhow::Result<Option<String>> {
+    match variable(name) {
+        Some(empty) if empty.is_empty() => {
+            anyhow::bail!("{name} is set, and it is empty\n  hint: set it to a secret, or leave it out (unset {name})")
+        }
+        value => Ok(value),
+    }
+}
+
 /// Value of an environment variable; `None` if it is unset. Bytes that are not UTF-8 become U+FFFD, so that a path of
 /// them is not found, where it would be taken as unset.
 pub fn variable(name: &str) -> Option<String> {

@@ -11,7 +11,7 @@ pub use bar::{DownloadBar, FolderBar, is_interactive, progress_bar, style, style
 use colour::coloured;
 pub use reader::end_with_reader;
 use sieve_core::{ReferenceTooLarge, ShownPath, shown_text};
-pub use sieve_core::{quoted, shell_word, thousands};
+pub use sieve_core::{counted, quoted, shell_word, thousands};
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
@@ -314,16 +314,6 @@ pub fn bytes(count: u64) -> String {
 /// Formats a number of bytes in GiB, whatever its size.
 pub fn gib(count: u64) -> String {
     format!("{:.2} GiB", count as f64 / (1u64 << 30) as f64)
-}
-
-/// Formats a number with its noun: `1 document`, `1,234 documents`, `2 micro-batches`.
-pub fn counted(count: u64, noun: &str) -> String {
-    let ending = match count {
-        1 => "",
-        _ if noun.ends_with("ch") => "es",
-        _ => "s",
-    };
-    format!("{} {noun}{ending}", thousands(count))
 }
 
 /// Formats a number in short: `980`, `12.3K`, `85.0M`, `1.72B`.

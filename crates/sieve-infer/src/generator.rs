@@ -2,6 +2,7 @@
 use crate::continuation::{Continuation, Drawn};
 use crate::input::check_vocabulary;
 use crate::{InferError, Sampler, Sampling, Selection};
+use sieve_core::counted;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
@@ -46,17 +47,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
         };
         let context = model.shape().max_seq_len;
         if prompt.len().saturating_add(config.max_new_tokens) > context {
-            let hint = match context.saturating_sub(prompt.len()) {
-                0 => format!("shorten the prompt below {context} tokens"),
-                room => format!("ask for at most {room} new tokens, or shorten the prompt"),
-            };
-            let what = format!(
-                "a prompt of {} tokens and {} new ones do not fit into the model's context of {context} \
-                 (max_position_embeddings)",
-                prompt.len(),
-                config.max_new_tokens
-            );
-            return Err(InferError::refused(what, hint));
+            return Err(no_room(prompt.len(), config.max_new_tokens, context));
         }
         check_vocabulary(&prompt, model.shape().vocab_size)?;
         Ok(Self {
@@ -67,6 +58,22 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
             ends: vec![config.eos_id],
         })
     }
+}
+
+/// The error of a prompt that leaves no room for `new` tokens.
+fn no_room(prompt: usize, new: usize, context: usize) -> InferError {
+    let counted = |count: usize, noun: &str| counted(count as u64, noun);
+    let hint = match context.saturating_sub(prompt) {
+        // An empty prompt is one token, the end of a document.
+        0 if context < 2 => "use a model with a longer context: this one has no room behind a prompt".to_owned(),
+        0 => format!("shorten the prompt to at most {}", counted(context - 1, "token")),
+        room => format!("ask for at most {}, or shorten the prompt", counted(room, "new token")),
+    };
+    let (prompt, new) = (counted(prompt, "token"), counted(new, "new one"));
+    let what = format!(
+        "a prompt of {prompt} and {new} do not fit into the model's context of {context} (max_position_embeddings)"
+    );
+    InferError::refused(what, hint)
 }
 
 /// An iterator over the tokens that continue a prompt.
@@ -156,5 +163,23 @@ impl<B: DeviceBackend> Iterator for Generator<'_, B> {
             self.start.remaining = 0;
         }
         (!has_ended).then_some(token)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hint_about_room_can_be_followed() {
+        for (prompt, new, context, words) in [
+            (1, 1, 1, "a prompt of 1 token and 1 new one | context of 1 | use a model with a longer context"),
+            (2, 5, 2, "a prompt of 2 tokens and 5 new ones | to at most 1 token"),
+            (9, 5, 8, "to at most 7 tokens"),
+            (7, 5, 8, "ask for at most 1 new token, or"),
+            (6, 5, 8, "ask for at most 2 new tokens, or"),
+        ] {
+            sieve_testing::refusal(Err::<(), _>(no_room(prompt, new, context)), words);
+        }
     }
 }

@@ -2,6 +2,7 @@
 use axum::body::Body;
 use axum::http::{Response, StatusCode, header};
 use serde_json::{Value, json};
+use sieve_core::counted;
 use sieve_infer::InferError;
 use std::io;
 
@@ -70,8 +71,11 @@ impl ApiError {
     /// A request that needs more tokens than a text may have.
     pub(crate) fn too_long(prompt: usize, new: usize, context: usize) -> Self {
         let message = format!(
-            "a prompt of {prompt} tokens and {new} new ones do not fit into the context of {context}; shorten the \
-             prompt or lower max_tokens"
+            "a prompt of {} and {} do not fit into the context of {context}; {}",
+            counted(prompt as u64, "token"),
+            counted(new as u64, "new one"),
+            // A prompt has a token at least.
+            if context < 2 { "it has no room behind a prompt" } else { "shorten the prompt or lower max_tokens" }
         );
         Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
     }

@@ -234,9 +234,9 @@ impl Reply {
         let choice = &mut self.choices[index];
         let (text, tokens, finish) =
             (std::mem::take(&mut choice.text), std::mem::take(&mut choice.tokens), choice.finish);
-        let logprobs = num_top.map(|_| match form {
+        let logprobs = num_top.map(|num_top| match form {
             Form::Completion => completion_logprobs(&tokens),
-            Form::Chat => chat_logprobs(&tokens),
+            Form::Chat => chat_logprobs(&tokens, num_top > 0),
         });
         let mut shown = match (form, streams) {
             (Form::Completion, _) => {
@@ -325,15 +325,17 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     })
 }
 
-/// `logprobs` in the form of OpenAI's chats.
-fn chat_logprobs(tokens: &[ShownToken]) -> Value {
+/// `logprobs` in the form of OpenAI's chats; `has_top`: whether the likeliest tokens were asked for. Their lists are empty
+/// where they were not.
+fn chat_logprobs(tokens: &[ShownToken], has_top: bool) -> Value {
     let one = |token: &Spelled, log_probability: Option<f64>| {
         let Spelled { text, bytes } = token;
         json!({"token": text, "logprob": log_probability, "bytes": bytes})
     };
     let content = tokens.iter().map(|token| {
         let mut shown = one(&token.token, token.log_probability);
-        let top = token.top.iter().map(|(token, log_probability)| one(token, Some(*log_probability)));
+        let top =
+            token.top.iter().filter(|_| has_top).map(|(token, log_probability)| one(token, Some(*log_probability)));
         shown["top_logprobs"] = top.collect::<Vec<_>>().into();
         shown
     });

@@ -421,9 +421,11 @@ fn trained_tokenizer(
         }
     });
     let _lock = locked.map_err(TrainError::io("locking", &lock_path))?;
-    let mark = format!("{:032x} {config:?}\n", corpus.fingerprint());
+    let of_config = format!(" {config:?}\n");
+    let mark = format!("{:032x}{of_config}", corpus.fingerprint());
     let found = read_text(&mark_path).ok();
-    if found.as_ref() == Some(&mark) && path.is_file() {
+    let origin = found.as_ref().and_then(|found| found.strip_suffix(&of_config));
+    if origin.is_some_and(|hash| corpus.is_of_hash(hash)) && path.is_file() {
         return read_tokenizer(&path, recipe);
     }
     let in_use = |what: &str| TrainError::CacheInUse { path: dir.to_owned(), what: what.to_owned() };

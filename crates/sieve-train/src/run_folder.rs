@@ -61,6 +61,11 @@ impl RunFolder {
         Ok(folder)
     }
 
+    /// A file or folder in `path` that only a run writes, if there is one.
+    pub fn found_run(path: &Path, checkpoint_folder: &str) -> Option<String> {
+        Self::of_group(path, checkpoint_folder).first_of_a_run()
+    }
+
     /// Whether a run has begun in the folder `path`.
     pub fn holds_run(path: &Path) -> bool {
         path.join("config.toml").is_file()

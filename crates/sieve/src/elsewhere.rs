@@ -3,7 +3,9 @@ use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
 use sieve_host::out_file::CannotWrite;
 use sieve_host::terminal::{print_error, quoted, shell_word};
+use std::any::TypeId;
 use std::error::Error;
+use std::num::ParseIntError;
 use std::path::Path;
 
 /// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
@@ -295,6 +297,12 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
                 true => numbers_of_range(&error.to_string())?,
                 // The file's name only looks like a short form of a number.
                 false if error.source().is_some_and(|why| why.is::<CannotWrite>()) => return None,
+                false if is_negative(&value) && error.source().is_some_and(|why| why.is::<ParseIntError>()) => {
+                    let name = argument.split(' ').next()?;
+                    let start = format!("{name}=");
+                    let at = words.iter().position(|word| word.starts_with(&start))?;
+                    whole_number(cli, &words[..at], name)
+                }
                 false => sieve_core::number_of_short_form(&value)?,
             };
             Some(format!("{value:?} is not a valid value for {argument}\n  hint: write {number}"))
@@ -312,6 +320,20 @@ fn numbers_of_range(message: &str) -> Option<String> {
     is_meant.then(|| format!("{least} or more"))
 }
 
+/// Whether a value is a whole number below 0.
+fn is_negative(value: &str) -> bool {
+    value.strip_prefix('-').is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// What the flag `name`, which takes whole numbers without a sign, takes at least, in words. `before`: the words of the
+/// command line before the flag. clap says where the numbers begin only of a number that is too small.
+fn whole_number(cli: &Command, before: &[String], name: &str) -> String {
+    let words = before.iter().cloned().chain([format!("{name}=0")]);
+    let error = cli.clone().try_get_matches_from(words).err().map(|error| error.to_string()).unwrap_or_default();
+    let range = error.split_once(" is not in ").and_then(|(_, range)| range.split_once(".."));
+    format!("a whole number of at least {}", range.map_or("0", |(least, _)| least))
+}
+
 /// The hint for the value of a flag that begins with one dash, such as a prompt that is an item of a list, and for a
 /// file with such a name. clap reads it as short flags, and names the first of them alone.
 fn value_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
@@ -324,12 +346,22 @@ fn value_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
         before.strip_prefix("--").is_some_and(|name| argument.get_long() == Some(name))
             && argument.get_action().takes_values()
     };
-    let hint = match command.get_arguments().any(takes_value) {
-        true => format!("{before}={value}"),
-        false if Path::new(&words[at]).exists() => quoted(Path::new(&words[at])),
-        false => return None,
+    let hint = match command.get_arguments().find(|argument| takes_value(argument)) {
+        Some(argument) if is_negative(&words[at]) && takes_no_sign(argument) => {
+            let number = whole_number(cli, &words[..at - 1], before);
+            return Some(format!("{:?} is not a valid value for {argument}\n  hint: write {number}", words[at]));
+        }
+        Some(_) => format!("{before}={value}"),
+        None if Path::new(&words[at]).exists() => quoted(Path::new(&words[at])),
+        None => return None,
     };
     Some(format!("{value} begins with a dash and is read as a flag\n  hint: write {hint}"))
+}
+
+/// Whether an argument takes whole numbers of a type without a sign.
+fn takes_no_sign(argument: &clap::Arg) -> bool {
+    let own = argument.get_value_parser().type_id();
+    [TypeId::of::<u64>(), TypeId::of::<u32>(), TypeId::of::<u16>(), TypeId::of::<usize>()].iter().any(|id| own == *id)
 }
 
 /// The hint for a flag of other programs.
@@ -463,6 +495,20 @@ mod tests {
             (&["sieve", "train", "--recipe", "r", "--out", "-a"], "write --out=-a"),
         ] {
             assert_eq!(hint(words).as_deref(), Some(written), "{words:?}");
+        }
+        // A number below 0, in both spellings.
+        for (command, number) in [
+            (&["sieve", "generate", "--checkpoint", "c", "--seed"][..], "a whole number of at least 0"),
+            (&["sieve", "generate", "--checkpoint", "c", "--samples"], "a whole number of at least 1"),
+            (&["sieve", "-q", "train", "--recipe", "r", "--stop-after"], "a whole number of at least 1"),
+            (&["sieve", "serve", "--checkpoint", "c", "--max-texts"], "a whole number of at least 1"),
+        ] {
+            let (name, before) = command.split_last().expect("a flag");
+            let spelled = format!("{name}=-5");
+            for end in [&[*name, "-5"][..], &[&spelled]] {
+                let words = [before, end].concat();
+                assert_eq!(hint(&words), Some(format!("write {number}")), "{words:?}");
+            }
         }
         // A short flag that does not exist, behind one that takes no value.
         assert_eq!(hint(&["sieve", "train", "--recipe", "r", "--overwrite", "-x"]), None);

@@ -109,9 +109,12 @@ fn api_key(key: &str) -> Result<String, String> {
     Err(problem.to_owned())
 }
 
-/// The key of the environment; an empty variable has none.
+/// The key of the environment.
+///
+/// # Errors
+/// The variable is empty, as where a secret could not be read: the server would be open. A key that no client can send.
 fn key_of_variable() -> Result<Option<String>> {
-    let key = sieve_host::environment::variable(API_KEY).filter(|key| !key.is_empty());
+    let key = sieve_host::environment::secret(API_KEY)?;
     let key = key.map(|key| api_key(&key)).transpose();
     key.map_err(|problem| anyhow::anyhow!("{API_KEY}: {problem}"))
 }

@@ -24,12 +24,14 @@ const MOST_THREADS_A_CORE: usize = 8;
 /// Threads that are allowed on any machine.
 const MOST_THREADS: usize = 64;
 
-/// Refuses variables that the program would take for something else: a number of threads, and switches.
+/// Refuses variables that the program would take for something else: a number of threads, switches, and an empty token
+/// of the processes of one run.
 ///
 /// # Errors
 /// A value that cannot be meant.
 pub(crate) fn check_variables() -> Result<()> {
     environment::check_texts()?;
+    environment::secret("SIEVE_TOKEN")?;
     check_threads(environment::variable("RAYON_NUM_THREADS"))?;
     environment::SWITCHES.iter().try_for_each(|name| environment::switch(name).map(drop))
 }

@@ -389,7 +389,7 @@ keys! {
         /// Steps between two checkpoints; the last step always writes one.
         #[key(at_least_one, may_change)]
         pub interval: usize = 500,
-        /// How many of the latest checkpoints are kept. 0: all.
+        /// How many of the latest checkpoints are kept, the best among them or not. 0: all.
         #[key(may_change)]
         pub keep_latest_k: usize = 3,
         /// Checkpoints of steps that are multiples of this are kept too, without a limit. 0: no others are kept.

@@ -33,9 +33,45 @@ pub struct CorpusReport {
     pub first_invalid: Option<String>,
     /// Whether reading stopped at the limit `max_bytes`.
     pub reached_max_bytes: bool,
+    /// What was not trained on because the validation text has it, too.
+    #[serde(default, skip_serializing_if = "AlsoHeldOut::is_none")]
+    pub also_held_out: AlsoHeldOut,
+}
+
+/// Training text that was left out because a copy of it is held out for validation.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AlsoHeldOut {
+    /// Number of documents of which nothing is trained on.
+    pub num_documents: u64,
+    /// Number of documents of which only the beginning is trained on.
+    pub num_shortened: u64,
+    /// Bytes of text that were left out; of chats only the answers count.
+    pub num_bytes: u64,
+}
+
+impl AlsoHeldOut {
+    /// Whether nothing was left out.
+    pub fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl std::ops::AddAssign for AlsoHeldOut {
+    fn add_assign(&mut self, other: Self) {
+        self.num_documents += other.num_documents;
+        self.num_shortened += other.num_shortened;
+        self.num_bytes += other.num_bytes;
+    }
 }
 
 impl CorpusReport {
+    /// The sums over several corpora.
+    pub(crate) fn sum(reports: &[Self]) -> Self {
+        let mut sum = Self::default();
+        reports.iter().for_each(|report| sum += report);
+        sum
+    }
+
     /// Why documents were dropped, for an error message.
     fn summary(&self) -> String {
         let mut summary =
@@ -62,6 +98,7 @@ impl std::ops::AddAssign<&Self> for CorpusReport {
             self.first_invalid.clone_from(&other.first_invalid);
         }
         self.reached_max_bytes |= other.reached_max_bytes;
+        self.also_held_out += other.also_held_out;
     }
 }
 

@@ -306,6 +306,27 @@ proptest! {
 }
 
 #[test]
+fn another_text_of_equal_size_and_time_is_another_corpus() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "a.txt", "one");
+    let time = fs::metadata(&path).unwrap().modified().unwrap();
+    let opened = || Corpus::open(text(&path)).unwrap();
+    let first = opened();
+    let hash = format!("{:032x}", first.fingerprint());
+    // The text of an archive has the time that the archive says; a copy of equal text is the same corpus.
+    for (content, is_same) in [("two", false), ("one", true)] {
+        write(dir.path(), "a.txt", content);
+        fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+        let now = opened();
+        assert_eq!(now.listing_hash(), first.listing_hash());
+        assert_eq!(now.fingerprint() == first.fingerprint(), is_same, "{content}");
+        assert_eq!(now.is_of_hash(&hash), is_same, "{content}");
+        // What earlier versions stored is no sample of the text.
+        assert!(now.is_of_hash(&format!("{:032x}", first.listing_hash())));
+    }
+}
+
+#[test]
 fn the_ending_names_the_format() {
     let dir = tempfile::tempdir().unwrap();
     let line = "{\"text\": \"of a line\"}\n";
@@ -368,6 +389,7 @@ fn sizes_that_a_listing_names_do_not_overflow() {
         passed_over: PassedOver::new(),
         chats: None,
         hub: None,
+        fingerprint: Default::default(),
     };
     assert_eq!(corpus.max_text_bytes(), u64::MAX);
 }

@@ -31,7 +31,7 @@ pub(super) fn path(dir: &Path) -> PathBuf {
 pub struct PreparedMeta {
     /// Version of the side files' format.
     pub format_version: u32,
-    /// A hash of everything that decides the result: source files (path, size, time), settings, tokenizer.
+    /// A hash of everything that decides the result: source files, settings, tokenizer.
     pub fingerprint: String,
     /// Hash of the tokenizer ([`Tokenizer::hash`](crate::Tokenizer::hash)), in hexadecimal.
     pub tokenizer_hash: String,
@@ -166,8 +166,7 @@ impl PreparedMeta {
     /// Whether the data was prepared from these corpora: the same settings and the same, unchanged files. Data sets of
     /// the hub whose files were not listed count as unchanged.
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
-        let is_same =
-            |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint());
+        let is_same = |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || corpus.is_of_hash(hash);
         let held_out = match (&self.validation_settings, validation) {
             (ValidationSettings::Corpus { sources_hash, .. }, Some(corpus)) => is_same(sources_hash, corpus),
             _ => true,

@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::meta::{DocumentSize, FORMAT_VERSION, SplitMeta};
 use super::split::{Cuts, Target};
 use super::tokenise::Encoded;
-use crate::corpus::{CorpusReport, Cursor};
+use crate::corpus::{AlsoHeldOut, CorpusReport, Cursor};
 use crate::error::DataError;
 use crate::shard::ShardWriter;
 use sieve_files::{AtomicFile, temporary_name};
@@ -43,6 +43,9 @@ pub(super) struct Place {
     pub(super) done: Vec<CorpusReport>,
     /// Position in the corpus that is being read.
     pub(super) cursor: Cursor,
+    /// What of that corpus was left out so far because it is also held out.
+    #[serde(default)]
+    pub(super) also_held_out: AlsoHeldOut,
     /// Where corpora are cut into training and validation text ([`cuts`](super::split::cuts)); `None` before that is
     /// decided. It is kept because files of the hub may have been removed after use.
     pub(super) cuts: Option<Cuts>,

@@ -97,12 +97,18 @@ impl Plan<'_> {
         let Some(number) = splits.iter().position(|split| split.meta.num_documents == 0) else {
             return Ok(());
         };
-        let num_documents = match reports.get(number) {
-            Some(report) => report.num_documents,
-            None => reports.iter().map(|report| report.num_documents).sum(),
+        let report = match reports.get(number) {
+            Some(report) => report.clone(),
+            None => CorpusReport::sum(reports),
         };
+        let num_documents = report.num_documents;
         let name = &splits[number].name;
         let (why, hint) = match self.config.validation {
+            // Only a training split lacks text because other text is held out.
+            ValidationSource::Fraction(_) if name != VALIDATION && report.also_held_out.num_documents > 0 => (
+                format!("{num_documents} in all, and each that is not held out repeats one that is"),
+                "set data.deduplicate = true, or name different text to validate on with [validation] paths",
+            ),
             ValidationSource::Corpus(_) if name == VALIDATION => {
                 ("[validation] paths".to_owned(), "name files that contain documents")
             }
@@ -174,7 +180,9 @@ impl Plan<'_> {
                 || Batch::read(&mut documents, self.pace, bytes_since_kept),
             );
             bytes_done += num_bytes as u64;
-            for document in encoded? {
+            let (encoded, also_held_out) = encoded?;
+            partial.place.also_held_out += also_held_out;
+            for document in encoded {
                 num_documents += 1;
                 num_tokens += document.num_tokens();
                 partial.take(document, own, train_split.is_none())?;
@@ -196,7 +204,8 @@ impl Plan<'_> {
             batch = next;
         }
         let place = &mut partial.place;
-        place.done.push(documents.report().clone());
+        let also_held_out = std::mem::take(&mut place.also_held_out);
+        place.done.push(CorpusReport { also_held_out, ..documents.report().clone() });
         place.cursor = Cursor::default();
         Ok(documents.into_seen())
     }
@@ -264,8 +273,7 @@ impl Plan<'_> {
         reports: Vec<CorpusReport>,
         validation_report: Option<CorpusReport>,
     ) -> PreparedMeta {
-        let mut report = CorpusReport::default();
-        reports.iter().for_each(|part| report += part);
+        let report = CorpusReport::sum(&reports);
         let total = SplitMeta::total(&train);
         let sources = match self.corpora {
             [_] => Vec::new(),
@@ -326,7 +334,7 @@ impl Plan<'_> {
         let mut pairs = before.iter().zip(self.corpora);
         if !same_settings {
             changed.push("the corpus's settings");
-        } else if pairs.any(|((hash, ..), corpus)| **hash != hex(corpus.fingerprint())) {
+        } else if pairs.any(|((hash, ..), corpus)| !corpus.is_of_hash(hash)) {
             changed.push("the source files");
         }
         if changed.is_empty() {

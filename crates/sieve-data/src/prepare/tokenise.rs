@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::meta::DocumentSize;
 use super::names::content_hash;
 use super::split::{Split, Target};
-use crate::corpus::{Cursor, Document, Documents};
+use crate::corpus::{AlsoHeldOut, Cursor, Document, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
@@ -149,14 +149,14 @@ impl Batch {
 }
 
 /// Splits documents into training and validation parts by `held_out` and tokenises them on all cores. `start` is the
-/// number of bytes of the corpus's text before them.
+/// number of bytes of the corpus's text before them. Also counts what goes into neither split.
 pub(super) fn encode(
     tokenizer: &Tokenizer,
     eos_id: u32,
     held_out: Split,
     start: u64,
     documents: Vec<Document>,
-) -> Result<Vec<Encoded>, DataError> {
+) -> Result<(Vec<Encoded>, AlsoHeldOut), DataError> {
     let encode = |(target, document): (Target, Document)| {
         let hash = content_hash(&document);
         let DocumentTokens { parts, size } = DocumentTokens::of(tokenizer, eos_id, &document)?;
@@ -169,6 +169,22 @@ pub(super) fn encode(
     });
     let starts = starts.collect::<Vec<_>>();
     let documents = documents.into_par_iter().zip(starts);
-    let parts = documents.flat_map_iter(|(document, start)| held_out.parts(start, document));
-    parts.map(encode).collect()
+    let divided = documents.map(|(document, start)| {
+        let num_bytes = document.predicted_bytes();
+        let parts = held_out.parts(start, document);
+        let lost = num_bytes - parts.iter().map(|(_, part)| part.predicted_bytes()).sum::<u64>();
+        (parts, lost)
+    });
+    let divided = divided.collect::<Vec<_>>();
+    let mut also_held_out = AlsoHeldOut::default();
+    for (parts, lost) in &divided {
+        let is_trained_on = parts.iter().any(|(target, _)| *target == Target::Train);
+        also_held_out += AlsoHeldOut {
+            num_documents: u64::from(*lost > 0 && !is_trained_on),
+            num_shortened: u64::from(*lost > 0 && is_trained_on),
+            num_bytes: *lost,
+        };
+    }
+    let parts = divided.into_par_iter().flat_map_iter(|(parts, _)| parts);
+    Ok((parts.map(encode).collect::<Result<_, DataError>>()?, also_held_out))
 }

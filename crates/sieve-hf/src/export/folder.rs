@@ -9,8 +9,11 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A file that lists the files of an export, so that a later export knows which it may replace.
+/// A file that lists the files of an export, so that a later export knows which it may replace, and says how long the
+/// rows of its training were.
 pub(super) const MARKER: &str = "sieve_export.json";
+/// Key of the marker: the tokens of a row in training.
+const ROW_TOKENS: &str = "row_tokens";
 /// A folder that holds the files until all are complete.
 const PARTIAL: &str = ".sieve_export.partial";
 /// The file without which nothing reads a folder as a model.
@@ -56,7 +59,9 @@ impl OutFolder {
     ///
     /// [`CONFIG`] goes first and comes last: an export that is stopped in between leaves no model, rather than one of
     /// old and new weights.
-    pub(super) fn publish(self, files: &[String]) -> Result<(), CheckpointError> {
+    ///
+    /// `row_tokens`: the tokens of a row in training, which the marker says.
+    pub(super) fn publish(self, files: &[String], row_tokens: usize) -> Result<(), CheckpointError> {
         let now: BTreeSet<String> = files.iter().cloned().collect();
         for name in now.difference(&self.earlier) {
             if self.path.join(name).exists() {
@@ -65,7 +70,7 @@ impl OutFolder {
         }
         // The marker first lists both the old and the new files, so that a kill during the renames leaves a folder that
         // a later export recognises.
-        self.write_marker(&now.union(&self.earlier).cloned().collect())?;
+        self.write_marker(&now.union(&self.earlier).cloned().collect(), row_tokens)?;
         if self.earlier.contains(CONFIG) {
             self.remove(CONFIG)?;
             sync_folder(&self.path)?;
@@ -80,7 +85,7 @@ impl OutFolder {
         if now.contains(CONFIG) {
             self.rename(CONFIG)?;
         }
-        self.write_marker(&now)?;
+        self.write_marker(&now, row_tokens)?;
         let partial = self.path.join(PARTIAL);
         fs::remove_dir_all(&partial).map_err(CheckpointError::io("clearing", partial))?;
         Ok(sync_folder(&self.path)?)
@@ -96,8 +101,8 @@ impl OutFolder {
         if path.exists() { fs::remove_file(&path).map_err(CheckpointError::io("removing", path)) } else { Ok(()) }
     }
 
-    fn write_marker(&self, files: &BTreeSet<String>) -> Result<(), CheckpointError> {
-        let text = to_text(&json!({ "files": files }));
+    fn write_marker(&self, files: &BTreeSet<String>, row_tokens: usize) -> Result<(), CheckpointError> {
+        let text = to_text(&json!({ "files": files, ROW_TOKENS: row_tokens }));
         write_synced(&self.partial(MARKER), text.as_bytes())?;
         self.rename(MARKER)
     }
@@ -115,9 +120,20 @@ impl Drop for OutFolder {
     }
 }
 
+/// The tokens of a row in training of the model in an export's folder; `None` in other folders of `transformers`, and in
+/// exports of earlier versions.
+pub(crate) fn row_tokens(folder: &Path) -> Option<usize> {
+    let tokens = read_marker(&folder.join(MARKER))?[ROW_TOKENS].as_u64()?;
+    usize::try_from(tokens).ok().filter(|tokens| *tokens > 0)
+}
+
+fn read_marker(marker: &Path) -> Option<Value> {
+    serde_json::from_str(&read_text(marker).ok()?).ok()
+}
+
 /// The files that a marker lists; `None` without a valid marker.
 fn listed_files(marker: &Path) -> Option<BTreeSet<String>> {
-    let marker: Value = serde_json::from_str(&read_text(marker).ok()?).ok()?;
+    let marker = read_marker(marker)?;
     let files = marker["files"].as_array()?;
     // A name with a folder in it would lead to files outside of the export.
     let plain = |name: &&str| Path::new(name).file_name().is_some_and(|file| file == *name);

@@ -4,7 +4,7 @@ use super::m3;
 use crate::CheckpointError;
 use crate::export::config::LAYER_KEYS;
 use crate::export::config::{AMPLITUDE, DERIVED, NO_ROPE};
-use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
+use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows, row_tokens};
 use serde_json::{Map, Value, json};
 use sieve_core::kinds::{FULL_ATTENTION, SLIDING_ATTENTION};
 use sieve_core::recipe::{AttentionKind, json_schema};
@@ -96,6 +96,8 @@ pub(super) struct HfConfig {
     /// The layer pattern; where it is empty, all layers have the model's own kind.
     layers: Vec<Layer>,
     max_positions: usize,
+    /// Tokens of a row in training, if the folder is an export that says it.
+    row_tokens: Option<usize>,
     /// The whole of `config.json`.
     value: Value,
     /// What the file says and another program, or another release of `transformers`, would read otherwise.
@@ -607,6 +609,7 @@ impl HfConfig {
             others,
             layers,
             max_positions,
+            row_tokens: reader.path.parent().and_then(row_tokens),
             assumed: reader.assumed(heads, head_dim),
             value: reader.value,
             notes: reader.notes.into_inner(),
@@ -671,7 +674,7 @@ impl HfConfig {
         for (name, other) in names.iter().zip(&self.others) {
             attention.push_str(&format!("[attention.{name}]\n{}", other.lines()));
         }
-        let seq_len = self.max_positions.min(2048);
+        let seq_len = self.max_positions.min(self.row_tokens.unwrap_or(2048));
         format!(
             "[model]\n{model}tie_word_embeddings = {}\nresidual_scale = {residual_scale}\n{attention}\
              [tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"text.txt\"]\n\

@@ -294,6 +294,20 @@ fn an_output_projection_unlike_the_embedding_unties_the_model() {
 }
 
 #[test]
+fn an_export_says_the_length_of_its_rows() {
+    let (_folder, hf) = dense(TIED);
+    let row = || {
+        let (recipe, shape) = crate::peek_model(&hf).expect("a model");
+        [recipe.training.seq_len, shape.max_seq_len]
+    };
+    assert_eq!(row()[0], 8);
+    fs::remove_file(hf.join("sieve_export.json")).expect("an export has it");
+    let [usual, longest] = row();
+    assert_eq!(usual, longest.min(2048));
+    assert_ne!(usual, 8);
+}
+
+#[test]
 fn residual_scales_that_bf16_would_round_to_one_are_kept() {
     let folder = tempfile::tempdir().expect("a folder");
     let hf = exported(folder.path(), TIED, DMA, whole());

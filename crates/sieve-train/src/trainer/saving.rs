@@ -10,6 +10,7 @@ use crate::metrics::drop_later_lines;
 use crate::optimizer::ReplicaSums;
 use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
+use sieve_core::recipe::CheckpointSection;
 use sieve_core::{MODEL_LINE, Recipe, ShownPath};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
@@ -325,25 +326,17 @@ pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainErr
     prune(folder, recipe)
 }
 
-/// Removes all but the latest `checkpoint.keep_latest_k` checkpoints (0 keeps all). The checkpoint before the first
-/// step (`at_start`), every `keep_every` steps and with the lowest loss (`keep_best`) stays.
+/// Removes the checkpoints that the recipe does not keep ([`outdated`]).
 fn prune(run: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
     let folder = &run.checkpoint_path();
-    let keep = recipe.checkpoint.keep_latest_k;
-    if keep == 0 {
+    if recipe.checkpoint.keep_latest_k == 0 {
         return Ok(());
     }
-    let keep_every = recipe.checkpoint.keep_every as u64;
     let best = if recipe.checkpoint.keep_best { best_checkpoint(run)?.map(|best| best.step) } else { None };
-    let always = |step: u64| match step {
-        step if best == Some(step) => true,
-        0 => recipe.checkpoint.at_start,
-        step => keep_every > 0 && step.is_multiple_of(keep_every),
-    };
-    let mut all = list_checkpoints(folder)?;
-    all.retain(|(step, _)| !always(*step));
-    all.truncate(all.len().saturating_sub(keep));
-    for (step, path) in all {
+    let all = list_checkpoints(folder)?;
+    let steps: Vec<u64> = all.iter().map(|(step, _)| *step).collect();
+    let outdated = outdated(&steps, &recipe.checkpoint, best);
+    for (step, path) in all.into_iter().filter(|(step, _)| outdated.contains(step)) {
         // Renamed first, so that a kill in the middle leaves no incomplete folder under a checkpoint's name.
         let temporary = folder.join(format!("step-{step}.tmp"));
         fs::rename(&path, &temporary)
@@ -351,4 +344,36 @@ fn prune(run: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
             .map_err(TrainError::io("removing", &path))?;
     }
     Ok(())
+}
+
+/// Of the steps of checkpoints, in order, those that are not kept: all but the latest `keep_latest_k` (0 keeps all), the
+/// one before the first step (`at_start`), every `keep_every` steps, and the one with the lowest loss, `best`. The latest
+/// count as such whether or not they are kept for another reason, too.
+fn outdated(steps: &[u64], kept: &CheckpointSection, best: Option<u64>) -> Vec<u64> {
+    let keep_every = kept.keep_every as u64;
+    let always = |step: u64| match step {
+        step if best == Some(step) => true,
+        0 => kept.at_start,
+        step => keep_every > 0 && step.is_multiple_of(keep_every),
+    };
+    let num_earlier = if kept.keep_latest_k == 0 { 0 } else { steps.len().saturating_sub(kept.keep_latest_k) };
+    steps[..num_earlier].iter().copied().filter(|step| !always(*step)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_checkpoints_count_also_where_they_are_kept_for_another_reason() {
+        let kept = |keep_latest_k, keep_every| CheckpointSection { keep_latest_k, keep_every, ..Default::default() };
+        let steps = [0, 10, 20, 30, 40];
+        assert_eq!(outdated(&steps, &kept(1, 0), Some(40)), [0, 10, 20, 30]);
+        assert_eq!(outdated(&steps, &kept(1, 0), Some(20)), [0, 10, 30]);
+        assert_eq!(outdated(&steps, &kept(1, 20), None), [0, 10, 30]);
+        assert_eq!(outdated(&steps, &kept(2, 0), None), [0, 10, 20]);
+        let at_start = CheckpointSection { at_start: true, ..kept(2, 40) };
+        assert_eq!(outdated(&steps, &at_start, Some(10)), [20]);
+        assert!(outdated(&steps, &kept(0, 0), None).is_empty() && outdated(&steps, &kept(9, 0), None).is_empty());
+    }
 }

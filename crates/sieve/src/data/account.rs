@@ -1,7 +1,7 @@
 //! Makes the printed lines about a corpus: which documents were held out, and how many were left out.
 use sieve_core::ShownPath;
 use sieve_data::{CorpusReport, Prepared, PreparedMeta};
-use sieve_host::terminal::thousands;
+use sieve_host::terminal::{counted, thousands};
 use sieve_train::TrainingData;
 
 /// With fewer held-out tokens than this a warning is printed: losses of single tokens spread by about three nats, so
@@ -58,9 +58,10 @@ fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<S
         ));
     } else if meta.is_cut {
         let (held_out, train) = (&meta.validation, &meta.train);
-        let num_bytes = held_out.num_bytes + train.num_bytes;
+        let num_bytes = held_out.num_bytes + train.num_bytes + meta.report.also_held_out.num_bytes;
+        let copies = if meta.report.also_held_out.num_documents > 0 { ", with copies" } else { "" };
         lines.push(format!(
-            "{part}too few documents ({}) to hold whole ones out, so the last {:.1} % of the text {are} (to name \
+            "{part}too few documents ({}{copies}) to hold whole ones out, so the last {:.1} % of the text {are} (to name \
              different text: [validation] paths)",
             thousands(meta.report.num_documents),
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64
@@ -87,8 +88,8 @@ pub(crate) fn predicted(meta: &PreparedMeta) -> Option<String> {
     Some(format!("loss on {num_predicted} of {num_tokens} tokens{how}"))
 }
 
-/// Appends the counts of blank, duplicate and invalid documents, and the first invalid one. Appends nothing where no
-/// document was left out.
+/// Appends the counts of blank, duplicate and invalid documents, of those that are also held out, and the first invalid
+/// one. Appends nothing where no document was left out.
 pub(crate) fn left_out(part: &str, report: &CorpusReport, lines: &mut Vec<String>) {
     if report.num_blank + report.num_duplicates + report.num_invalid > 0 {
         lines.push(format!(
@@ -97,6 +98,15 @@ pub(crate) fn left_out(part: &str, report: &CorpusReport, lines: &mut Vec<String
             thousands(report.num_duplicates),
             thousands(report.num_invalid)
         ));
+    }
+    let also = &report.also_held_out;
+    if also.num_documents > 0 {
+        let documents = counted(also.num_documents, "document");
+        lines.push(format!("{part}left out: {documents} that the validation text has, too"));
+    }
+    if also.num_shortened > 0 {
+        let documents = counted(also.num_shortened, "document");
+        lines.push(format!("{part}of {documents} the end is left out, because the validation text has it, too"));
     }
     if let Some(first) = &report.first_invalid {
         let first = first.lines().next().unwrap_or_default();

@@ -130,6 +130,13 @@ fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bo
         rolling_bos: tokenizer.bos_id(),
     };
     config.check(loaded.shape.max_seq_len)?;
+    if args.context.is_none() && !loaded.says_row() {
+        let tokens = terminal::counted(context as u64, "token");
+        terminal::remark(&format!(
+            "note: the model's folder does not say how long its rows of training were; the context is {tokens} \
+             (--context N is another)"
+        ));
+    }
     if context != loaded.recipe.training.seq_len && loaded.shape.attention.covers_rows(context) {
         terminal::remark(&format!("note: --context {context}: attention {}", covered_words(context)));
     }

@@ -1,6 +1,7 @@
 //! Corpora with too few documents to hold whole ones out: the end of the text is held out.
 
 use super::*;
+use crate::corpus::AlsoHeldOut;
 use sieve_testing::refusal;
 
 /// A temporary folder whose files are a corpus each, and a tokenizer.
@@ -63,6 +64,23 @@ fn documents_before_the_cut_are_trained_on_and_those_behind_it_held_out() {
     assert!(prepared.meta.is_cut);
     assert_eq!(few.texts(&prepared.train().unwrap()), ["aaaa", "bbbb", "cccc", "dd"]);
     assert_eq!(few.texts(&prepared.validation().unwrap()), ["dd"]);
+}
+
+#[test]
+fn copies_of_held_out_documents_are_counted() {
+    let few = Few::new();
+    let lines = |texts: &[&str]| texts.iter().map(|text| format!("{{\"text\": \"{text}\"}}\n")).collect::<String>();
+    // Of 6 + 10 * 8 bytes the last 9 are held out: the last two documents and a byte of the one before.
+    let texts = [vec!["single"], ["aaaa", "bbbb"].repeat(10)].concat();
+    let prepared = few.prepare(&[few.corpus("copies.jsonl", &lines(&texts))], 0.1).unwrap();
+    assert_eq!(few.texts(&prepared.validation().unwrap()), ["b", "aaaa", "bbbb"]);
+    assert_eq!(few.texts(&prepared.train().unwrap()), ["single"]);
+    let found = prepared.meta.report.also_held_out;
+    assert_eq!(found, AlsoHeldOut { num_documents: 18, num_shortened: 0, num_bytes: 71 });
+    // Every document before the cut repeats one behind it.
+    let error = few.prepare(&[few.corpus("all.jsonl", &lines(&texts[1..]))], 0.2).unwrap_err().to_string();
+    assert!(error.contains("20 in all, and each that is not held out repeats one that is"), "{error}");
+    assert!(error.contains("data.deduplicate = true"), "{error}");
 }
 
 #[test]

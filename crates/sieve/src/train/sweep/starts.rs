@@ -2,8 +2,9 @@
 use super::run::Run;
 use crate::train::one::Process;
 use crate::train::place::check_gpu;
-use anyhow::{Context, Result};
-use sieve_train::{TrainError, check_branch_options};
+use anyhow::{Context, Result, bail};
+use sieve_core::ShownPath;
+use sieve_train::{FoundRun, RunFolder, TrainError, check_branch_options};
 
 /// Refuses what would fail later in one of the runs: its folder, its initial weights, its device, its memory.
 pub(super) fn check(process: &Process<'_>, runs: &[Run]) -> Result<()> {
@@ -13,6 +14,17 @@ pub(super) fn check(process: &Process<'_>, runs: &[Run]) -> Result<()> {
 
 /// Checks one run, as a process that trains alone.
 fn check_one(process: &Process<'_>, run: &Run) -> Result<()> {
+    let out = &run.request.out;
+    // A single run may also be moved aside (--overwrite), which a sweep does not do.
+    if run.request.found == FoundRun::AsStart
+        && let Some(found) = RunFolder::found_run(out, &run.recipe.checkpoint.folder)
+    {
+        let out = out.shown();
+        bail!(
+            "{out} already holds a run ({found} is there)\n  \
+             hint: continue the sweep with --resume, or name another folder with --out"
+        );
+    }
     let vocab_size = match run.request.check(&run.recipe)? {
         Some(vocab_size) => Ok(vocab_size),
         None => crate::recipe::vocab_size(&run.recipe),
