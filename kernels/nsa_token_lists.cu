@@ -11,7 +11,8 @@
 // Defines    none
 // Tiling     grid (choosers, batch); 128 threads, a thread every 128th attended block; no shared memory
 // Numerics   integers
-// Edges      rows of one length write the same bounds; length >= capacity counts as capacity - 1: the wrapper refuses it
+// Edges      rows of one length write the same bounds; length >= capacity counts as capacity - 1: the wrapper refuses
+//            it
 #include "common/programmatic_launch.cuh"
 #include "common/types.cuh"
 

@@ -16,9 +16,9 @@
 //            none is written)
 // Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp has KEYS pooled keys in flight, a lane HEAD_DIM /
 //            32 columns; block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
-// Numerics   pooled keys have the bits of nsa_blocks: f32 sums in the order of the tokens; scores have sums in the order
-//            of lanes_sum<32>; rows `length` of the caches, at most one pooled key and with `scored` the scores of
-//            pooled keys that have ended are written
+// Numerics   pooled keys have the bits of nsa_blocks: f32 sums in the order of the tokens; scores have sums in the
+//            order of lanes_sum<32>; rows `length` of the caches, at most one pooled key and, with `scored`, the
+//            scores of pooled keys that have ended are written
 // Edges      no pooled key has ended; size any multiple of stride; length >= capacity writes nothing out of bounds: the
 //            wrapper refuses it
 #include "common/attention_params.cuh"

@@ -292,7 +292,8 @@ impl KvCache {
     /// the cache, with the pooled key whose block ends at it. Attends over the tokens of the blocks that the token's
     /// queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `rotation`, `length` and `step` are as there,
     /// without a window; `scratch` must be made with one KV head for each chooser, a group of query heads with a choice
-    /// of its own. With sums in a fixed order, by mean keys, the token has the bits of a whole row. Returns `[batch, 1, num_heads, head_dim]`.
+    /// of its own. With sums in a fixed order, by mean keys, the token has the bits of a whole row. Returns
+    /// `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.

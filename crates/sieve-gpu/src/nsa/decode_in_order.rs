@@ -15,8 +15,8 @@ const THREADS: usize = 128;
 
 impl KvCache {
     /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen`, i32
-    /// `[batch, 1, choosers, number of blocks]`, of this cache, which holds `length` tokens a row and the query's own. A
-    /// chooser is a group of query heads. With sums in a fixed order the result has the bits of a whole row.
+    /// `[batch, 1, choosers, number of blocks]`, of this cache, which holds `length` tokens a row and the query's own.
+    /// A chooser is a group of query heads. With sums in a fixed order the result has the bits of a whole row.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel.

@@ -34,7 +34,8 @@ impl KvCache {
     /// Norms and rotates one new token a row and its indexer's heads, appends the keys and the value to this cache and
     /// to `pooled.pooled`, `[batch, 1, room, head_dim]`, and attends over the tokens of the blocks that the index
     /// queries choose. `length`, `step` and `scratch` are the same as in [`chosen_decode`](Self::chosen_decode). With
-    /// sums in a fixed order the token has the bits of a whole row, whose kernels then score blocks and attend. Returns `[batch, 1, num_heads, head_dim]`.
+    /// sums in a fixed order the token has the bits of a whole row, whose kernels then score blocks and attend. Returns
+    /// `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
