@@ -349,7 +349,10 @@ fn value_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
     let hint = match command.get_arguments().find(|argument| takes_value(argument)) {
         Some(argument) if is_negative(&words[at]) && takes_no_sign(argument) => {
             let number = whole_number(cli, &words[..at - 1], before);
-            return Some(format!("{:?} is not a valid value for {argument}\n  hint: write {number}", words[at]));
+            // clap prints an argument only once its command is built.
+            let value_name = argument.get_value_names().and_then(<[_]>::first).map(|name| format!(" <{name}>"));
+            let flag = format!("{before}{}", value_name.unwrap_or_default());
+            return Some(format!("{:?} is not a valid value for {flag}\n  hint: write {number}", words[at]));
         }
         Some(_) => format!("{before}={value}"),
         None if Path::new(&words[at]).exists() => quoted(Path::new(&words[at])),
