@@ -5,8 +5,7 @@ use super::{Inputs, Outputs, wrong};
 use crate::request::PlanError;
 use serde::{Deserialize, Serialize};
 use sieve_gpu::{
-    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys,
-    WARP_KEYS, mla_decode,
+    AttentionShape, DecodeScratch, DecodeStep, DmaSlots, Heads, KernelError, KvCache, LatentKeys, WARP_KEYS, mla_decode,
 };
 
 /// q, k, v of one token a row, k_cache, v_cache (written in place), length, sinks? (bf16 `[heads]`) → o
