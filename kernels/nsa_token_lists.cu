@@ -10,7 +10,8 @@
 // Defines    none
 // Tiling     grid (choosers, batch); 128 threads, a thread every 128th attended block; no shared memory
 // Numerics   integers
-// Edges      rows of one length write the same bounds; length >= capacity counts as capacity - 1: the wrapper refuses it
+// Edges      rows of one length write the same bounds; length >= capacity counts as capacity - 1: the wrapper refuses
+//            it; a chooser without a block has an empty list
 #include "common/programmatic_launch.cuh"
 #include "common/types.cuh"
 

@@ -31,6 +31,7 @@ mod pipes;
 mod printed_commands;
 mod resume_kill;
 mod serve;
+mod serve_chat;
 mod serve_kept;
 mod serve_pages;
 mod serve_structures;

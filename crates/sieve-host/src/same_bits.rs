@@ -62,7 +62,8 @@ impl SameBitsArgs {
             let choice = part.attention.as_kind().block_choice();
             ensure!(
                 choice.is_none_or(|choice| choice.rule != ChoiceRule::SumOfHeads),
-                "--same-bits is for indexers that score each token, and this model has {} layers with indexer \"qsa\"{HINT}",
+                "--same-bits is for indexers that score each token, and this model has {} layers with indexer \
+                 \"qsa\"{HINT}",
                 kind.name()
             );
             let group = part.num_heads / part.num_kv_heads;

@@ -325,8 +325,8 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     })
 }
 
-/// `logprobs` in the form of OpenAI's chats; `has_top`: whether the likeliest tokens were asked for. Their lists are empty
-/// where they were not.
+/// `logprobs` in the form of OpenAI's chats; `has_top`: whether the likeliest tokens were asked for. Their lists are
+/// empty where they were not.
 fn chat_logprobs(tokens: &[ShownToken], has_top: bool) -> Value {
     let one = |token: &Spelled, log_probability: Option<f64>| {
         let Spelled { text, bytes } = token;

@@ -728,8 +728,8 @@ mod tests {
                 tokens
             };
             assert_eq!(std::array::from_fn(|_| next()), expected, "{step} {of_part} {token}");
-            // A short prompt and one that was read whole say nothing about parts, and a part that compiles kernels makes
-            // the next one shorter.
+            // A short prompt and one that was read whole say nothing about parts, and a part that compiles kernels
+            // makes the next one shorter.
             let size = pace.part();
             pace.note_part(100, 1.0);
             pace.note_part(30_000, 0.09);

@@ -120,8 +120,8 @@ impl Drop for OutFolder {
     }
 }
 
-/// The tokens of a row in training of the model in an export's folder; `None` in other folders of `transformers`, and in
-/// exports of earlier versions.
+/// The tokens of a row in training of the model in an export's folder; `None` in other folders of `transformers`, and
+/// in exports of earlier versions.
 pub(crate) fn row_tokens(folder: &Path) -> Option<usize> {
     let tokens = read_marker(&folder.join(MARKER))?[ROW_TOKENS].as_u64()?;
     usize::try_from(tokens).ok().filter(|tokens| *tokens > 0)

@@ -346,9 +346,9 @@ fn prune(run: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Of the steps of checkpoints, in order, those that are not kept: all but the latest `keep_latest_k` (0 keeps all), the
-/// one before the first step (`at_start`), every `keep_every` steps, and the one with the lowest loss, `best`. The latest
-/// count as such whether or not they are kept for another reason, too.
+/// Of the steps of checkpoints, in order, those that are not kept: all but the latest `keep_latest_k` (0 keeps all),
+/// the one before the first step (`at_start`), every `keep_every` steps, and the one with the lowest loss, `best`. The
+/// latest count as such whether or not they are kept for another reason, too.
 fn outdated(steps: &[u64], kept: &CheckpointSection, best: Option<u64>) -> Vec<u64> {
     let keep_every = kept.keep_every as u64;
     let always = |step: u64| match step {

@@ -61,8 +61,8 @@ fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<S
         let num_bytes = held_out.num_bytes + train.num_bytes + meta.report.also_held_out.num_bytes;
         let copies = if meta.report.also_held_out.num_documents > 0 { ", with copies" } else { "" };
         lines.push(format!(
-            "{part}too few documents ({}{copies}) to hold whole ones out, so the last {:.1} % of the text {are} (to name \
-             different text: [validation] paths)",
+            "{part}too few documents ({}{copies}) to hold whole ones out, so the last {:.1} % of the text {are} (to \
+             name different text: [validation] paths)",
             thousands(meta.report.num_documents),
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64
         ));

@@ -283,7 +283,8 @@ impl Text {
         Ok(Whole { qkv, index, chosen, o })
     }
 
-    /// The last tokens of the rows, with queries of zero before them, as a layer computes several tokens behind a cache.
+    /// The last tokens of the rows, with queries of zero before them, as a layer computes several tokens behind a
+    /// cache.
     fn check_part(&self, device: &dyn Device, whole: &Whole) -> Outcome {
         let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, .. } = self.shape;
         let first = self.lengths[0].min(seq_len - 1);
