@@ -1,5 +1,5 @@
-//! What errors and lines have in common: a refusal with its hint, a number with its noun, the known name that a misspelt
-//! one resembles, texts made safe for a terminal.
+//! What errors and lines have in common: a refusal with its hint, a number with its noun, the known name that a
+//! misspelt one resembles, texts made safe for a terminal.
 
 mod counted;
 mod did_you_mean;
