@@ -59,6 +59,7 @@ pub struct DmaSelect {
 }
 
 impl DmaSelect {
+    /// Where `keep` is at least the tokens of a row, there are no lists.
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { keep, local } = self;
         let documents = t.documents()?;
