@@ -394,21 +394,28 @@ def test_decode_in_a_cache_that_grows(has_own, device):
     assert len(op.plans) - before == 4, "a plan for up to 256 keys and one for more, with a window and sinks and without"
 
 
-def test_decode_over_chosen_blocks(device):
-    """Of 5 blocks two for each of two choosers, own block last; rows of different lengths."""
+def step_over_blocks(lists, device):
+    """A step over the listed blocks of 16 keys behind 69 and 7 tokens: its arguments, o, and o as defined, exact and in
+    bf16."""
     q, k, v = qkv(2, 80, 4, 2, 64, device=device)
     length = torch.tensor([69, 7], dtype=torch.int32, device=device)
-    chosen = torch.tensor([[[1, 4], [3, 4]], [[0, -1], [0, -1]]], dtype=torch.int32, device=device)
-    caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
+    chosen = torch.tensor(lists, dtype=torch.int32, device=device)
     token = torch.stack([q[0, 69], q[1, 7]])[:, None]
-    o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
+    given = token, None, None, *(x.transpose(1, 2).contiguous() for x in (k, v)), length
     key = torch.arange(80, device=device)
-    visible = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
-    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), visible[:, :, None])
-    assert_close("chosen", o, exact, definitions.masked_attention(token, k, v, visible[:, :, None]), floor=4e-3)
+    visible = ((chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None]))[:, :, None]
+    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), visible)
+    plain = definitions.masked_attention(token, k, v, visible)
+    return given, chosen, sieve.decode(*given, chosen=chosen, block=16), exact, plain
+
+
+def test_decode_over_chosen_blocks(device):
+    """Of 5 blocks two for each of two choosers, own block last; rows of different lengths."""
+    given, chosen, o, exact, plain = step_over_blocks([[[1, 4], [3, 4]], [[0, -1], [0, -1]]], device)
+    assert_close("chosen", o, exact, plain, floor=4e-3)
     for block, sentence in ((24, "multiples of 16"), (None, "given together with block")):
         with pytest.raises(sieve.SieveError, match=sentence):
-            sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)
+            sieve.decode(*given, chosen=chosen, block=block)
 
 
 @pytest.mark.parametrize("lists", [
@@ -417,16 +424,7 @@ def test_decode_over_chosen_blocks(device):
 ])
 def test_decode_over_any_blocks(lists, device):
     """Lists without the own block, shorter ones than there are blocks, blocks behind the query's own, and none."""
-    q, k, v = qkv(2, 80, 4, 2, 64, device=device)
-    length = torch.tensor([69, 7], dtype=torch.int32, device=device)
-    chosen = torch.tensor(lists, dtype=torch.int32, device=device)
-    caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
-    token = torch.stack([q[0, 69], q[1, 7]])[:, None]
-    o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
-    key = torch.arange(80, device=device)
-    visible = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
-    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), visible[:, :, None])
-    plain = definitions.masked_attention(token, k, v, visible[:, :, None])
+    _, _, o, exact, plain = step_over_blocks(lists, device)
     assert_close("listed", o, exact.nan_to_num(), plain.nan_to_num(), floor=4e-3)
 
 

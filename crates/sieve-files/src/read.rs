@@ -1,4 +1,4 @@
-//! Reads files that are meant to be files: those of a checkpoint, of an export, of a run's folder.
+//! Opens and reads the regular files of a checkpoint, of an export and of a run's folder.
 //!
 //! A named pipe in the place of one would be waited for without an end, and a device may have no end.
 use std::fs::{self, File, FileType};

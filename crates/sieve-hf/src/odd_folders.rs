@@ -16,7 +16,7 @@ const ADAPTER: &str = "adapter_config.json";
 /// Refuses a path that is no folder of a model and is known to be something else: a file, a GGUF file, an adapter.
 ///
 /// # Errors
-/// Those of the list.
+/// A refusal that says which of these the path is.
 pub fn refuse_odd_model(path: &Path) -> Result<(), CheckpointError> {
     if let Some(gguf) = gguf_at(path) {
         return Err(CheckpointError::refused(
@@ -54,7 +54,7 @@ pub fn refuse_odd_model(path: &Path) -> Result<(), CheckpointError> {
 /// there at all is none of them.
 ///
 /// # Errors
-/// Those of the list.
+/// A refusal that says which of these the path is.
 pub fn refuse_odd_file(path: &Path) -> Result<(), CheckpointError> {
     if path.is_dir() {
         let what = format!("{} is a folder, and a file is needed", path.shown());

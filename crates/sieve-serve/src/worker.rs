@@ -110,8 +110,8 @@ impl Pace {
         *guess = if is_new { seconds } else { 0.75 * *guess + 0.25 * seconds };
     }
 
-    /// A new prompt: larger parts than those of the last one are tried again. The first of a size compiles kernels and
-    /// prepares GEMMs, which may take it beyond the wait though later ones would end within it.
+    /// Begins a new prompt, which tries larger parts again than the last one settled on. The first part of a size
+    /// compiles kernels and prepares GEMMs, so that it may exceed the wait though later parts of that size would not.
     fn begin_prompt(&mut self) {
         self.seconds[self.doubled + 1..].fill(0.0);
     }

@@ -63,11 +63,8 @@ impl DmaSelect {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { keep, local } = self;
         let documents = t.documents()?;
-        let (selection, _) = selection(&t.get("rank")?, keep, local, &documents)?;
-        let [_, _, seq_len] = selection.expire.dims(t.op, "expire")?;
-        let [start, end] = &documents;
-        let lists = (keep < seq_len).then(|| selection.dma_lists(start, end, KeyLists::TILE_QUERIES)).transpose()?;
-        let lists = lists.into_iter().flat_map(of_lists);
+        let (selection, window) = selection(&t.get("rank")?, keep, local, &documents)?;
+        let lists = key_lists(&selection, window, &documents)?.into_iter().flat_map(of_lists);
         Ok([("expire", selection.expire.clone())].into_iter().chain(lists).collect())
     }
 }
@@ -146,12 +143,11 @@ impl DmaForward {
         }
         let recency = recency(slopes, Some(&documents[0]))?;
         let (scores, bias) = qkv.v.dma_ranks_and_bias(&w_dt, &a, recency.as_ref(), score_bias(linear))?;
-        let [start, end] = &documents;
+        let start = &documents[0];
         let (selection, window) = selection(&scores.z, keep, local, &documents)?;
-        let lists = || selection.dma_lists(start, end, KeyLists::TILE_QUERIES);
-        let (o_low, is_listed) = (o_low(only_o), keep < qkv.shape(t.op)?.seq_len);
-        let lists = (is_listed && !(same_bits && only_o)).then(lists).transpose()?;
-        let ordered = (is_listed && same_bits).then(|| selection.dma_ordered_lists(&scores.z, start, window, None));
+        let lists = if same_bits && only_o { None } else { key_lists(&selection, window, &documents)? };
+        let (o_low, is_ordered) = (o_low(only_o), same_bits && keep < qkv.shape(t.op)?.seq_len);
+        let ordered = is_ordered.then(|| selection.dma_ordered_lists(&scores.z, start, window, None));
         let forward = match ordered.transpose()?.as_ref().or(lists.as_ref()) {
             Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, o_low)?,
             None => qkv.attention_forward(start, None, scale, Some((&bias, o_low)))?,
@@ -201,6 +197,17 @@ fn selection(
     rank.require_dtype("dma_select", "rank", DType::F32)?;
     let window = DmaWindow { keep_window_size: keep, local_window_size: local };
     Ok((dma_select(rank, start, end, window)?, window))
+}
+
+/// The key lists of attention under a selection; `None` if the window keeps every key.
+fn key_lists(
+    selection: &Selection,
+    window: DmaWindow,
+    [start, end]: &[CudaTensor; 2],
+) -> Result<Option<KeyLists>, KernelError> {
+    let [_, _, seq_len] = selection.expire.dims("dma_select", "expire")?;
+    let is_listed = window.keep_window_size < seq_len;
+    is_listed.then(|| selection.dma_lists(start, end, KeyLists::TILE_QUERIES)).transpose()
 }
 
 /// The lists of a selection as outputs of a plan.

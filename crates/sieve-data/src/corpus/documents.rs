@@ -41,9 +41,9 @@ pub struct CorpusReport {
 /// Training text that was left out because a copy of it is held out for validation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AlsoHeldOut {
-    /// Number of documents of which nothing is trained on.
+    /// Number of documents whose whole text was left out.
     pub num_documents: u64,
-    /// Number of documents of which only the beginning is trained on.
+    /// Number of documents whose end was left out, so that only their beginning is trained on.
     pub num_shortened: u64,
     /// Bytes of text that were left out; of chats only the answers count.
     pub num_bytes: u64,

@@ -164,7 +164,7 @@ impl KvCache {
     }
 
     /// [`attention_decode_chosen`](Self::attention_decode_chosen) over lists of any blocks: they end before the first
-    /// -1 and before the first block behind that of key `length`. Without a block o is 0.
+    /// -1 and before the first block behind that of key `length`. A query with an empty list gets an output of zeros.
     ///
     /// # Errors
     /// Types or sizes that do not fit.
@@ -373,7 +373,7 @@ impl DecodeForm {
         matches!(self, Self::Appended | Self::Rotated | Self::NormedRotated)
     }
 
-    /// Whether the keys are those of listed blocks.
+    /// Whether the queries read listed blocks of the cache.
     const fn reads_blocks(self) -> bool {
         matches!(self, Self::Chosen | Self::Listed)
     }
