@@ -12,8 +12,9 @@
 //            seq_len], of RULE 2 and 3 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, choosers,
 //            num_queries, num_blocks] of the queries from first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|2|3; ONE_QUERY (0), with RULE 3: 1: a row has one query, number 0; doc_start is
-//            minus its position, and its document begins in slot 0
+// Defines    HEAD_DIM 64|128; RULE 0|1|2|3; ONE_QUERY (0), with RULE 2 and 3: 1: a row has one query, number 0;
+//            doc_start is minus its position, its document begins in slot 0, and keys are a cache, bf16 [batch,
+//            choosers / key_group, num_slots, HEAD_DIM]
 // Tiling     grid (ceil(num_queries / (64 / group)), choosers, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
@@ -147,8 +148,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     probabilities[at / CARRY * PITCH + at % CARRY] = 0.0f;
   __syncthreads();  // the descriptions of the rows are stored
   const int begin = row_first[0], end = row_first[num_rows - 1] + (row_own[num_rows - 1] + 1) * per_select;
+#if ONE_QUERY
+  constexpr u32 key_stride = HEAD_DIM;
+  const bf16* k = keys + ((u64)batch * key_heads + kv_head / (int)params.key_group) * num_slots * HEAD_DIM;
+#else
+  const u32 key_stride = (u32)key_heads * HEAD_DIM;
   const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
-  copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES, k, (u32)key_heads * HEAD_DIM, begin, num_slots);
+#endif
+  copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES, k, key_stride, begin, num_slots);
   copy_async_commit();
 
   const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -166,8 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_async_wait<0>();
     __syncthreads();  // every thread may read these keys; the last step's probabilities have been read and moved
     if (first + SLOTS < end)
-      copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, (u32)key_heads * HEAD_DIM, first + SLOTS,
-                                 num_slots);
+      copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, key_stride, first + SLOTS, num_slots);
     copy_async_commit();
     if (first == begin) {
 #pragma unroll

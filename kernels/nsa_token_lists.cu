@@ -3,8 +3,9 @@
 // Math       attended block p = chosen[p / pieces] * pieces + p % pieces, up to the token's own; entry p = {length, p},
 //            item p = {p, 1, attended block p, 0}
 // Layout     chosen i32 [batch, choosers, num_chosen], ascending, then -1; length i32 [batch], tokens before this one;
-//            attended i32 [batch, choosers, num_chosen * pieces], blocks of block_size tokens, then -1; entries int2,
-//            items int4 of the same shape; num_items i32 [batch * choosers + 1], the last 0; doc_start, doc_end i32
+//            attended i32 [members, batch, choosers / members, num_chosen * pieces], blocks of block_size tokens, then
+//            -1, where chooser c is member c % members of its KV head; entries int2, items int4 of the same shape;
+//            num_items i32 [members, batch * choosers / members + 1], the last of a member 0; doc_start, doc_end i32
 //            [capacity], of which the numbers at the lengths are written: a document ends with its token
 // Buffers    chosen, length, attended, entries, items, num_items, doc_start, doc_end
 // Defines    none
@@ -18,7 +19,7 @@
 constexpr int THREADS = 128;
 
 struct NsaTokenListsParams {
-  u64 num_chosen, pieces, block_size, capacity;
+  u64 num_chosen, pieces, block_size, capacity, members;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -27,8 +28,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   wait_for_previous();
   const int pieces = (int)params.pieces, places = (int)params.num_chosen * pieces,
             token = min(length[blockIdx.y], (i32)params.capacity - 1), own = token / (int)params.block_size;
-  const u64 row = (u64)blockIdx.y * gridDim.x + blockIdx.x;
-  chosen += row * params.num_chosen;
+  chosen += ((u64)blockIdx.y * gridDim.x + blockIdx.x) * params.num_chosen;
+  const u32 members = (u32)params.members, kv_heads = gridDim.x / members, member = blockIdx.x % members,
+            rows = gridDim.y * kv_heads, of_member = blockIdx.y * kv_heads + blockIdx.x / members;
+  const u64 row = (u64)member * rows + of_member;
+  num_items += (u64)member * (rows + 1);
   // The block at a place; -1 behind the last, which is the token's own.
   const auto block_at = [&](int place) {
     const int block = place < places ? chosen[place / pieces] : -1, piece = block * pieces + place % pieces;
@@ -40,10 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attended[at] = block;
     entries[at] = {token, place};
     items[at] = {place, 1, block, 0};
-    if (block >= 0 ? block_at(place + 1) < 0 : place == 0) num_items[row] = block >= 0 ? place + 1 : 0;
+    if (block >= 0 ? block_at(place + 1) < 0 : place == 0) num_items[of_member] = block >= 0 ? place + 1 : 0;
   }
   if (threadIdx.x > 0) return;
-  if (row == 0) num_items[(u64)gridDim.x * gridDim.y] = 0;
+  if (of_member == 0) num_items[rows] = 0;
   doc_start[token] = 0;
   doc_end[token] = token + 1;
 }

@@ -16,8 +16,9 @@
 //            none is written)
 // Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp has KEYS pooled keys in flight, a lane HEAD_DIM /
 //            32 columns; block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
-// Numerics   f32 sums in the order of lanes_sum<32>; rows `length` of the caches, at most one pooled key and the scores
-//            of pooled keys that have ended are written
+// Numerics   pooled keys have the bits of nsa_blocks: f32 sums in the order of the tokens; scores have sums in the
+//            order of lanes_sum<32>; rows `length` of the caches, at most one pooled key and, with `scored`, the
+//            scores of pooled keys that have ended are written
 // Edges      no pooled key has ended; size any multiple of stride; length >= capacity writes nothing out of bounds: the
 //            wrapper refuses it
 #include "common/attention_params.cuh"
@@ -34,11 +35,11 @@
 
 constexpr int KEYS = 8;  // pooled keys that a warp loads at once
 constexpr int NUM_WARPS = 8, THREADS = NUM_WARPS * 32, COLUMNS = HEAD_DIM / 32;
-[[maybe_unused]] constexpr int PARTS = THREADS / HEAD_DIM;
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "lanes hold pairs of columns, and a row is two or four parts");
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "lanes hold pairs of columns, and a row has a thread a column");
 
 struct PooledScoresParams : TokenParams {
   u64 capacity, pooled_capacity, size, stride;
+  u64 scored;  // 0: the token joins the caches alone
   u64 max_positions, table_stride, epsilon;  // ROTATE; epsilon: f32 bits
 };
 
@@ -55,9 +56,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 #endif
                   const i32* length, float* scores, const __grid_constant__ PooledScoresParams params) {
   extern __shared__ float queries[];  // [group_size, HEAD_DIM]
-#if POOLS
-  __shared__ float sums[PARTS][HEAD_DIM];
-#endif
   wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, kv_head = blockIdx.y,
             group_size = (int)(params.num_heads / params.num_kv_heads);
@@ -107,25 +105,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
       v_cache[(head * capacity + before) * HEAD_DIM + threadIdx.x] = token_v[threadIdx.x];
     }
 #if POOLS
-    if (keys.one_ends()) {
-      const int part = (int)threadIdx.x / HEAD_DIM, column = (int)threadIdx.x % HEAD_DIM;
+    if (keys.one_ends() && threadIdx.x < HEAD_DIM) {
+      const int column = (int)threadIdx.x;
       float sum = 0.f;
-      for (i32 j = keys.seen - keys.size + part; j < before; j += PARTS)
-        sum += bf16_to_f32(row_k[(i64)j * HEAD_DIM + column]);
-      sums[part][column] = sum;
-      __syncthreads();  // the sums of all parts are stored
-      if (part == 0) {
-        sum = bf16_to_f32(token_k[column]);
-#pragma unroll
-        for (int other = 0; other < PARTS; other++) sum += sums[other][column];
-        row_pooled[(i64)(keys.num() - 1) * HEAD_DIM + column].bits =
-            (unsigned short)pack_bf16(sum / (float)keys.size, 0.f);
-      }
+#pragma unroll 16
+      for (i32 j = keys.seen - keys.size; j < before; j++) sum += bf16_to_f32(row_k[(i64)j * HEAD_DIM + column]);
+      sum += bf16_to_f32(token_k[column]);
+      row_pooled[(i64)(keys.num() - 1) * HEAD_DIM + column].bits =
+          (unsigned short)pack_bf16(sum * (1.f / (float)keys.size), 0.f);
     }
 #endif
   }
   __syncthreads();  // the queries are in shared memory, and block 0 sees its pooled key
 
+  if (!params.scored) return;
   // Score. The pooled key that has just been written is block 0's.
   const i32 num = keys.num(), others = num - (POOLS && keys.one_ends()), step = (i32)gridDim.x * NUM_WARPS;
   float* to = scores + first_head * params.pooled_capacity;

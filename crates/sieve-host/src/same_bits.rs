@@ -19,8 +19,8 @@ const HOPPER: (u32, u32) = (9, 0);
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense, dynamic mask and MiniMax sparse attention, windows and
-    /// bands, slower with few or long texts. On a CPU every model does
+    /// any length and in a whole row; for models of dense, dynamic mask, MiniMax sparse and mixture of block attention,
+    /// windows and bands, slower with few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -133,7 +133,7 @@ mod tests {
         let qsa = Attention::Msa(MsaShape { indexer: IndexScores::Qsa, select_block_size: 64, ..msa });
         let qsa = ModelShape { attention: qsa, ..dense.clone() };
         let large = ModelShape { num_heads: 65 * dense.num_kv_heads, ..indexed.clone() };
-        for shape in [&dense, &window, &chosen, &indexed] {
+        for shape in [&dense, &window, &chosen, &indexed, &of_blocks(ChoiceRule::MeanKey)] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for device in [&hopper, &Device::Cpu] {

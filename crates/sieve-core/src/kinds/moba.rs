@@ -64,7 +64,7 @@ impl Settings for MobaShape {
 }
 
 impl HasFacts for MobaShape {
-    const FACTS: KindFacts = KindFacts::CHOSEN_BLOCKS;
+    const FACTS: KindFacts = KindFacts { has_one_order: true, ..KindFacts::CHOSEN_BLOCKS };
 }
 
 impl ChoosesBlocks for MobaShape {

@@ -1,5 +1,5 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
-use super::{Bounds, hopper, rule_number};
+use super::{Bounds, PooledStep, hopper, rule_number};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require, require_non_empty};
@@ -123,24 +123,25 @@ impl Scored<'_> {
     }
 }
 
-/// Scores blocks for one query a row by the largest score of their tokens, as a pass over whole rows does, to the bit.
-/// `q` are the queries of an indexer, one for each chooser, `keys`, bf16 `[batch, 1, room, head_dim]`, its keys, the
-/// query's own included; `start`, i32 `[batch, 1]`, is minus the query's position. Writes `importance`, f32
-/// `[batch, choosers, 1, num_blocks]`, of the blocks up to the query's own.
-pub(super) fn score_token_blocks(
-    q: &Heads,
-    keys: &CudaTensor,
-    start: &CudaTensor,
-    choice: BlockChoice,
-    importance: &CudaTensor,
-) -> Result<(), KernelError> {
-    let [_, num_key_heads, num_slots, head_dim] = keys.dims(NAME, "index_cache")?;
+/// The blocks that one query a row chooses, i32 `[batch, 1, choosers, num_selected_blocks]`, as in a pass over whole
+/// rows, by a rule that takes scores. `q` are the layer's queries or those of an indexer, one for each chooser; their
+/// keys are those of `pooled`, the query's own included. `capacity`: tokens of the cache.
+pub(super) fn choose_in_order(q: &Heads, pooled: PooledStep<'_>, capacity: usize) -> Result<CudaTensor, KernelError> {
+    let PooledStep { pooled: keys, start, choice } = pooled;
+    let (blocks, [_, num_key_heads, num_slots, head_dim]) = (choice.blocks, keys.dims(NAME, "cache of keys")?);
     let shape = &q.as_queries(NAME, num_key_heads, head_dim)?;
-    // Scores of tokens are compared unscaled.
+    let (batch, choosers) = (shape.batch, choice.num_choosers(shape.num_heads, num_key_heads));
+    operands!(only NAME, start: I32[batch, 1] contiguous);
+    let num_blocks = capacity.div_ceil(blocks.select_block_size);
+    let importance = keys.empty_contiguous(&[batch, choosers, 1, num_blocks], DType::F32);
+    // Scores are compared unscaled.
     let (softmax_scale, queries) = (1.0, 0..1);
     let scored = Scored { shape, choice, softmax_scale, num_slots, queries, rows: Rows::BehindCache };
     // Without a log-sum-exp and documents' ends, which are not read, other tensors stand in for them.
-    scored.launch(q, [keys, importance, start, start, importance])
+    scored.launch(q, [keys, &importance, start, start, &importance])?;
+    let chosen = keys.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
+    take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
+    Ok(chosen)
 }
 
 /// Chooses blocks of `block_size` tokens for the queries of one row from query `first` on: the blocks that are `forced`

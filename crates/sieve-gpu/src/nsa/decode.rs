@@ -1,9 +1,9 @@
 //! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: decoding over
 //! the blocks that the queries of the new token choose by pooled keys or NSA's compressed keys.
-use super::choose::take_largest;
+use super::choose::{choose_in_order, take_largest};
 use super::{no_gap, rule_number};
 use crate::attention::{DecodeScratch, DecodeStep, Heads, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require};
 use crate::step::qk_norm_rope_forward::RotaryTables;
 use crate::step::require_words;
 use crate::{KernelError, TokenRotation};
@@ -80,10 +80,13 @@ impl NsaToken<'_> {
             size: self.blocks.compress_block_size,
             stride: self.blocks.compress_stride,
             is_written: false,
+            is_scored: true,
         };
         let (_, scores) = pooled.scores(&joined, None, selected, length, step)?;
         let capacity = selected.capacity(NAME, &shape)?;
         let chosen = choose(&scores, shape.num_kv_heads, [length, self.start], choice, capacity)?;
+        let chosen =
+            chosen.reshaped(NAME, "chosen", &[shape.batch, shape.num_kv_heads, self.blocks.num_selected_blocks])?;
         let size = self.blocks.select_block_size;
         let by_choice = selected.attention_decode_chosen(&fine.q, length, step, scratch[1], &chosen, size)?;
         let by_window = recent.attention_decode(near, length, window, scratch[2])?;
@@ -158,6 +161,8 @@ struct Pooled<'a> {
     stride: usize,
     /// Whether the launch writes the mean of the block that ends at the token.
     is_written: bool,
+    /// Whether the launch writes scores.
+    is_scored: bool,
 }
 
 impl Pooled<'_> {
@@ -210,12 +215,14 @@ impl Pooled<'_> {
             capacity,
             pooled_capacity,
             { size, stride }: self,
+            scored: usize::from(self.is_scored),
             max_positions: tables.as_ref().map_or(0, |tables| tables.max_positions),
             table_stride: tables.as_ref().map_or(0, |tables| tables.stride),
             epsilon: norm.map_or(0.0, |(_, epsilon)| epsilon),
         });
         let blocks = self.keys.hardware().num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
-        let splits = (blocks / (batch * num_kv_heads)).clamp(1, pooled_capacity.div_ceil(MIN_POOLED));
+        let most = if self.is_scored { pooled_capacity.div_ceil(MIN_POOLED) } else { 1 };
+        let splits = (blocks / (batch * num_kv_heads)).clamp(1, most);
         let kernel = pooled_scores_kernel(head_dim, shape.group_size());
         let kernel = if self.is_written { kernel } else { kernel.define("POOLS", 0) };
         let kernel = match (&tables, &weights) {
@@ -242,14 +249,14 @@ pub(crate) fn key_logits(
     let head_dim = one_token(NAME, token)?.head_dim;
     require!([64, 128].contains(&head_dim), NAME, "head_dim": head_dim, "64 or 128");
     // Each key is its own pooled key. The launch writes the token's key to the same place twice, with equal bits.
-    let keys = Pooled { keys: &cache.k, size: 1, stride: 1, is_written: true };
+    let keys = Pooled { keys: &cache.k, size: 1, stride: 1, is_written: true, is_scored: true };
     let unscaled = DecodeStep { softmax_scale: 1.0, ..step };
     let (_, logits) = keys.scores(token, None, cache, length, unscaled)?;
     Ok(logits)
 }
 
 /// Chooses blocks of a cache of `capacity` keys by `scores`, for each of `choosers` groups of heads. Returns i32
-/// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one. `start` is
+/// `[batch, 1, choosers, num_selected_blocks]`. `length` counts the tokens before the new one. `start` is
 /// `-length`: the launch has one query, of index 0, whose position in its document is 0 - start.
 fn choose(
     scores: &CudaTensor,
@@ -277,7 +284,7 @@ fn choose(
     unsafe { block_scores_kernel(choice.rule).launch([choosers, batch, 1], &tensors, &params) }?;
     let chosen = scores.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
     take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
-    chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])
+    Ok(chosen)
 }
 
 impl KvCache {
@@ -285,7 +292,8 @@ impl KvCache {
     /// the cache, with the pooled key whose block ends at it. Attends over the tokens of the blocks that the token's
     /// queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `rotation`, `length` and `step` are as there,
     /// without a window; `scratch` must be made with one KV head for each chooser, a group of query heads with a choice
-    /// of its own. Returns `[batch, 1, num_heads, head_dim]`.
+    /// of its own. With sums in a fixed order, by mean keys, the token has the bits of a whole row. Returns
+    /// `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -298,23 +306,46 @@ impl KvCache {
         pooled: PooledStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
+        let (q, chosen) = self.chosen_choice(token, rotation, length, step, pooled)?;
+        self.attend_chosen(&q, length, step, (&chosen, pooled.choice.blocks.select_block_size), scratch)
+    }
+
+    /// The first half of [`chosen_decode`](Self::chosen_decode): appends the token. Returns its rotated queries, bf16
+    /// `[batch, 1, num_heads, head_dim]`, and the blocks that they choose, i32
+    /// `[batch, 1, choosers, num_selected_blocks]`: ascending, then -1.
+    ///
+    /// # Errors
+    /// The errors of [`chosen_decode`](Self::chosen_decode).
+    pub fn chosen_choice(
+        &self,
+        token: &Qkv,
+        rotation: TokenRotation<'_>,
+        length: &CudaTensor,
+        step: DecodeStep<'_>,
+        pooled: PooledStep<'_>,
+    ) -> Result<(CudaTensor, CudaTensor), KernelError> {
         let shape = one_token(NAME, token)?;
-        let choice = pooled.choice;
+        let (choice, start) = (pooled.choice, pooled.start);
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
         require!(!choice.has_indexer(), NAME, "rule": format!("{:?}", choice.rule), "one without an indexer");
-        let blocks = choice.blocks;
+        let (blocks, policy) = (choice.blocks, token.policy());
+        let in_order = policy.sums == SumOrder::Fixed && choice.rule.takes_scores();
         let keys = Pooled {
             keys: pooled.pooled,
             size: blocks.compress_block_size,
             stride: blocks.compress_stride,
             is_written: true,
+            is_scored: !in_order,
         };
         // Rules that compare scores instead of probabilities compare unscaled dot products.
         let scored = if choice.rule.takes_scores() { DecodeStep { softmax_scale: 1.0, ..step } } else { step };
         let (q, scores) = keys.scores(token, Some(rotation), self, length, scored)?;
         let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
-        let chosen = choose(&scores, choosers, [length, pooled.start], choice, self.capacity(NAME, &shape)?)?;
-        self.attention_decode_chosen(&q, length, step, scratch, &chosen, blocks.select_block_size)
+        let capacity = self.capacity(NAME, &shape)?;
+        if in_order {
+            return Ok((q.tensor().clone().under(policy), choose_in_order(&q, pooled, capacity)?));
+        }
+        Ok((q.tensor().clone(), choose(&scores, choosers, [length, start], choice, capacity)?))
     }
 }
 

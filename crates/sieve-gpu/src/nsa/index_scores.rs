@@ -1,5 +1,5 @@
 //! Launch of `kernels/index_scores.cu`: a new token joins MSA's caches, and its index queries score blocks.
-use super::choose::{score_token_blocks, take_largest};
+use super::choose::{choose_in_order, take_largest};
 use super::decode::{PooledStep, require_chosen_decode};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, Heads, KvCache, Qkv, one_token, token_params};
 use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty};
@@ -48,13 +48,7 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let (q, chosen) = self.indexed_choice(call, length, step, pooled)?;
-        let [batch, _, choosers, count] = chosen.dims(NAME, "chosen")?;
-        let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, count])?;
-        let block_size = pooled.choice.blocks.select_block_size;
-        if call.is_in_order() {
-            return self.selected_attention_token(&q, length, step, &chosen, block_size);
-        }
-        self.attention_decode_chosen(&Heads::all(&q), length, step, scratch, &chosen, block_size)
+        self.attend_chosen(&q, length, step, (&chosen, pooled.choice.blocks.select_block_size), scratch)
     }
 
     /// The first half of [`indexed_decode`](Self::indexed_decode): appends the token. Returns its normed and rotated
@@ -79,7 +73,7 @@ impl KvCache {
         let (q, importance) = call.scores(self, length, step, pooled)?;
         if call.is_in_order() {
             let index_q = Heads::all(&call.rotated_index_q(length)?);
-            score_token_blocks(&index_q, pooled.pooled, start, choice, &importance)?;
+            return Ok((q, choose_in_order(&index_q, pooled, self.capacity(NAME, &shape)?)?));
         }
         let blocks = choice.blocks;
         let sizes = [shape.batch, 1, shape.num_kv_heads, blocks.num_selected_blocks];

@@ -1,6 +1,6 @@
 //! Checks the portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
-//! [LONGEST] [SEED] [bands|order|blocks]`, with the last word only attention with bands, DMA's order of keys, or MSA's
-//! steps.
+//! [LONGEST] [SEED] [bands|order|blocks]`, with the last word only attention with bands, DMA's order of keys, or steps
+//! over chosen blocks.
 //!
 //! The launch wrappers run as they do on a GPU. The emulator compiles the kernels that they launch with g++ into
 //! target/emulator and runs them on the CPU.

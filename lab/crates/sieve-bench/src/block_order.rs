@@ -1,5 +1,5 @@
-//! Checks that a token of MSA has the choice and the bits of its whole row, in a decoding step in rows of different
-//! lengths and in new tokens behind a cache: by each family of kernels, since both have whole rows' own.
+//! Checks that a token of MSA or MoBA has the choice and the bits of its whole row, in a decoding step in rows of
+//! different lengths and in new tokens behind a cache: by each family of kernels, since both have whole rows' own.
 use crate::device::{Device, family, family_name};
 use crate::error::Result;
 use crate::extent::Extent;
@@ -9,6 +9,7 @@ use sieve_kernels::step::QkNormRope;
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport, Heads, IndexedToken,
     KernelPolicy, KeySource, KvCache, NeededKernels, NeededKeys, PooledStep, Qkv, SumOrder, TokenRotation,
+    nsa_mean_pool,
 };
 use sieve_testing::Random;
 
@@ -17,6 +18,9 @@ const EPSILON: f32 = 1e-6;
 
 /// Tokens of a block, and blocks that a query reads.
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
+
+/// The kinds that choose blocks in one order.
+const RULES: [(&str, ChoiceRule); 2] = [("msa", ChoiceRule::LargestScore), ("moba", ChoiceRule::MeanKey)];
 
 /// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
 const ROWS: &[usize] = &[17_200, 700, 3000, 129, 9000, 1025];
@@ -38,23 +42,24 @@ pub(crate) fn kernels(gpu: &DeviceReport) -> NeededKernels {
 /// Checks random texts.
 pub(crate) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed ^ 0x006d_7361); // "msa" in ASCII: other numbers than the other checks draw
-    for at in 0..extent.pick(extent.few(), extent.few().max(12)) {
+    for at in 0..2 * extent.pick(extent.few(), extent.few().max(12)) {
         let seed = random.between(0, 1 << 30) as u64;
-        let text = Text::draw(at, extent, seed);
+        let (kind, rule) = RULES[at % RULES.len()];
+        let text = Text::draw(at / RULES.len(), rule, extent, seed);
         let (path, label) = (family_name(family(device, &text.shape, KeySource::Gathered)), text.label(seed));
         match text.whole(device) {
             Ok(whole) => {
                 // Each is compared whatever the one before it gave: a choice says more than bits do.
                 let outcomes = [
-                    ("msa, choice of a step", text.check_steps(device, &whole, Compared::Choices)),
-                    ("msa, bits of a step", text.check_steps(device, &whole, Compared::Bits)),
-                    ("msa, bits behind a cache", text.check_part(device, &whole)),
+                    ("choice of a step", text.check_steps(device, &whole, Compared::Choices)),
+                    ("bits of a step", text.check_steps(device, &whole, Compared::Bits)),
+                    ("bits behind a cache", text.check_part(device, &whole)),
                 ];
                 for (name, outcome) in outcomes {
-                    report.add(name, path, &label, outcome);
+                    report.add(&format!("{kind}, {name}"), path, &label, outcome);
                 }
             }
-            Err(error) => report.add("msa, a whole row", path, &label, Err(error)),
+            Err(error) => report.add(&format!("{kind}, a whole row"), path, &label, Err(error)),
         }
     }
     Ok(())
@@ -122,7 +127,7 @@ struct Text {
 struct Whole {
     qkv: Packed,
     index: Packed,
-    /// The blocks that each token chose, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
+    /// The blocks that each token chose, `[batch, seq_len, choosers, num_selected_blocks]`.
     chosen: Vec<i32>,
     /// `[batch, seq_len, num_heads, head_dim]`.
     o: Vec<f32>,
@@ -130,46 +135,57 @@ struct Whole {
 
 impl Text {
     /// Text number `at`, of other sizes than its neighbours.
-    fn draw(at: usize, extent: &Extent, seed: u64) -> Self {
+    fn draw(at: usize, rule: ChoiceRule, extent: &Extent, seed: u64) -> Self {
         let mut random = Random(seed);
         let rows = extent.pick(&[150, 70, 260][..], if extent.has_long_rows() { ROWS } else { &[150, 700] });
-        let sizes = extent.pick(&[[16, 4], [64, 2], [128, 2], [16, 2]][..], BLOCKS);
+        let sizes = extent.pick(&[[16, 4], [32, 3], [16, 2], [64, 2], [16, 3], [128, 2]][..], BLOCKS);
         // After each turn rows meet the sizes after theirs.
         let (seq_len, [size, count]) = (rows[at % rows.len()], sizes[(at + at / sizes.len()) % sizes.len()]);
         let width = extent.pick(64, random.one_of(&[64, 128]));
         // The host draws every number.
         let is_long = seq_len > 4000;
         let most = if is_long || extent.is_emulated { 2 } else { 3 };
-        let (batch, kv_heads) = (random.between(1, most + 1), if is_long { 1 } else { random.between(1, most + 1) });
+        let fewest = if extent.is_emulated { 2 } else { 1 };
+        let (batch, kv_heads) =
+            (random.between(1, most + 1), if is_long { 1 } else { random.between(fewest, most + 1) });
         let group = if extent.is_emulated { 2 } else { random.one_of(&[1, 2, 4]) };
         let shape = AttentionShape::new(batch, seq_len, [group * kv_heads, kv_heads], [width; 2]);
         let local = if random.chance(0.3) { count.min(2) } else { 1 };
         let choice = BlockChoice {
-            blocks: NsaBlocks::of([1, 1, size, count]),
-            rule: ChoiceRule::LargestScore,
+            blocks: NsaBlocks::of(if rule == ChoiceRule::MeanKey {
+                [size, size, size, count]
+            } else {
+                [1, 1, size, count]
+            }),
+            rule,
             forced: ForcedBlocks { first: false, local },
         };
         let steps = extent.pick(3, 20).min(seq_len);
-        // Rows begin at an edge of a block or of 128 keys, before it, at the first token or anywhere.
-        let lengths = (0..batch).map(|_| {
+        // Rows begin at an edge of a block or of 128 keys, before it, at the first token or anywhere; the first far
+        // enough for a choice.
+        let lengths = (0..batch).map(|row| {
             let any = random.between(seq_len / 2, seq_len);
             let edge = any / size * size;
-            let length = random.one_of(&[any, any, edge, edge + size - 1, any / 128 * 128, 0, seq_len]);
-            length.min(seq_len - steps)
+            let places = [any, edge + size - 1, any, edge, any / 128 * 128, 0, seq_len];
+            random.one_of(&places[..if row == 0 { 2 } else { places.len() }]).min(seq_len - steps)
         });
         let lengths = lengths.collect();
         let mut heads = |count: usize| {
             let sizes = [batch, seq_len, count, width];
             Packed { values: random.bf16_normals(sizes.iter().product()), sizes }
         };
-        let (qkv, mut index) = (heads(group * kv_heads + 2 * kv_heads), heads(kv_heads + 1));
+        let (mut qkv, mut index) = (heads(group * kv_heads + 2 * kv_heads), heads(kv_heads + 1));
         let is_still = at % 4 == 3;
         if is_still {
-            // Keys that come again every 37th token tie, where nothing rotates them.
-            let row = (kv_heads + 1) * width;
-            for at in (0..batch * seq_len).filter(|at| at % seq_len >= 37) {
-                let key = (at * row + kv_heads * width)..(at + 1) * row;
-                index.values.copy_within(key.start - 37 * row..key.end - 37 * row, key.start);
+            // Keys, or means of blocks, that come again tie, where nothing rotates them.
+            let (scored, first, keys, again) = match rule {
+                ChoiceRule::MeanKey => (&mut qkv, group * kv_heads, kv_heads, 3 * size),
+                _ => (&mut index, kv_heads, 1, 37),
+            };
+            let row = scored.sizes[2] * width;
+            for at in (0..batch * seq_len).filter(|at| at % seq_len >= again) {
+                let key = (at * row + first * width)..(at * row + (first + keys) * width);
+                scored.values.copy_within(key.start - again * row..key.end - again * row, key.start);
             }
         }
         let weights = [(); 4].map(|()| random.bf16_normals(width).iter().map(|x| 1.0 + x * 0.125).collect());
@@ -226,21 +242,25 @@ impl Text {
         first: usize,
     ) -> Result<(Vec<i32>, Vec<f32>), Wrong> {
         let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, .. } = self.shape;
-        let bounds = self.bounds(device);
-        let index_tensor = device.float(&index.values, &index.sizes, DType::BF16);
-        // The pooled keys of tokens, and values that are not read.
-        let at: Vec<f32> = (0..batch * seq_len)
-            .flat_map(|token| &index.values[(token * (num_kv_heads + 2) + num_kv_heads) * head_dim..][..head_dim])
-            .copied()
-            .collect();
-        let pooled =
-            device.float(&[&at[..], &vec![f32::NAN; at.len()]].concat(), &[2, batch * seq_len, head_dim], DType::BF16);
-        let queries = Heads::some(&index_tensor, 0, num_kv_heads);
+        let (bounds, choosers) = (self.bounds(device), self.choosers());
+        let scored = if self.choice.has_indexer() { index } else { qkv };
+        let scored = device.float(&scored.values, &scored.sizes, DType::BF16);
+        let pooled = if self.choice.has_indexer() {
+            // The pooled keys of tokens, and values that are not read.
+            let at: Vec<f32> = (0..batch * seq_len)
+                .flat_map(|token| &index.values[(token * (num_kv_heads + 2) + num_kv_heads) * head_dim..][..head_dim])
+                .copied()
+                .collect();
+            device.float(&[&at[..], &vec![f32::NAN; at.len()]].concat(), &[2, batch * seq_len, head_dim], DType::BF16)
+        } else {
+            self.means(device, &scored)?
+        };
+        let queries = Heads::some(&scored, 0, choosers);
         let chosen = queries.choose_key_blocks_of_last(bounds.each_ref(), &pooled, self.choice, SCALE, first)?;
         let mut chosen = device.ints(&chosen)?;
         let count = self.choice.blocks.num_selected_blocks;
         for (list, blocks) in chosen.chunks_exact_mut(count).enumerate() {
-            if list / num_kv_heads % seq_len < first {
+            if list / choosers % seq_len < first {
                 blocks.fill(-1);
             }
         }
@@ -248,7 +268,7 @@ impl Text {
         let lists = chosen.chunks_exact(count).enumerate();
         let attended: Vec<i32> = lists
             .flat_map(|(list, blocks)| {
-                let own = (list / num_kv_heads % seq_len) as i32 / size;
+                let own = (list / choosers % seq_len) as i32 / size;
                 blocks.iter().flat_map(move |&block| {
                     (0..pieces).map(move |piece| {
                         let piece = block * pieces + piece;
@@ -257,12 +277,52 @@ impl Text {
                 })
             })
             .collect();
-        let sizes = [batch, seq_len, num_kv_heads, count * pieces as usize];
-        let qkv = device.float(&qkv.values, &qkv.sizes, DType::BF16);
-        let qkv = Qkv::packed(&qkv, num_heads, num_kv_heads);
+        let sizes = [batch, seq_len, choosers, count * pieces as usize];
+        // As in a layer, each chooser has keys and values of its own.
+        let repeated = |token: &[f32]| {
+            let (q, kv) = token.split_at(num_heads * head_dim);
+            let heads = kv.chunks_exact(head_dim).flat_map(|head| vec![head; choosers / num_kv_heads]);
+            [q].into_iter().chain(heads).flatten().copied().collect::<Vec<_>>()
+        };
+        let values: Vec<f32> = qkv.values.chunks_exact(qkv.sizes[2] * head_dim).flat_map(repeated).collect();
+        let qkv = device.float(&values, &[batch, seq_len, num_heads + 2 * choosers, head_dim], DType::BF16);
+        let qkv = Qkv::packed(&qkv, num_heads, choosers);
         let attended = device.int(&attended, &sizes);
         let (result, _) = qkv.nsa_selected_attention_forward(bounds.each_ref(), &attended, size as usize, SCALE)?;
         Ok((chosen, device.floats(&result.o)?))
+    }
+
+    /// Lists of blocks that a token chooses.
+    fn choosers(&self) -> usize {
+        self.choice.choices_per_token([self.shape.num_heads, self.shape.num_kv_heads])
+    }
+
+    /// Means of the keys, then of the values, of whole rows of packed heads.
+    fn means(&self, device: &dyn Device, qkv: &CudaTensor) -> Result<CudaTensor, Wrong> {
+        let qkv = Qkv::packed(qkv, self.shape.num_heads, self.shape.num_kv_heads);
+        Ok(nsa_mean_pool([&qkv.k, &qkv.v], self.bounds(device).each_ref(), self.choice.blocks)?)
+    }
+
+    /// The keys by which blocks are chosen, as a step finds them: those of each row's `lengths` tokens, then NaN.
+    fn choice_keys(
+        &self,
+        device: &dyn Device,
+        whole: &Whole,
+        lengths: &[usize],
+        capacity: usize,
+    ) -> Result<CudaTensor, Wrong> {
+        let AttentionShape { batch, seq_len, num_kv_heads, head_dim, .. } = self.shape;
+        if self.choice.has_indexer() {
+            let keys = whole.index.cache(lengths, num_kv_heads..num_kv_heads + 1, capacity);
+            return Ok(device.float(&keys, &[batch, 1, capacity, head_dim], DType::BF16));
+        }
+        let qkv = device.float(&whole.qkv.values, &whole.qkv.sizes, DType::BF16);
+        let (slots, room) = (self.choice.blocks.num_slots(seq_len), self.choice.blocks.num_slots(capacity));
+        let means = device.floats(&self.means(device, &qkv)?)?;
+        let means = Packed { values: means[..means.len() / 2].to_vec(), sizes: [batch, slots, num_kv_heads, head_dim] };
+        let ended: Vec<_> = lengths.iter().map(|&tokens| self.choice.blocks.num_compressed_blocks(tokens)).collect();
+        let keys = means.cache(&ended, 0..num_kv_heads, room);
+        Ok(device.float(&keys, &[batch, num_kv_heads, room, head_dim], DType::BF16))
     }
 
     /// Whole rows.
@@ -314,11 +374,10 @@ impl Text {
         });
         let [k, v] = kv;
         let cache = KvCache { k, v };
-        let keys = whole.index.cache(&lengths, num_kv_heads..num_kv_heads + 1, capacity);
-        let pooled = device.float(&keys, &[batch, 1, capacity, head_dim], DType::BF16);
+        let pooled = self.choice_keys(device, whole, &lengths, capacity)?;
         let (tables, [q_weight, k_weight, index_q_weight, index_k_weight]) =
             (self.tables(device), self.weights(device));
-        let one = AttentionShape { seq_len: 1, ..self.shape };
+        let one = AttentionShape { seq_len: 1, num_kv_heads: self.choosers(), ..self.shape };
         let scratch = DecodeScratch::new(&cache.k, one, capacity)?;
         for _ in 0..self.steps {
             let heads = num_heads + 2 * num_kv_heads;
@@ -329,28 +388,38 @@ impl Text {
             let index = self.index.token(&lengths, 0..num_kv_heads + 1);
             let index = device.float(&index, &[batch, 1, num_kv_heads + 1, head_dim], DType::BF16);
             let index = [Heads::some(&index, 0, num_kv_heads), Heads::some(&index, num_kv_heads, 1)];
+            let rotation = TokenRotation { norm: Some(([&q_weight, &k_weight], EPSILON)), tables: tables.each_ref() };
             let call = IndexedToken {
                 token: &token,
                 index: index.each_ref(),
-                rotation: TokenRotation { norm: Some(([&q_weight, &k_weight], EPSILON)), tables: tables.each_ref() },
+                rotation,
                 index_norm: ([&index_q_weight, &index_k_weight], EPSILON),
             };
             let words = |sign: i32| lengths.iter().map(|&length| sign * length as i32).collect::<Vec<_>>();
             let (length, start) = (device.int(&words(1), &[batch]), device.int(&words(-1), &[batch, 1]));
-            let pooled = PooledStep { pooled: &pooled, start: &start, choice: self.choice };
+            let keys = PooledStep { pooled: &pooled, start: &start, choice: self.choice };
             let step = DecodeStep::new(capacity - 1, SCALE);
             match compared {
                 Compared::Choices => {
-                    let (_, chosen) = cache.indexed_choice(call, &length, step, pooled)?;
+                    let (_, chosen) = if self.choice.has_indexer() {
+                        cache.indexed_choice(call, &length, step, keys)?
+                    } else {
+                        cache.chosen_choice(&token, rotation, &length, step, keys)?
+                    };
                     let (chosen, lists) =
-                        (device.ints(&chosen)?, num_kv_heads * self.choice.blocks.num_selected_blocks);
+                        (device.ints(&chosen)?, self.choosers() * self.choice.blocks.num_selected_blocks);
                     for (row, &token) in lengths.iter().enumerate() {
                         let expected = &whole.chosen[(row * seq_len + token) * lists..][..lists];
                         same_choice(&chosen[row * lists..][..lists], expected, row, token)?;
                     }
                 }
                 Compared::Bits => {
-                    let o = device.floats(&cache.indexed_decode(call, &length, step, pooled, &scratch)?)?;
+                    let o = if self.choice.has_indexer() {
+                        cache.indexed_decode(call, &length, step, keys, &scratch)?
+                    } else {
+                        cache.chosen_decode(&token, rotation, &length, step, keys, &scratch)?
+                    };
+                    let o = device.floats(&o)?;
                     let width = num_heads * head_dim;
                     for (row, &token) in lengths.iter().enumerate() {
                         let expected = &whole.o[(row * seq_len + token) * width..][..width];
@@ -360,7 +429,11 @@ impl Text {
             }
             lengths.iter_mut().for_each(|length| *length += 1);
         }
-        Ok(0.0)
+        // The keys that the steps have stored are those of whole rows, too.
+        let expected = device.floats(&self.choice_keys(device, whole, &lengths, capacity)?)?;
+        let stored = device.floats(&pooled)?;
+        let differ = stored.iter().zip(&expected).filter(|(a, b)| !b.is_nan() && a.to_bits() != b.to_bits()).count();
+        if differ == 0 { Ok(0.0) } else { wrong(format!("{differ} numbers of the keys that choose differ")) }
     }
 }
 

@@ -153,7 +153,7 @@ const DECODING: Part = ("decoding", decode::check_wrappers);
 const STEP: Part = ("step", step::check_wrappers);
 const SINKS: Part = ("sinks", step::check_sinks);
 const KEY_ORDER: Part = ("DMA's order of keys", key_order::check);
-const BLOCK_ORDER: Part = ("MSA's steps as in whole rows", block_order::check);
+const BLOCK_ORDER: Part = ("steps over chosen blocks as in whole rows", block_order::check);
 
 /// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
 /// emulator.

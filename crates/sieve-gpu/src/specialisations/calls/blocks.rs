@@ -139,10 +139,12 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
     }
 }
 
-/// A decoding step with the bits of whole rows, by the rule that has one.
+/// A decoding step with the bits of whole rows, by the rules that have one.
 pub(in crate::specialisations) fn in_order(calls: &mut Calls, shape: &AttentionShape) {
     for capacity in [ROW, LONG_CACHE] {
-        decode_by_choice(calls, shape, choice(ChoiceRule::LargestScore), capacity, SumOrder::Fixed);
+        for choice in [ChoiceRule::MeanKey, ChoiceRule::LargestScore].map(choice) {
+            decode_by_choice(calls, shape, choice, capacity, SumOrder::Fixed);
+        }
     }
 }
 

@@ -36,8 +36,8 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
 }
 
 /// Means of the first `count` blocks of consecutive keys, `[batch, heads, count, head_dim]`, from the keys
-/// `[batch, heads, tokens, head_dim]`: on the host by the op that pools a whole text, to the bit.
-fn means_on_host<B: DeviceBackend>(keys: Tensor<B, 4>, blocks: NsaBlocks, count: usize) -> Tensor<B, 4> {
+/// `[batch, heads, tokens, head_dim]`: by the op that pools a whole text, to the bit.
+fn means_of_blocks<B: DeviceBackend>(keys: Tensor<B, 4>, blocks: NsaBlocks, count: usize) -> Tensor<B, 4> {
     let keys = keys.swap_dims(1, TOKENS);
     let [batch, len, heads, d] = keys.dims();
     let documents = Documents::<B>::whole_rows([batch, len], &keys.device());
@@ -130,7 +130,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
         let keys = self.pooled.tokens().narrow(TOKENS, 0, blocks * size);
         let ([batch, _, _, d], dtype) = (keys.dims(), keys.dtype());
         let means = if B::ON_HOST {
-            means_on_host(keys, self.choice.blocks, blocks).swap_dims(1, TOKENS)
+            means_of_blocks(keys, self.choice.blocks, blocks).swap_dims(1, TOKENS)
         } else {
             at_least_f32(keys).reshape([batch, blocks, size, d]).mean_dim(2).cast(dtype)
         };
@@ -147,19 +147,9 @@ impl<B: DeviceBackend> ChosenCache<B> {
         if first == end {
             return None;
         }
-        // A pooled key is the mean of consecutive strides' means, so these are computed first.
-        let (count, strides) = (end - first, size / stride);
-        let num_strides = count + strides - 1;
-        let keys = self.keys.k.tokens().narrow(TOKENS, first * stride, num_strides * stride);
-        if B::ON_HOST {
-            return Some(means_on_host(keys, blocks, count));
-        }
-        let ([batch, heads, _, d], dtype) = (keys.dims(), keys.dtype());
-        let keys = at_least_f32(keys).reshape([batch, heads, num_strides, stride, d]);
-        let means = keys.mean_dim(3).reshape([batch, heads, num_strides, d]);
-        let parts = (0..strides).map(|at| means.clone().narrow(TOKENS, at, count));
-        let sum = parts.reduce(|sum, part| sum + part).expect("a pooled key has a stride");
-        Some((sum / strides as f64).cast(dtype))
+        let count = end - first;
+        let keys = self.keys.k.tokens().narrow(TOKENS, first * stride, size + (count - 1) * stride);
+        Some(means_of_blocks(keys, blocks, count))
     }
 }
 
