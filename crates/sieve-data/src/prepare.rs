@@ -72,7 +72,7 @@ pub fn prepare(
 /// # Errors
 /// Such a file, or a folder that cannot be listed.
 pub fn check_owner(dir: &Path) -> Result<(), DataError> {
-    let has_mark = fs::read(dir.join(LOCK)).is_ok_and(|text| lock::is_mark(&text));
+    let has_mark = sieve_files::read_file(&dir.join(LOCK)).is_ok_and(|text| lock::is_mark(&text));
     refuse_foreign_files(dir, has_mark)
 }
 

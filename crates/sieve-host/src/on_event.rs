@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     fn lines(path: &Path) -> Vec<String> {
-        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let text = sieve_files::read_text(path).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
 

@@ -1,4 +1,4 @@
-//! `--same-bits`: new tokens with the bits of whole rows, where a GPU would take faster kernels with other sums.
+//! `--same-bits` and `training.same_bits`: tokens with the bits of whole rows, where a GPU would take faster kernels with other sums.
 use crate::device::Device;
 use anyhow::{Result, bail, ensure};
 use clap::Args;
@@ -6,7 +6,7 @@ use sieve_core::model::Chooses;
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{ChoiceRule, ModelShape};
 use sieve_hf::LoadedModel;
-use sieve_kernels::MOST_ORDERED;
+use sieve_kernels::{DeviceReport, MOST_ORDERED};
 use sieve_ops::DeviceBackend;
 
 /// Widths of heads whose kernels for a token can add in the order of whole rows.
@@ -14,6 +14,12 @@ const HEAD_DIMS: [usize; 2] = [64, 128];
 
 /// The compute capability of the GPUs that have these kernels.
 const HOPPER: (u32, u32) = (9, 0);
+
+/// What asks for it on the command line.
+const FLAG: &str = "--same-bits";
+
+/// What helps against a refusal.
+const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so for every model";
 
 /// `--same-bits`.
 #[derive(Args, Clone, Copy, Debug)]
@@ -41,53 +47,8 @@ impl SameBitsArgs {
             "--same-bits is for a model's own attention, and --selector replaces it\n  hint: leave one of them out"
         );
         let Device::Cuda(gpu) = device else { return Ok(()) };
-        const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so for every model";
-        ensure!(
-            (gpu.major, gpu.minor) == HOPPER,
-            "--same-bits needs an H100 or H200, and cuda:{} is {}{HINT}",
-            gpu.index,
-            gpu.name
-        );
-        let known = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().has_one_order);
-        let known: Vec<_> = known.map(AttentionKind::name).collect();
-        let shape = shape()?;
-        for part in shape.by_kind() {
-            let kind = part.attention.kind();
-            ensure!(
-                kind.facts().has_one_order,
-                "--same-bits is for layers of kind {} on a GPU, and this model has {} layers{HINT}",
-                known.join(", "),
-                kind.name()
-            );
-            let choice = part.attention.as_kind().block_choice();
-            ensure!(
-                choice.is_none_or(|choice| choice.rule != ChoiceRule::SumOfHeads),
-                "--same-bits is for indexers that score each token, and this model has {} layers with indexer \
-                 \"qsa\"{HINT}",
-                kind.name()
-            );
-            let group = part.num_heads / part.num_kv_heads;
-            if let Some((got, supported)) = part.attention.as_kind().block_gap(part.head_dim, group) {
-                bail!(
-                    "--same-bits is for {supported} on a GPU, and this model has {} layers of {got}{HINT}",
-                    kind.name()
-                );
-            }
-            let kept = part.attention.as_kind().num_kept().filter(|_| kind.facts().chooses == Chooses::Keys);
-            ensure!(
-                kept.is_none_or(|kept| kept <= MOST_ORDERED),
-                "--same-bits is for layers that keep up to {MOST_ORDERED} keys on a GPU, and this model has {} layers \
-                 that keep {}{HINT}",
-                kind.name(),
-                kept.unwrap_or_default()
-            );
-        }
-        ensure!(
-            HEAD_DIMS.contains(&shape.head_dim),
-            "--same-bits is for heads of 64 or 128 columns on a GPU, and this model has heads of {}{HINT}",
-            shape.head_dim
-        );
-        Ok(())
+        require_hopper(FLAG, gpu)?;
+        require_order(FLAG, &shape()?)
     }
 
     /// The model as the flag wants it.
@@ -96,13 +57,70 @@ impl SameBitsArgs {
     }
 }
 
+/// Checks that a recipe's `training.same_bits` holds for its model on this device; on a CPU it does for every model.
+///
+/// # Errors
+/// As [`SameBitsArgs::check`], but for a selector.
+pub fn check_training(device: &Device, shape: &ModelShape) -> Result<()> {
+    const KEY: &str = "training.same_bits";
+    let Device::Cuda(gpu) = device else { return Ok(()) };
+    require_hopper(KEY, gpu)?;
+    require_order(KEY, shape)
+}
+
+/// Refuses GPUs without these kernels. `what` is what asks for them.
+fn require_hopper(what: &str, gpu: &DeviceReport) -> Result<()> {
+    let is_hopper = (gpu.major, gpu.minor) == HOPPER;
+    ensure!(is_hopper, "{what} needs an H100 or H200, and cuda:{} is {}{HINT}", gpu.index, gpu.name);
+    Ok(())
+}
+
+/// Refuses models whose tokens have no one order of sums on a GPU. `what` is what asks for it.
+fn require_order(what: &str, shape: &ModelShape) -> Result<()> {
+    let known = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().has_one_order);
+    let known: Vec<_> = known.map(AttentionKind::name).collect();
+    for part in shape.by_kind() {
+        let kind = part.attention.kind();
+        ensure!(
+            kind.facts().has_one_order,
+            "{what} is for layers of kind {} on a GPU, and this model has {} layers{HINT}",
+            known.join(", "),
+            kind.name()
+        );
+        let choice = part.attention.as_kind().block_choice();
+        ensure!(
+            choice.is_none_or(|choice| choice.rule != ChoiceRule::SumOfHeads),
+            "{what} is for indexers that score each token, and this model has {} layers with indexer \
+             \"qsa\"{HINT}",
+            kind.name()
+        );
+        let group = part.num_heads / part.num_kv_heads;
+        if let Some((got, supported)) = part.attention.as_kind().block_gap(part.head_dim, group) {
+            bail!("{what} is for {supported} on a GPU, and this model has {} layers of {got}{HINT}", kind.name());
+        }
+        let kept = part.attention.as_kind().num_kept().filter(|_| kind.facts().chooses == Chooses::Keys);
+        ensure!(
+            kept.is_none_or(|kept| kept <= MOST_ORDERED),
+            "{what} is for layers that keep up to {MOST_ORDERED} keys on a GPU, and this model has {} layers \
+             that keep {}{HINT}",
+            kind.name(),
+            kept.unwrap_or_default()
+        );
+    }
+    ensure!(
+        HEAD_DIMS.contains(&shape.head_dim),
+        "{what} is for heads of 64 or 128 columns on a GPU, and this model has heads of {}{HINT}",
+        shape.head_dim
+    );
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use sieve_core::MsaShape;
     use sieve_core::model::test_shapes::{kind_that_chooses_by, qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
     use sieve_core::model::{Attention, IndexScores};
-    use sieve_kernels::DeviceReport;
 
     fn gpu(major: u32, name: &str) -> Device {
         let name = name.to_owned();

@@ -58,6 +58,6 @@ impl SelectError {
 
 /// Reads a JSON file that a setting names.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, hint: &'static str) -> Result<T, SelectError> {
-    let text = std::fs::read_to_string(path).map_err(|error| SelectError::file(path, hint, error))?;
+    let text = sieve_files::read_text(path).map_err(|error| SelectError::file(path, hint, error))?;
     serde_json::from_str(&text).map_err(|error| SelectError::file(path, hint, error))
 }

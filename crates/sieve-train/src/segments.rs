@@ -20,7 +20,7 @@ use sieve_nn::{
     DecoderLayer, HandedIndex, IndexTensors, LastChoice, LayerContext, LayerOutput, PassSettings, PassState, Qwen3,
 };
 use sieve_ops::{
-    DeviceBackend, Documents, GemmPrecision, KeptAttention, KernelPolicy, PassFor, RotaryEmbedding, SumOrder,
+    DeviceBackend, Documents, GemmPrecision, KeptAttention, KernelPolicy, KeyOrder, PassFor, RotaryEmbedding, SumOrder,
     TrainBackend, seed_gradient,
 };
 use std::ops::Range;
@@ -61,6 +61,7 @@ impl From<&Recipe> for BlockSettings {
             layers: PassSettings {
                 policy: KernelPolicy {
                     sums: if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any },
+                    keys: if recipe.training.same_bits { KeyOrder::Epochs } else { KeyOrder::Leaving },
                     ..KernelPolicy::default()
                 },
                 token_share: 1.0 / recipe.training.tokens_per_step().max(1) as f64,

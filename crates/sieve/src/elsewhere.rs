@@ -279,7 +279,7 @@ pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Opt
             if typed.starts_with('-') {
                 value_meant(cli, &typed, words).or_else(|| flag_meant(&typed, command, words))
             } else {
-                file_meant(&typed, command)
+                switch_meant(cli, &typed, words).or_else(|| file_meant(&typed, command))
             }
         }
         // A form of export that other programs have as a flag.
@@ -340,8 +340,7 @@ fn value_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
     let is_meant = |word: &String| word.starts_with(typed) && !word.starts_with("--");
     let at = words.iter().position(is_meant)?;
     let (value, before) = (shell_word(&words[at]), words.get(at.checked_sub(1)?)?);
-    let subcommands = words[1..at].iter().filter(|word| !word.starts_with('-'));
-    let command = subcommands.fold(cli, |command, word| command.find_subcommand(word).unwrap_or(command));
+    let command = command_of(cli, &words[..at]);
     let takes_value = |argument: &clap::Arg| {
         before.strip_prefix("--").is_some_and(|name| argument.get_long() == Some(name))
             && argument.get_action().takes_values()
@@ -404,6 +403,31 @@ fn names_hub_model(text: &str) -> bool {
     };
     let parts = text.split_once('/');
     parts.is_some_and(|(owner, name)| is_name(owner) && is_name(name)) && !Path::new(text).exists()
+}
+
+/// The hint for "yes" or "no" behind a flag that takes no value.
+fn switch_meant(cli: &Command, typed: &str, words: &[String]) -> Option<String> {
+    let is_on = match typed.to_lowercase().as_str() {
+        "yes" | "true" | "on" | "1" => true,
+        "no" | "false" | "off" | "0" => false,
+        _ => return None,
+    };
+    let is_switch = |at: usize| {
+        let name = words[at].strip_prefix("--");
+        let arguments = || command_of(cli, &words[..at]).get_arguments();
+        name.is_some_and(|name| {
+            arguments().any(|argument| argument.get_long() == Some(name) && !argument.get_action().takes_values())
+        })
+    };
+    let flag = &words[(1..words.len() - 1).find(|&at| words[at + 1] == typed && is_switch(at))?];
+    let hint = if is_on { format!("{flag} alone turns it on") } else { format!("leave {flag} out") };
+    Some(format!("{flag} takes no value, and {typed} stands behind it\n  hint: {hint}"))
+}
+
+/// The command that the words before a flag name.
+fn command_of<'a>(cli: &'a Command, before: &[String]) -> &'a Command {
+    let subcommands = before.iter().skip(1).filter(|word| !word.starts_with('-'));
+    subcommands.fold(cli, |command, word| command.find_subcommand(word).unwrap_or(command))
 }
 
 /// The hint for a file or folder that was typed without a flag.
@@ -512,6 +536,14 @@ mod tests {
                 let words = [before, end].concat();
                 assert_eq!(hint(&words), Some(format!("write {number}")), "{words:?}");
             }
+        }
+        // A word behind a flag that takes no value, beside a flag with the same value.
+        for (words, flag) in [
+            (&["sieve", "serve", "--checkpoint", "c", "--same-bits", "no"][..], "leave --same-bits out"),
+            (&["sieve", "serve", "--max-texts", "1", "--same-bits", "1"], "--same-bits alone turns it on"),
+            (&["sieve", "train", "--recipe", "r", "--overwrite", "TRUE"], "--overwrite alone turns it on"),
+        ] {
+            assert_eq!(hint(words).as_deref(), Some(flag), "{words:?}");
         }
         // A short flag that does not exist, behind one that takes no value.
         assert_eq!(hint(&["sieve", "train", "--recipe", "r", "--overwrite", "-x"]), None);

@@ -164,7 +164,7 @@ fn chats(args: &GenerateArgs, prompts: &[String]) -> Result<Option<Vec<String>>>
 fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     let text = match (&args.prompt_file, args.prompt.as_slice()) {
         (Some(path), _) if path.as_os_str() != "-" => {
-            std::fs::read_to_string(path).with_context(|| format!("reading the prompt {}", path.shown()))
+            sieve_files::read_text(path).with_context(|| format!("reading the prompt {}", path.shown()))
         }
         (None, prompts) if prompts != ["-"] => {
             anyhow::ensure!(

@@ -36,7 +36,7 @@ pub(crate) fn run(mut args: LogitsArgs) -> Result<()> {
     let tokens = match &args.tokens_file {
         Some(path) => {
             let reading = || format!("reading token ids from {}", path.shown());
-            parse(&std::fs::read_to_string(path).with_context(reading)?).with_context(reading)?
+            parse(&sieve_files::read_text(path).with_context(reading)?).with_context(reading)?
         }
         None => args.tokens.clone(),
     };

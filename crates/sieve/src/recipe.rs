@@ -325,7 +325,7 @@ fn find(recipe: &str) -> Result<Found> {
     let mut paths = names_given.each_ref().map(PathBuf::from).into_iter().chain(beside);
     if let Some(path) = paths.find(|path| path.exists() && !path.is_dir()) {
         let origin = path.shown().to_string();
-        let file = std::fs::File::open(&path).with_context(|| format!("reading the recipe {origin}"))?;
+        let file = sieve_files::open_file(&path).with_context(|| format!("reading the recipe {origin}"))?;
         let folder = path.is_file().then(|| path.parent().map(Path::to_owned)).flatten();
         // The parent of a bare file name is the empty path.
         let folder = folder.map(|folder| if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder });

@@ -55,7 +55,7 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     for (name, text) in OWN_TEXT {
         let path = Path::new(FOLDER).join(name);
         // Rewriting an equal file would change its modification time, and shards made from it would look outdated.
-        if std::fs::read_to_string(&path).is_ok_and(|found| found == *text) {
+        if sieve_files::read_text(&path).is_ok_and(|found| found == *text) {
             continue;
         }
         let folder = path.parent().unwrap_or(Path::new(FOLDER));

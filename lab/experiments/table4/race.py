@@ -12,7 +12,7 @@ where the last one stopped: at --seconds a training writes a checkpoint, and it 
 resumes from a checkpoint that is some two minutes of training old at most. KIND/kv6 is a kind with six KV heads, so
 that DMA has a mask for each of its query heads, as in the paper's listing: `--kinds dma_paper/kv6 mha/kv6 --seeds 0`.
 --try is 50 steps of 1.7B in MHA, SWA, NSA and DMA, half of them in each of the recipe's two row lengths, in steps of
-131,072 tokens, without scores: held-out loss, tokens a second, memory. --tiny tries everything on a CPU in a minute,
+32,768 tokens, without scores: held-out loss, tokens a second, memory. --tiny tries everything on a CPU in a minute,
 with the pages of docs/ as text. --plan prints the minutes of the runs that have no line yet, on a GPU that need not be
 there.
 
@@ -82,7 +82,7 @@ from table4 import table  # noqa: E402
 Job = collections.namedtuple("Job", table.KEY)
 KINDS = ["mha", "swa", "mla", "nsa", "dma_paper"]
 TRIED = ["mha", "swa", "nsa", "dma_paper"]
-TRY_STEPS, TRY_TOKENS = 50, 131_072  # steps of --try, and tokens of each
+TRY_STEPS, TRY_TOKENS = 50, 32_768  # steps of --try, and tokens of each
 CHECKPOINT_SECONDS = 120  # of training between two checkpoints, by the plan for the slower card
 VALIDATION_STEPS = 250  # between two validations, so that the long runs' at 1,000 and 2,000 steps have their like here
 WARMUP_SHARE = 5  # a warm-up that would take more than a third of the steps takes one in this many

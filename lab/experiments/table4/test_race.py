@@ -93,8 +93,8 @@ class Race(unittest.TestCase):
         keys = race.keys_of(self.given(), job)
         self.assertLessEqual({"stage.1.steps=6401", "stage.2.steps=1600", "data.weights=[1.0]"}, set(keys))
         keys = race.keys_of(self.given(tries=True), job._replace(steps=50))
-        self.assertLessEqual({"stage.1.steps=25", "stage.2.steps=25", "stage.1.global_batch_size=64",
-                              "stage.2.global_batch_size=16"}, set(keys))
+        self.assertLessEqual({"stage.1.steps=25", "stage.2.steps=25", "stage.1.global_batch_size=16",
+                              "stage.2.global_batch_size=4"}, set(keys))
 
     def test_another_text_is_refused_with_the_way_to_make_it(self):
         with tempfile.TemporaryDirectory() as name:

@@ -97,6 +97,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     stages::check_warmup(parts, &mut rules);
     stages::check_dense_steps(parts, &mut rules);
     stages::check_train(parts, &mut rules);
+    stages::check_same_bits(parts, &mut rules);
     if let Some(stages) = parts.stage.as_deref().filter(|stages| !stages.is_empty()) {
         stages::check_stages(stages, parts, &mut rules);
     }

@@ -68,7 +68,7 @@ fn python_snapshot(cache: &Path, remote: &RemotePath) -> Option<(PathBuf, String
         remote.revision.clone()
     } else {
         // The cache stores the commit of a branch or tag in a file of its name.
-        fs::read_to_string(model.join("refs").join(&remote.revision)).ok()?
+        sieve_files::read_text(&model.join("refs").join(&remote.revision)).ok()?
     };
     let commit = Some(commit.trim()).filter(|commit| is_hex(commit, &[40]))?;
     Some((model.join("snapshots").join(commit), commit.to_owned()))
@@ -298,7 +298,7 @@ impl Hub {
         let kept_name = format!("listing-{:016x}.json", xxh3_64(path.as_bytes()));
         let kept = self.config.dir.join(kept_name);
         if kept.exists() {
-            let bytes = fs::read(&kept).map_err(DataError::io("read", &kept))?;
+            let bytes = sieve_files::read_file(&kept).map_err(DataError::io("read", &kept))?;
             let what = match serde_json::from_slice::<Listing>(&bytes) {
                 Ok(listing) if listing.path == path => return Ok(listing),
                 Ok(_) => "it lists a different path".to_owned(),

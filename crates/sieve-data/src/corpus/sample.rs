@@ -1,6 +1,5 @@
 //! A hash of a part of a file, by which a file is recognised as changed whatever its time stamps say.
 
-use std::fs::File;
 use std::io::{Read, Result, Seek, SeekFrom};
 use std::path::Path;
 
@@ -17,7 +16,7 @@ pub(super) fn hash(path: &Path) -> u128 {
 
 /// As [`hash`]; an error of the file system is passed on.
 fn hash_places(path: &Path) -> Result<u128> {
-    let mut file = File::open(path)?;
+    let mut file = sieve_files::open_file(path)?;
     let last = file.metadata()?.len().saturating_sub(PLACE_BYTES);
     let mut hash = Xxh3::new();
     let mut bytes = Vec::new();

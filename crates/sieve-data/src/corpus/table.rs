@@ -1,6 +1,5 @@
 //! Reads all rows and columns of a small JSONL or Parquet file, including lists and groups.
 
-use std::fs::File;
 use std::path::Path;
 
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -55,7 +54,7 @@ fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
 
 /// The rows of one JSON text that is a list of objects.
 fn json_list(path: &Path) -> Result<Vec<TableRow>, DataError> {
-    let text = std::fs::read_to_string(path).map_err(DataError::io("read", path))?;
+    let text = sieve_files::read_text(path).map_err(DataError::io("read", path))?;
     serde_json::from_str(text.trim_start_matches('\u{feff}')).map_err(|error| {
         let reason = match python_number(&text, error.line(), error.column()) {
             Some(word) => format!("{word} at line {} column {}", error.line(), error.column()),
@@ -68,7 +67,7 @@ fn json_list(path: &Path) -> Result<Vec<TableRow>, DataError> {
 
 /// The rows of a Parquet file with all of its columns.
 fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
-    let file = File::open(path).map_err(DataError::io("open", path))?;
+    let file = sieve_files::open_file(path).map_err(DataError::io("open", path))?;
     let reader = guarded(path, || SerializedFileReader::new(file))?;
     let fields = reader.metadata().file_metadata().schema().get_fields();
     let mut names = std::collections::HashSet::new();

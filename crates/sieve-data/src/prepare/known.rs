@@ -2,7 +2,7 @@
 //!
 //! They are taken from the folders of runs beside the new one, as hard links, and so is a tokenizer.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -71,7 +71,7 @@ fn link_or_copy(from: &Path, to: &Path) -> Result<(), DataError> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
     }
-    fs::copy(from, to).and_then(|_| File::open(to)?.sync_all()).map_err(DataError::io("copy", from))
+    fs::copy(from, to).and_then(|_| sieve_files::open_file(to)?.sync_all()).map_err(DataError::io("copy", from))
 }
 
 fn remove(path: &Path) -> Result<(), DataError> {

@@ -1,6 +1,6 @@
 //! The lock that lets one process at a time prepare data in a folder.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ impl Lock {
     }
 
     pub(super) fn has_mark(&self) -> Result<bool, DataError> {
-        Ok(is_mark(&fs::read(&self.path).map_err(DataError::io("read", &self.path))?))
+        Ok(is_mark(&sieve_files::read_file(&self.path).map_err(DataError::io("read", &self.path))?))
     }
 }
 

@@ -5,7 +5,6 @@
 //! and tokens after the last complete line, are dropped; the result is the same as without an interruption.
 
 use std::collections::HashSet;
-use std::fs;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
@@ -140,7 +139,7 @@ impl Partial {
         has_parts: bool,
     ) -> Option<(Self, HashSet<u128>)> {
         let journal = dir.join(JOURNAL);
-        let bytes = fs::read(temporary_name(&journal)).ok()?;
+        let bytes = sieve_files::read_file(&temporary_name(&journal)).ok()?;
         let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
         let first = lines.next()?;
         if content::<Header>(first)? != Header::of(fingerprint) {

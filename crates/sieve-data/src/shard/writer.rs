@@ -1,6 +1,5 @@
 //! Writes a shard: token ids as they come, and the index at the end.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -222,7 +221,7 @@ pub(crate) fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
 
 /// The state of the hash after a file's bytes.
 fn hash_file(path: &Path) -> Result<Xxh3, DataError> {
-    let mut file = File::open(path).map_err(DataError::io("open", path))?;
+    let mut file = sieve_files::open_file(path).map_err(DataError::io("open", path))?;
     let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
     loop {
         match file.read(&mut buffer).map_err(DataError::io("read", path))? {

@@ -5,7 +5,6 @@ use serde_json::Value;
 use sieve_core::kinds::StockClass;
 use sieve_core::recipe::RANDOM_WEIGHTS;
 use sieve_core::{ModelShape, Recipe, attention_words, thousands};
-use std::fs;
 use std::path::Path;
 
 /// Name of the card's file, which the Hugging Face hub shows as the page of a model.
@@ -117,7 +116,7 @@ impl Card<'_> {
     fn loss(&self) -> Option<String> {
         let state = &self.checkpoint.state;
         let run = self.checkpoint.path.parent().and_then(Path::parent);
-        let metrics = run.and_then(|run| fs::read_to_string(run.join("metrics.jsonl")).ok()).unwrap_or_default();
+        let metrics = run.and_then(|run| sieve_files::read_text(&run.join("metrics.jsonl")).ok()).unwrap_or_default();
         let lines = metrics.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         let mut here = lines.filter(|line| line["kind"] == "validation" && line["step"] == state.step);
         let validation = here.find_map(|line| {

@@ -22,8 +22,13 @@ pub enum DmaKeys<B: Backend> {
     Expire,
     /// Queries see all earlier keys of their document: dense attention with a bias per key.
     All,
-    /// Lists of the selected keys.
+    /// Lists of the selected keys by [`KeyOrder::Leaving`].
     Lists(DmaKeyLists<B>),
+    /// Lists of the selected keys by [`KeyOrder::Epochs`], for forward passes, and the most keys that a query sees.
+    Ordered(DmaKeyLists<B>, usize),
+    /// What a forward pass leaves of [`Ordered`](Self::Ordered), whose lists are several times as long as those by
+    /// [`KeyOrder::Leaving`]. Backward passes list the keys again.
+    Listed(usize),
 }
 
 /// The order in which a device's kernels go through the selected keys.
@@ -61,6 +66,15 @@ impl<B: Backend> DmaSelection<B> {
     pub fn of_expire(expire: Ints<B>) -> Self {
         let keys = DmaKeys::Expire;
         Self { expire, keys }
+    }
+
+    /// What a backward pass reads of it.
+    pub fn for_backward(self) -> Self {
+        let keys = match self.keys {
+            DmaKeys::Ordered(_, keep_window_size) => DmaKeys::Listed(keep_window_size),
+            keys => keys,
+        };
+        Self { keys, ..self }
     }
 }
 

@@ -80,7 +80,8 @@ pub(crate) fn by_rank<B: DeviceBackend>(
         selection: B::dma_select(rank.clone(), &attention.documents, dma.window(), order),
         attention,
     };
-    DmaForward { output: B::dma_attention(&call, o_low), selection: call.selection, rank }
+    let output = B::dma_attention(&call, o_low);
+    DmaForward { output, selection: call.selection.for_backward(), rank }
 }
 
 /// Gradients `[dqkv, dw_dt, da]` of the DMA layer.

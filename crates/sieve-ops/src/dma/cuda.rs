@@ -7,7 +7,8 @@ use crate::{AttentionCall, AttentionOutput, AttentionSpec, Cuda, DocumentBounds}
 use burn::tensor::DType;
 use sieve_core::{DmaWindow, KeepOLow, KeyOrder};
 use sieve_kernels::{
-    AfterCache, CudaPrimitive as Float, KernelError, KeyLists, MOST_ORDERED, ScoresBackward, ToBurn, kernel_tensor,
+    AfterCache, CudaPrimitive as Float, KernelError, KeyLists, MOST_ORDERED, ScoresBackward, Selection, ToBurn,
+    kernel_tensor,
 };
 
 pub(crate) fn dma_scores(call: &DmaScoresCall<Cuda>) -> Float {
@@ -97,25 +98,22 @@ fn launch_select(
     let [start, end] = bounds(documents);
     let selection = sieve_kernels::dma_select(&rank, &start, &end, window)?;
     let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-    let keys = if selection.keep_window_size >= seq_len {
-        DmaKeys::All
-    } else {
-        let has_epochs = window.keep_window_size <= MOST_ORDERED;
-        let lists = match order {
-            DmaOrder::Of(KeyOrder::Epochs) if has_epochs => selection.dma_ordered_lists(&rank, &start, window, None)?,
-            DmaOrder::EpochsBehind { positions, first_query, first_position } if has_epochs => {
-                let positions = kernel_tensor(positions);
-                let after = AfterCache { positions: &positions, first_query, first_position };
-                selection.dma_ordered_lists(&rank, &start, window, Some(after))?
-            }
-            _ => selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?,
-        };
-        DmaKeys::Lists(DmaKeyLists {
-            queries: lists.queries,
-            list: lists.list.burn(),
-            list_len: lists.list_len.burn(),
-            tile_window: lists.tile_window.burn(),
-        })
+    let has_epochs = window.keep_window_size <= MOST_ORDERED;
+    let ordered = match order {
+        _ if selection.keep_window_size >= seq_len || !has_epochs => None,
+        DmaOrder::Of(KeyOrder::Leaving) => None,
+        DmaOrder::Of(KeyOrder::Epochs) => Some(selection.dma_ordered_lists(&rank, &start, window, None)?),
+        DmaOrder::EpochsBehind { positions, first_query, first_position } => {
+            let positions = kernel_tensor(positions);
+            let after = AfterCache { positions: &positions, first_query, first_position };
+            Some(selection.dma_ordered_lists(&rank, &start, window, Some(after))?)
+        }
+    };
+    let keep_window_size = selection.keep_window_size;
+    let keys = match ordered {
+        _ if keep_window_size >= seq_len => DmaKeys::All,
+        Some(lists) => DmaKeys::Ordered(burn_lists(lists), keep_window_size),
+        None => DmaKeys::Lists(burn_lists(selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?)),
     };
     let expire = selection.expire.burn();
     Ok(DmaSelection { expire, keys })
@@ -128,13 +126,13 @@ fn launch_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOu
     let whole = without_window(&call.attention);
     match &call.selection.keys {
         DmaKeys::All => attention::forward(&call.qkv, &whole, Some((&delta, o_low))),
-        DmaKeys::Lists(lists) => {
+        DmaKeys::Lists(lists) | DmaKeys::Ordered(lists, _) => {
             let lists = kernel_lists(lists);
             let scale = whole.spec.softmax_scale as f32;
             let qkv = packed(&call.qkv, whole.spec);
             qkv.dma_attention_forward(&delta, &lists, scale, o_low).map(output)
         }
-        DmaKeys::Expire => Err(not_selected()),
+        DmaKeys::Expire | DmaKeys::Listed(_) => Err(not_selected()),
     }
 }
 
@@ -146,18 +144,24 @@ fn launch_attention_backward(
 ) -> Result<[Float; 2], KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);
+    let by_lists = |lists: &KeyLists| {
+        let (dqkv, d_delta) = with_gradients(&call.qkv, whole.spec, output, d_o, |gradients| {
+            gradients.dma_attention_backward(&delta, lists)
+        })?;
+        Ok([dqkv, d_delta.burn()])
+    };
     match &call.selection.keys {
         DmaKeys::All => {
             let (dqkv, d_delta) = attention::backward(&call.qkv, &whole, Some(&delta), output, d_o)?;
             let d_delta = d_delta.expect("a call with a bias returns the bias's gradient");
             Ok([dqkv, d_delta.burn()])
         }
-        DmaKeys::Lists(lists) => {
-            let lists = kernel_lists(lists);
-            let (dqkv, d_delta) = with_gradients(&call.qkv, whole.spec, output, d_o, |gradients| {
-                gradients.dma_attention_backward(&delta, &lists)
-            })?;
-            Ok([dqkv, d_delta.burn()])
+        DmaKeys::Lists(lists) => by_lists(&kernel_lists(lists)),
+        DmaKeys::Ordered(_, keep_window_size) | DmaKeys::Listed(keep_window_size) => {
+            let [start, end] = bounds(&call.attention.documents);
+            let expire = kernel_tensor(call.selection.expire.clone());
+            let selection = Selection::of_expire(&expire, &start, *keep_window_size)?;
+            by_lists(&selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?)
         }
         DmaKeys::Expire => Err(not_selected()),
     }
@@ -168,6 +172,16 @@ fn without_window(call: &AttentionCall<Cuda>) -> AttentionCall<Cuda> {
     let window_size = None;
     let spec = AttentionSpec { window_size, ..call.spec };
     AttentionCall::new(call.documents.clone(), spec)
+}
+
+/// The kernels' lists as a selection holds them.
+fn burn_lists(lists: KeyLists) -> DmaKeyLists<Cuda> {
+    DmaKeyLists {
+        queries: lists.queries,
+        list: lists.list.burn(),
+        list_len: lists.list_len.burn(),
+        tile_window: lists.tile_window.burn(),
+    }
 }
 
 /// The lists as the kernels take them.

@@ -67,7 +67,7 @@ impl DmaWeights {
     pub fn read(path: &Path) -> Result<Self, SelectError> {
         let hint = "name the model.safetensors of a DMA checkpoint, or of its export";
         let problem = |problem: String| SelectError::file(path, hint, problem);
-        let bytes = std::fs::read(path).map_err(|error| problem(error.to_string()))?;
+        let bytes = sieve_files::read_file(path).map_err(|error| problem(error.to_string()))?;
         let file = SafeTensors::deserialize(&bytes).map_err(|error| problem(error.to_string()))?;
         let mut weights = Self::default();
         loop {

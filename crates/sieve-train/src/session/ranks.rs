@@ -118,7 +118,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<(), TrainError> {
     let wanted = mesh.broadcast(own.as_bytes())?;
     // A network file system may show a new file late.
     let deadline = Instant::now() + SHARED;
-    let sees = || std::fs::read(&sign).is_ok_and(|found| found == wanted);
+    let sees = || sieve_files::read_file(&sign).is_ok_and(|found| found == wanted);
     while !sees() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(100));
     }

@@ -110,7 +110,7 @@ impl<B: TrainBackend> Trainer<B> {
         let batch = self.stage.loader.batch(self.progress.next_sample, rows)?;
         let mut settings = BlockSettings::from(&self.recipe);
         settings.layers.keeping = self.machine.keeping;
-        settings.layers.policy = KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() };
+        settings.layers.policy = KernelPolicy { sums: SumOrder::Fixed, ..settings.layers.policy };
         let mut loss_scale = 1.0 / batch.num_labels().max(1) as f64;
         self.machine.disturbance.at(self.progress.next_sample, Moment::Replay(&mut loss_scale));
         let group = self.ranks.group_mut().filter(|group| !group.share().keeps_whole);

@@ -20,7 +20,7 @@ type Point = (u64, f64);
 
 /// The curve of the losses in a run's `metrics.jsonl`; `None` if the run has too few of them.
 pub(super) fn of_run(folder: &RunFolder) -> Option<String> {
-    let text = std::fs::read_to_string(folder.metrics_path()).ok()?;
+    let text = sieve_files::read_text(&folder.metrics_path()).ok()?;
     let lines = text.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
     let (mut training, mut held_out) = (Vec::new(), Vec::new());
     for Line { kind, step, loss } in lines {

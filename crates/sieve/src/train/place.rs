@@ -15,6 +15,9 @@ use sieve_train::{DeviceMemory, Hardware, MemoryProbe, Precision};
 
 /// Refuses a recipe that the GPU cannot train; a CPU trains all.
 pub(super) fn check_gpu(recipe: &Recipe, shape: &ModelShape, device: &Device) -> Result<()> {
+    if recipe.training.same_bits {
+        sieve_host::same_bits::check_training(device, shape)?;
+    }
     let Device::Cuda(gpu) = device else {
         return Ok(());
     };

@@ -165,7 +165,7 @@ fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
-    let text = std::fs::read(path).with_context(|| format!("reading {}", path.shown()))?;
+    let text = sieve_files::read_file(path).with_context(|| format!("reading {}", path.shown()))?;
     let mut rows: Vec<Row> = serde_json::from_slice(&text).map_err(|error| {
         let path = path.shown();
         anyhow!("{path} is not the table of a sweep: {error}\n  hint: remove it, or name another folder with --out")

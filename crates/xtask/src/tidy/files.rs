@@ -37,6 +37,22 @@ const FORBIDDEN: &[&str] = &[
 /// The program's sources, whose results take their places whole or not at all.
 const PROGRAM: [&str; 3] = ["crates/sieve/src/", "crates/sieve-host/src/", "lab/crates/sieve-lab/src/"];
 
+/// Files that read what no person names: what the system tells under /proc, the cache's own files, the emulator's.
+const OWN_READS: &[&str] = &[
+    "crates/sieve-comm/src/mesh/join.rs",
+    "crates/sieve-data/src/mutated.rs",
+    "crates/sieve-files/src/atomic_file.rs",
+    "crates/sieve-files/src/read.rs",
+    "crates/sieve-files/src/write.rs",
+    "crates/sieve-gpu/src/runtime/cubins.rs",
+    "crates/sieve-host/src/device.rs",
+    "crates/sieve-host/src/interrupt.rs",
+    "crates/sieve-kernels/src/cache.rs",
+    "crates/sieve-testing/src/clock.rs",
+    "crates/sieve-train/src/memory.rs",
+    "lab/crates/sieve-bench/src/emulator.rs",
+];
+
 /// The folders of trained models in the repository, and how large each may be.
 const MODELS: &[(&str, u64)] =
     &[("checkpoints/tiny/", 8_000_000), ("checkpoints/tiny8k/", 25_000_000), ("checkpoints/tiny_paper/", 8_000_000)];
@@ -80,6 +96,14 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 }),
             );
         }
+        let is_program = file.contains("/src/") && file.ends_with(".rs") && !file.starts_with("crates/xtask/");
+        if is_program && !file.ends_with("/tests.rs") && !OWN_READS.contains(&&*file) {
+            problems.extend(
+                plain_reads(&text).map(|line| {
+                    format!("{file}:{line}: a named pipe is waited for here without an end; use sieve_files")
+                }),
+            );
+        }
         for (index, line) in text.lines().enumerate() {
             if let Some(word) = forbidden_in(line) {
                 problems.push(format!("{file}:{}: \"{word}\" does not belong into the repository", index + 1));
@@ -96,9 +120,24 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
 
 /// Numbers of the lines outside of tests that write a file directly under its name.
 fn half_files(text: &str) -> impl Iterator<Item = usize> {
+    lines_of_code(text, [concat!("fs::", "write(")])
+}
+
+/// Numbers of the lines outside of tests that read whatever stands in the place of a file.
+fn plain_reads(text: &str) -> impl Iterator<Item = usize> {
+    lines_of_code(text, [concat!("fs::", "read("), concat!("fs::", "read_to_string("), concat!("File", "::open(")])
+}
+
+/// Numbers of the lines outside of tests and comments that contain one of these words.
+fn lines_of_code<const N: usize>(text: &str, words: [&str; N]) -> impl Iterator<Item = usize> {
     let code = text.split("#[cfg(test)]").next().unwrap_or(text);
-    let writes = |line: &str| line.contains(concat!("fs::", "write(")) && !line.trim_start().starts_with("//");
-    code.lines().zip(1..).filter_map(move |(line, number)| writes(line).then_some(number))
+    // MappedFile is another type than File.
+    let begins = |before: &str| !before.ends_with(char::is_alphanumeric);
+    let has_word = move |line: &str| {
+        let found = words.iter().any(|word| line.match_indices(word).any(|(at, _)| begins(&line[..at])));
+        found && !line.trim_start().starts_with("//")
+    };
+    code.lines().zip(1..).filter_map(move |(line, number)| has_word(line).then_some(number))
 }
 
 /// Numbers of the lines that are too long. Tables in comments and lines with a reason may be longer.
@@ -127,12 +166,22 @@ fn forbidden_in(line: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::half_files;
+    use super::{half_files, plain_reads};
 
     #[test]
     fn a_file_that_is_written_under_its_name_is_found() {
         let write = concat!("fs::", "write(path, text)?;");
         let text = format!("fn a() {{\n    std::{write}\n    // {write}\n}}\n#[cfg(test)]\nmod tests {{ {write} }}\n");
         assert_eq!(half_files(&text).collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn a_file_that_is_opened_whatever_it_is_is_found() {
+        let [read, open] = [concat!("std::fs::", "read(path)?;"), concat!("let file = File", "::open(path)?;")];
+        let mapped = concat!("Mapped", "File::open(path)");
+        let text = format!(
+            "fn a() {{\n    {read}\n    // {read}\n    {open}\n    {mapped}\n}}\n#[cfg(test)]\nmod tests {{ {read} }}\n"
+        );
+        assert_eq!(plain_reads(&text).collect::<Vec<_>>(), [2, 4]);
     }
 }

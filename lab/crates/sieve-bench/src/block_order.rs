@@ -1,4 +1,4 @@
-//! Checks that a token of MSA or MoBA has the choice and the bits of its whole row, in a decoding step in rows of
+//! Checks that a token over chosen blocks has the choice and the bits of its whole row, in a decoding step in rows of
 //! different lengths and in new tokens behind a cache: by each family of kernels, since both have whole rows' own.
 use crate::device::{Device, family, family_name};
 use crate::error::Result;
@@ -19,8 +19,8 @@ const EPSILON: f32 = 1e-6;
 /// Tokens of a block, and blocks that a query reads.
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
 
-/// The kinds that choose blocks in one order.
-const RULES: [(&str, ChoiceRule); 2] = [("msa", ChoiceRule::LargestScore), ("moba", ChoiceRule::MeanKey)];
+/// What blocks are chosen by, in kinds that choose them in one order: the scores of tokens, or means of keys.
+const RULES: [(&str, ChoiceRule); 2] = [("scores", ChoiceRule::LargestScore), ("means", ChoiceRule::MeanKey)];
 
 /// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
 const ROWS: &[usize] = &[17_200, 700, 3000, 129, 9000, 1025];

@@ -7,7 +7,9 @@ use crate::error::{BenchError, Result};
 use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
-use crate::{biases, block_order, decode, key_order, latent, models, nsa, select, selection, sparse, step};
+use crate::{
+    biases, block_order, decode, key_order, latent, models, nsa, select, selection, sparse, step, trained_bits,
+};
 use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
@@ -93,7 +95,7 @@ pub fn check(
     let mut progress = Progress::new(on_part);
     match target {
         sieve_kernels::Device::Cpu => {
-            progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), cpu_has_fp8, settings)?
+            progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), [cpu_has_fp8, true], settings)?
         }
         sieve_kernels::Device::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
@@ -247,15 +249,21 @@ impl<'a> Progress<'a> {
         })
     }
 
-    /// Checks models on a device that computes in the given dtype; `with_fp8`: in fp8 too.
+    /// Checks models on a device that computes in the given dtype; `with_fp8`: in fp8 too. `has_same_bits`: a trained
+    /// token has the bits of its whole row there.
     fn models<B: TrainBackend>(
         &mut self,
         on: (&B::Device, DType),
-        with_fp8: bool,
+        [with_fp8, has_same_bits]: [bool; 2],
         settings: &CheckSettings,
     ) -> Result<()> {
         let extent = settings.extent();
-        self.part("models".to_owned(), |report| models::check::<B>(report, on, (settings.part, with_fp8), &extent))
+        self.part("models".to_owned(), |report| {
+            if has_same_bits {
+                trained_bits::check::<B>(report, on, settings.part, &extent)?;
+            }
+            models::check::<B>(report, on, (settings.part, with_fp8), &extent)
+        })
     }
 }
 
@@ -287,7 +295,8 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     }
     if good && settings.gemms {
         stage(progress, "models", |progress| {
-            progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), models::has_fp8(gpu), settings)
+            let has = [models::has_fp8(gpu), has_own_family];
+            progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), has, settings)
         })?;
     }
     Ok(())

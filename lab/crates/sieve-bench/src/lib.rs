@@ -42,6 +42,7 @@ mod selection;
 mod sparse;
 mod step;
 mod tiles;
+mod trained_bits;
 
 mod bench;
 mod capture;

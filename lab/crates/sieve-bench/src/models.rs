@@ -18,7 +18,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::recipe::{ActivationCheckpointMode, OptimizerName};
-use sieve_core::{ModelShape, Recipe, TokenKeys};
+use sieve_core::{KeyOrder, ModelShape, Recipe, TokenKeys};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::step::require_fp8;
 use sieve_kernels::{Cublaslt, DeviceReport, KernelPolicy, NeededKernels, SumOrder};
@@ -33,7 +33,7 @@ use std::convert::Infallible;
 const LAYERS: usize = 2;
 const ROWS: usize = 2;
 const SEQ_LEN: usize = 96;
-const VOCAB_SIZE: usize = 331;
+pub(crate) const VOCAB_SIZE: usize = 331;
 
 /// Tokens of the prefill; the others are decoded one by one.
 const PREFILLED: usize = 37;
@@ -121,7 +121,10 @@ const WIDE: HeadSizes = [3, 1, 128];
 type Form = (&'static str, fn(&mut BlockSettings));
 
 /// Forms of a model beside the default one; the same tolerance holds for their gradients.
-const FORMS: [Form; 2] = [
+const FORMS: [Form; 3] = [
+    (", in the order of steps", |settings| {
+        settings.layers.policy = KernelPolicy { keys: KeyOrder::Epochs, ..settings.layers.policy };
+    }),
     (", recomputed", |settings| {
         settings.checkpointing.mode = ActivationCheckpointMode::Full;
     }),
@@ -334,6 +337,34 @@ fn recipe(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> Result<Recipe>
     Recipe::load(&text, kind[0], &[]).map_err(|error| BenchError::Refused(error.to_string()))
 }
 
+/// Initial weights of a model, exact in bf16. Norm weights begin as ones: noise makes them different, so that swapped
+/// norms show.
+pub(crate) fn drawn_weights(shape: &ModelShape, seed: u64, random: &mut Random) -> Vec<NamedTensor> {
+    let mut weights = named_parameters(&Qwen3::<Flex>::new(shape, seed, &FlexDevice));
+    for NamedTensor { data, .. } in &mut weights {
+        let spread = if data.shape.len() == 1 { 0.2 } else { 0.0 };
+        let values = data.iter::<f32>().map(|x| round_bf16(x + spread * random.normal_with_tails()));
+        *data = TensorData::new(values.collect::<Vec<_>>(), data.shape.clone());
+    }
+    weights
+}
+
+/// A model with these weights in `dtype`.
+pub(crate) fn model_of<B: TrainBackend>(
+    shape: &ModelShape,
+    weights: &[NamedTensor],
+    dtype: DType,
+    device: &B::Device,
+) -> Qwen3<B> {
+    let read = &mut |name: &str, _shape: &[usize]| -> Result<TensorData, Infallible> {
+        let found = weights.iter().find(|tensor| tensor.name == name);
+        Ok(found.expect("a model of the same shape").data.clone())
+    };
+    let seed = 0; // of weights that are overwritten
+    let Ok(model) = load_parameters(Qwen3::new(shape, seed, device), dtype, read);
+    model
+}
+
 impl Setup {
     /// Draws weights, tokens, and labels, which are ignored at the last token of each document.
     fn draw(kind: &Kind, sizes: HeadSizes, seed: u64) -> Result<Self> {
@@ -341,13 +372,7 @@ impl Setup {
         let shape = recipe.model_shape(VOCAB_SIZE);
         let shape = shape.map_err(|error| BenchError::Refused(error.to_string()))?;
         let mut random = Random(seed);
-        let mut weights = named_parameters(&Qwen3::<Flex>::new(&shape, seed, &FlexDevice));
-        for NamedTensor { data, .. } in &mut weights {
-            // Norm weights begin as ones: noise makes them different, so that swapped norms show.
-            let spread = if data.shape.len() == 1 { 0.2 } else { 0.0 };
-            let values = data.iter::<f32>().map(|x| round_bf16(x + spread * random.normal_with_tails()));
-            *data = TensorData::new(values.collect::<Vec<_>>(), data.shape.clone());
-        }
+        let weights = drawn_weights(&shape, seed, &mut random);
         let mut ids = || -> Vec<i32> { (0..ROWS * SEQ_LEN).map(|_| random.below(VOCAB_SIZE) as i32).collect() };
         let (tokens, mut labels) = (ids(), ids());
         let mut bounds = [Vec::new(), Vec::new()];
@@ -365,13 +390,7 @@ impl Setup {
 
     /// The model with weights of type `dtype`.
     fn model<B: TrainBackend>(&self, dtype: DType, device: &B::Device) -> Qwen3<B> {
-        let read = &mut |name: &str, _shape: &[usize]| -> Result<TensorData, Infallible> {
-            let found = self.weights.iter().find(|tensor| tensor.name == name);
-            Ok(found.expect("a model of the same shape").data.clone())
-        };
-        let seed = 0; // of weights that are overwritten
-        let Ok(model) = load_parameters(Qwen3::new(&self.shape, seed, device), dtype, read);
-        model
+        model_of(&self.shape, &self.weights, dtype, device)
     }
 
     /// Results of the CPU in f64, and of the CPU in bf16 by plain-Burn operations.

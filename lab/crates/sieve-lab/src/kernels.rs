@@ -145,7 +145,7 @@ fn capture_to<B: DeviceBackend>(
 ) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
     let text = match text {
-        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.shown()))?,
+        Some(path) => sieve_files::read_text(path).with_context(|| format!("reading text from {}", path.shown()))?,
         None => sieve_bench::kernel_sources()?,
     };
     let tokens = tokenizer.encode(&text)?;

@@ -57,7 +57,7 @@ fn files(folder: &Path, endings: &[&str]) -> Result<Vec<(String, PathBuf)>, Repo
 pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
     let mut all = Vec::new();
     for (name, path) in files(folder, &["json"])? {
-        let text = std::fs::read_to_string(&path).map_err(ReportError::io(&path))?;
+        let text = sieve_files::read_text(&path).map_err(ReportError::io(&path))?;
         let value: Value = serde_json::from_str(&text).map_err(|error| {
             ReportError::content(&path, format!("no JSON result: {error}\n  hint: write it with `sieve eval … --save`"))
         })?;
@@ -118,7 +118,7 @@ fn bin(item: &Value) -> Option<(f64, f64, f64)> {
 pub(crate) fn pictures(folder: &Path) -> Result<Vec<Picture>, ReportError> {
     let mut all = Vec::new();
     for (file, path) in files(folder, &["png", "svg"])? {
-        let bytes = std::fs::read(&path).map_err(ReportError::io(&path))?;
+        let bytes = sieve_files::read_file(&path).map_err(ReportError::io(&path))?;
         let kind = if file.ends_with(".svg") { "svg+xml" } else { "png" };
         let uri = format!("data:image/{kind};base64,{}", STANDARD.encode(bytes));
         all.push(Picture { file, uri });

@@ -5,7 +5,6 @@ use serde::Deserialize;
 use serde_json::Value;
 use sieve_core::{InitialWeights, MODEL_LINE, NumberFormat, Recipe, model_line};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -121,7 +120,7 @@ impl Run {
             }
         }
         let path = folder.join(CONFIG);
-        let recipe = std::fs::read_to_string(&path).map_err(ReportError::io(&path))?;
+        let recipe = sieve_files::read_text(&path).map_err(ReportError::io(&path))?;
         let table: toml::Table =
             toml::from_str(&recipe).map_err(|error| ReportError::content(&path, error.to_string()))?;
         let mut config = BTreeMap::new();
@@ -161,7 +160,7 @@ impl Run {
 
     /// Reads the steps, skipped steps and validations of metrics.jsonl; its other events are not shown.
     fn read_metrics(&mut self, path: &Path) -> Result<(), ReportError> {
-        let file = File::open(path).map_err(ReportError::io(path))?;
+        let file = sieve_files::open_file(path).map_err(ReportError::io(path))?;
         let mut lines = BufReader::new(file).lines().enumerate().peekable();
         while let Some((idx, line)) = lines.next() {
             let line = line.map_err(ReportError::io(path))?;
@@ -305,7 +304,7 @@ fn last_checkpoint(folder: &Path) -> Option<LastCheckpoint> {
     let entries = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
     let states = entries.filter_map(|path| {
         let step: u64 = path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()?;
-        let state = std::fs::read_to_string(path.join("state.json")).ok()?;
+        let state = sieve_files::read_text(&path.join("state.json")).ok()?;
         serde_json::from_str::<LastCheckpoint>(&state).ok().filter(|state| state.step == step)
     });
     states.max_by_key(|state| state.step)
@@ -314,7 +313,7 @@ fn last_checkpoint(folder: &Path) -> Option<LastCheckpoint> {
 /// The last samples in the log of a run: a line `sample:` each, and the text indented below it. Samples of a run that
 /// was made longer replace the earlier ones.
 fn samples(log: &Path) -> Vec<String> {
-    let text = std::fs::read(log).unwrap_or_default();
+    let text = sieve_files::read_file(log).unwrap_or_default();
     let (mut all, mut open): (Vec<String>, bool) = (Vec::new(), false);
     for line in String::from_utf8_lossy(&text).lines() {
         match line.strip_prefix("  ").filter(|_| open) {
@@ -338,7 +337,7 @@ fn samples(log: &Path) -> Vec<String> {
 
 /// Whether the log of a run ends with its guard's error.
 fn is_given_up(log: &Path) -> bool {
-    let Ok(text) = std::fs::read(log) else {
+    let Ok(text) = sieve_files::read_file(log) else {
         return false;
     };
     let text = String::from_utf8_lossy(&text);
@@ -350,7 +349,7 @@ fn is_given_up(log: &Path) -> bool {
 /// The vocabulary's size: from a checkpoint of the run, else from its prepared data; `None` without either.
 fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize> {
     let stated = |path: PathBuf| {
-        let value: Value = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;
+        let value: Value = serde_json::from_str(&sieve_files::read_text(&path).ok()?).ok()?;
         usize::try_from(value["vocab_size"].as_u64()?).ok()
     };
     let checkpoints = folder.join(config.get("checkpoint.folder").map_or("checkpoint", String::as_str));

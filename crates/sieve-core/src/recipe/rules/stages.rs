@@ -6,7 +6,7 @@ use super::data::check_weights;
 use super::parts::Parts;
 use super::paths::check_paths;
 use crate::kinds::{AttentionKind, names_of_kinds};
-use crate::recipe::{DataFormat, StageSection};
+use crate::recipe::{DataFormat, StageSection, TrainingPrecision};
 
 /// Checks every `[[stage]]`, and that their steps add up to `training.steps`.
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut Rules<'_>) {
@@ -60,6 +60,34 @@ pub(super) fn check_train(parts: &Parts, rules: &mut Rules<'_>) {
         format!("does not go with parallelism.context_parallel_degree = {degree}: one process trains an indexer alone"),
         "leave context_parallel_degree out",
     );
+}
+
+/// Checks that nothing else in the recipe gives a token other sums than `training.same_bits` asks for.
+pub(super) fn check_same_bits(parts: &Parts, rules: &mut Rules<'_>) {
+    let Some(training) = parts.training.as_ref().filter(|training| training.same_bits) else {
+        return;
+    };
+    let degree = parts.parallelism.as_ref().map_or(1, |parallelism| parallelism.context_parallel_degree);
+    for (holds, what, hint) in [
+        (training.deterministic, "deterministic = false: sums have no order then", "set training.deterministic = true"),
+        (
+            training.one_document_per_row,
+            "one_document_per_row = false: a document's sums depend on where its row has it",
+            "set training.one_document_per_row = true",
+        ),
+        (
+            training.precision == TrainingPrecision::Bf16,
+            "precision = \"fp8\": weights are read in bf16 elsewhere",
+            "set training.precision = \"bf16\"",
+        ),
+        (
+            degree <= 1,
+            "parallelism.context_parallel_degree: processes that share a row add its parts",
+            "leave context_parallel_degree out",
+        ),
+    ] {
+        rules.require(holds, "training.same_bits", format!("does not go with {what}"), hint);
+    }
 }
 
 /// Checks that the indexer's warm-up, in which queries read all keys, ends before the run does.

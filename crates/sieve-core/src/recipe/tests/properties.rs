@@ -181,6 +181,7 @@ impl Draw {
         training.seed = self.bytes();
         training.deterministic = self.coin();
         training.one_document_per_row = self.coin();
+        training.same_bits = training.deterministic && training.one_document_per_row && self.coin();
         let optimizer = &mut recipe.optimizer;
         optimizer.lr = self.positive();
         optimizer.beta1 = self.below_one();

@@ -60,7 +60,7 @@ impl Checksum {
 
     /// The checksum of a file on this disk, in hexadecimal digits.
     fn measure(&self, path: &Path) -> io::Result<String> {
-        let mut file = fs::File::open(path)?;
+        let mut file = sieve_files::open_file(path)?;
         let mut sum = match self.kind {
             ChecksumKind::Sha256 => digest::Context::new(&digest::SHA256),
             ChecksumKind::GitBlob => {
@@ -403,7 +403,7 @@ fn begins_at(response: &Response<Body>, first: u64) -> bool {
 
 /// Reads the certificates of a file in PEM form.
 fn certificates(path: &Path) -> Result<Vec<ureq::tls::Certificate<'static>>, DataError> {
-    let text = fs::read(path).map_err(DataError::io("read", path))?;
+    let text = sieve_files::read_file(path).map_err(DataError::io("read", path))?;
     let items = parse_pem(&text).map(|item| match item {
         Ok(PemItem::Certificate(certificate)) => Ok(Some(certificate)),
         Ok(_) => Ok(None),

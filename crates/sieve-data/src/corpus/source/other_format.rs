@@ -1,6 +1,5 @@
 //! Files in formats that are not read, recognised by their first bytes, and the way out of each.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -35,7 +34,7 @@ impl OtherFormat {
     /// The format of a file; `None` if it is none of those that are known here, or cannot be read.
     pub(super) fn at(path: &Path) -> Option<Self> {
         let mut head = Vec::new();
-        File::open(path).ok()?.take(HEAD_BYTES).read_to_end(&mut head).ok()?;
+        sieve_files::open_file(path).ok()?.take(HEAD_BYTES).read_to_end(&mut head).ok()?;
         if let Some((what, hint)) = lfs_pointer(&head) {
             return Some(Self { what: what.to_owned(), hint: hint.to_owned() });
         }

@@ -38,7 +38,7 @@ const ROWS_AT_ONCE: usize = 256;
 impl ParquetSource {
     /// Opens a file, and checks that it has a text column of this name and all of its rows.
     pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let file = sieve_files::open_file(path).map_err(DataError::io("open", path))?;
         let reader = guarded(path, || SerializedFileReader::new(file))?;
         let groups = reader.metadata().row_groups().iter();
         let num_rows = reader.metadata().file_metadata().num_rows();

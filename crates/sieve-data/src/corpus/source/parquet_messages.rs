@@ -1,7 +1,6 @@
 //! Parquet with lists of messages: one row is one chat. Only that column is read, and those that the chat template
 //! reads beside it.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use parquet::file::reader::SerializedFileReader;
@@ -28,7 +27,7 @@ impl ParquetMessages {
     /// Opens a file and checks that it has one column of this name. The columns `beside` are read if they are there.
     pub(super) fn open(path: &Path, column: &str, max_bytes: u64, beside: &[String]) -> Result<Self, DataError> {
         use parquet::file::reader::FileReader;
-        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let file = sieve_files::open_file(path).map_err(DataError::io("open", path))?;
         let reader = guarded(path, || SerializedFileReader::new(file))?;
         let num_rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
         let schema = reader.metadata().file_metadata().schema().clone();

@@ -1,7 +1,6 @@
 //! Decompresses gzip and Zstandard files, recognised by their ending.
 
 use std::ffi::OsStr;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
@@ -73,7 +72,7 @@ pub(in crate::corpus) struct Unpacked {
 impl Unpacked {
     /// Opens a file, with the decoder of its ending; refuses an empty compressed file.
     pub(in crate::corpus) fn open(path: &Path) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let file = sieve_files::open_file(path).map_err(DataError::io("open", path))?;
         let file_bytes = file.metadata().map_err(DataError::io("read", path))?.len();
         let packed = Packed::of(path).0;
         let file = BufReader::with_capacity(BUFFER_BYTES, file);

@@ -106,7 +106,7 @@ impl SourceArgs {
         let qa = |path: &Option<PathBuf>| {
             let read = |path: &PathBuf| {
                 let name = path.to_string_lossy().into_owned();
-                let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+                let text = sieve_files::read_text(path).with_context(|| format!("reading {name}"))?;
                 Ok::<_, anyhow::Error>(QaData::parse(&name, &text)?)
             };
             path.as_ref().map(read).transpose()

@@ -141,7 +141,7 @@ fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelec
 fn read_grid(path: &Path) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let shown = path.shown().to_string();
     let ready = READY_GRIDS.iter().find(|(name, _)| *name == shown);
-    let text = match (std::fs::read_to_string(path), ready) {
+    let text = match (sieve_files::read_text(path), ready) {
         (Ok(text), _) => text,
         (Err(_), Some((_, text))) => (*text).to_owned(),
         (Err(error), None) => {

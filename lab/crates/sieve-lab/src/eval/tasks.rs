@@ -167,7 +167,7 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
         let task = if !name.ends_with(".toml") {
             Task::ready(name)?
         } else {
-            let text = std::fs::read_to_string(name).with_context(|| format!("reading the task {name}"))?;
+            let text = sieve_files::read_text(Path::new(name)).with_context(|| format!("reading the task {name}"))?;
             Task::parse(name, &text)?
         };
         if asked.iter().any(|asked| asked.task.name() == name) {
