@@ -8,7 +8,7 @@ tokens: tokens a second. Of a token behind it: tokens a second, as the median of
 the median of three means (llama-bench). Ours is a new process in each round, so its first prompt is its only one; the
 rivals' prompt is the best of three in a process. With --isa, transformers and ours run once more without AMX.
 
-A line a program, weight type and round is added to OUT/cpu.jsonl. lab/docs/benchmarks.md has the table of
+A line a program, weight type and round is added to OUT/cpu.jsonl. lab/docs/cpu.md has the table of
 lab/rows/cpu.jsonl: medians of the rounds that all programs have, the slowest and the fastest. Its lines of
 llama.cpp have tokens behind an empty cache (`depth` 0), which the table does not compare.
 """

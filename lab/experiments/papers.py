@@ -132,7 +132,7 @@ def figure4():
         "it has the lowest held-out loss at each size that ran",
         f"80M: {ours[last]:.4f}, dense {dense[last]:.4f}; the distance falls from {behind[first]:.3f} to "
         f"{behind[last]:.3f} nats", holds,
-        "one seed, code and documentation, three masks a layer for six; last at 2 to 20M, too, sizes below the claim's",
+        "one seed, another text, three masks a layer for six; last at 2 to 20M, too",
         "`table4`, `scaling`")
 
 
@@ -160,10 +160,10 @@ def figure5():
         of_all.append(judged and mean(ours, cell) > max(rivals.values()))
     judged = [held for held in solved.values() if held is not None]
     narrow = [cell for cell in CELLS if cell[1] < 256]
-    undecided = f"{len(CELLS) - len(judged)} of {len(CELLS)} cells undecided: dense attention fails there, too"
+    undecided = f"{len(CELLS) - len(judged)} of {len(CELLS)} cells undecided"
     return [
         Claim("Figure 5: MQAR stays solved in smaller models",
-              "both seeds are above 90 % in each cell in which dense attention is, with both",
+              "both seeds are above 90 % in each cell that decides",
               f"in {sum(judged)} of {len(judged)} cells; at widths 64 and 128 in "
               f"{sum(bool(solved[width]) for width in solved if not width.startswith('width 256'))} of "
               f"{sum(decides(*cell) for cell in narrow)}", solved,
@@ -189,8 +189,8 @@ def hard_form():
         said += f"; DMA after {longer:,}: {listed([100 * share for share in best_shares(kinds[0], longer)], '{:.0f}')} %"
     holds = {f"seed {seed}, {steps:,} steps: DMA {a:.1f}, NSA {b:.1f}, window {c:.1f} %": a > max(b, c)
              for seed, (a, b, c) in enumerate(zip(dma_has, nsa, window))}
-    unlike = ("2048 tokens; DMA has one seed of 4,000 steps and three of three times as many; the others end at 4,000, "
-              "where NSA still rises")
+    unlike = (f"2048 tokens; DMA: one seed of {steps:,} steps, three of {longer:,}; the others end at {steps:,}, where NSA "
+              "still rises")
     return Claim(says="Section 5.2: 512 pairs, windows of 512", here=said, holds=holds, rows="`mqar_hard`",
                  condition="its best share is above NSA's and the window's with each seed",
                  differs="" if shared else unlike, apart="" if shared else "training")
@@ -241,7 +241,7 @@ def figure2():
              for line in rows for column, least in ((answered, 90), (far, 10))}
     return Claim(says, condition, said, holds,
                  f"2.5M parameters, texts of 512 tokens, {rows[0]['steps']} steps, one seed"
-                 + ("" if learned else "; it learned neither, so it cannot show what they need"), "`figure2`",
+                 + ("" if learned else "; it learned neither task"), "`figure2`",
                  apart="" if learned else "training")
 
 
@@ -259,7 +259,7 @@ def top_fifth():
                  f"{spread([float(line[mean]) for line in rows])} %; in the layer with least "
                  f"{spread([float(line[least]) for line in rows])} %; {max(line[few] for line in rows)} of 270 heads have 80 % "
                  "or less",
-                 holds, "SmolLM2-135M of weights in 4 bits; a finding that the paper quotes of larger models",
+                 holds, "135M; the paper quotes it of larger models",
                  "`smollm2_attention`, `tiny_attention`")
 
 
@@ -315,13 +315,13 @@ def dma():
               "its perplexity ratio is below NSA's and dense attention's",
               f"DMA {longer['window, DMA']:.3f}, a window the same; NSA {longer['NSA']:.3f}, dense {longer['dense']:.3f}",
               {f"{kind} {longer[kind]:.3f}": longer["window, DMA"] < longer[kind] for kind in ("NSA", "dense")},
-              "the claim is of needles; with the slope, which a window has, too; rows of 256, 64 keys, one seed",
+              "the claim is of needles; with the slope; rows of 256, 64 keys, one seed",
               "`longer_texts`", apart="quantity"),
         top_fifth(),
         Claim("Figure 3: each head has a mask of its own", "two KV heads share less than all keys in each layer",
               f"they share {spread(shared, '{:.0f}')} %",
               {f"layer {line['layer']}: {value:.0f} %": value < 100 for line, value in zip(layers, shared)},
-              "a weak condition, which all but equal masks meet; a hybrid of 3.4M with the slope, whose last keys all share",
+              "weak: only equal masks fail; 3.4M with the slope, whose last keys all share",
               "`tiny_attention`"),
         not_run("Table 3: Pile 45.12 for 48.65; nine tasks, zero and five shots", "1.7B, 40B tokens: days of GPUs"),
         not_run("Table 3: LongBench 16.2 for 14.2; above H2O, InfLLM, Quest, DAM", "the same model; LongBench's files"),
@@ -387,22 +387,22 @@ def bfla():
     return [
         Claim("Tables 1, 2: prefill 0.95 times dense at 2K, 1.07 at 8K, 1.33 at 32K, 2.27 to 2.50 at 128K",
               "it is faster from 8K on, and by more at each length",
-              f"{in_order(times)} at 2K, 8K, 32K, 64K, 128K",
+              in_order(times),
               {f"{length:,} tokens: {value:.2f}": value > 1 for length, value in long.items()}
               | {"by more at each length": rising(list(long.values()))},
-              "all layers are dense ones of an 85M model; defaults, which lose 0.3 nats", "`long_time`, `long_loss`"),
+              f"85M, defaults, which lose {spread(defaults.values(), '{:.3f}')} nats", "`long_time`, `long_loss`"),
         Claim("Table 5: more density, better", "each step of density lowers the loss",
               ", ".join(f"{100 * line['density']:.0f} %: {added(line)}" for line in rows),
               {f"to {100 * after['density']:.0f} %: {added(before)} to {added(after)}":
                after["density"] > before["density"] and after["loss"] < before["loss"]
                for before, after in itertools.pairwise(rows)},
-              "loss of a 135M model at 8192 tokens, not LongBench of 8B", "`papers_settings`"),
+              "the loss of 135M at 8192 tokens, not LongBench of 8B", "`papers_settings`"),
         Claim("Tables 3, 5: nearly as good as dense", "it adds at most 0.02 nats",
               f"135M, Table 5's settings: {spread(losses, '{:+.3f}')}; 85M, defaults: "
               f"{spread(defaults.values(), '{:+.3f}')} nats",
               {f"135M, {setting}: {loss:+.3f}": loss <= 0.02 for setting, loss in zip(settings, losses)}
               | {f"85M, {length:,} tokens: {loss:+.3f}": loss <= 0.02 for length, loss in defaults.items()},
-              "the same, and a model of 85M at 2K to 128K", "`papers_settings`, `long_loss`"),
+              "the same, and 85M", "`papers_settings`, `long_loss`"),
         Claim("Table 5: builds its mask in a quarter of XAttention's time (1.65 to 2.27 for 7.82 ms)",
               "it takes at most a third", f"{spread(shares, '{:.2f}')} of it at 32,768 to 262,144 tokens",
               {f"{where}: {ours} and {theirs} ms": ours <= theirs / 3 for where, (ours, theirs) in masks.items()},
@@ -413,7 +413,7 @@ def bfla():
         Claim("Eq. 30 bounds the error of its attention", "the error is at most the bound in each head",
               f"it is: the bound is {least:,} to {most:,} times the error",
               {f"least of 32 heads: {least:,} times": least >= 1},
-              "so loose a bound hardly can fail; a dense model of 11M parameters, 2048 tokens, 32 heads, blocks of 64",
+              "so loose a bound hardly can fail; 11M, 2048 tokens, 32 heads, blocks of 64",
               "`bfla_bound`"),
         not_run("Table 3: LongBench 0.3975 for 0.4022", "Llama-3.1-8B; LongBench's files"),
         not_run("Table 4: MMLU-Pro, AIME, GPQA, LiveCodeBench unchanged", "models of 4B to 31B"),
@@ -459,7 +459,7 @@ def momo_mass():
     return Claim("Figure 2: its mass is within 1.5 % of the best blocks",
                  "it is at most 1.5 points below them with 8, 16 and 32 blocks",
                  f"{spread(apart, '{:+.1f}')} points; on as many pairs {spread(pairs, '{:+.1f}')}", holds,
-                 "135M, 4096 and 8192 tokens; told at its best: it reads 1.2 to 2 times the pairs of as many best blocks",
+                 "135M, 4096 and 8192 tokens; it reads 1.2 to 2 times the pairs of as many best blocks",
                  "`momo_oracle`")
 
 
@@ -474,9 +474,8 @@ def momo_needles():
     holds |= {f"11M, 8192 tokens, k={k}, not the defaults: {count:.0f}, dense {eleven:.0f}": None
               for k, count in ((8, few), (16, more))}
     return Claim("Table 2: RULER 89.49 for 89.73", "it finds nine tenths of the needles that dense attention finds",
-                 f"85M: {listed(by_length.values(), '{}')} of dense attention's {listed(dense.values(), '{}')} at 2K, 8K, 32K, "
-                 "64K, 128K", holds,
-                 "ten needles a length; at 2K and 8K its 128 blocks are all keys; there 8B at 4K to 131K",
+                 f"{listed(by_length.values(), '{}')} of dense attention's {listed(dense.values(), '{}')}", holds,
+                 "85M, ten needles a length; at 2K and 8K its 128 blocks are all keys; there 8B at 4K to 131K",
                  "`long_needles`, `needles_8k`")
 
 
@@ -503,7 +502,7 @@ def momo():
               f"k: {spread(by_k, '{:+.3f}')}; k_exact: {spread(by_exact, '{:+.3f}')}",
               {f"{max(by_k) - min(by_k):.3f} and {max(by_exact) - min(by_exact):.3f} nats":
                max(by_k) - min(by_k) > 3 * (max(by_exact) - min(by_exact))},
-              "loss at 8192 tokens, not RULER at 131K", "`papers_settings`; published.jsonl"),
+              "the loss of 135M, not RULER at 131K", "`papers_settings`; published.jsonl"),
         Claim("Figure 9: larger gamma and larger chi are worse",
               "the loss rises with gamma for each chi, and with chi for each gamma",
               f"so in {sum(worse.values())} of {len(worse)} rows and columns", worse, "the same", "`momo_chi`"),
@@ -512,13 +511,13 @@ def momo():
               "its mass is within 1 point of theirs at each k from 2 to 32",
               f"{listed(estimate.values(), '{:+.2f}')} points",
               {f"k={k}: {apart_by:+.2f} points": abs(apart_by) <= 1 for k, apart_by in estimate.items()},
-              "two dense layers of 3.4M parameters, 1024 tokens, blocks of 16; tree and lists are one code here",
+              "3.4M, blocks of 16; tree and lists are one code here",
               "`momo_topk`"),
         Claim("Table 1: trimming the union costs hardly any quality (RULER 77.57, 77.20)",
               "trimmed to k it keeps 95 % of the union's mass, at k = 2, 4, 8",
               f"{listed(trimmed.values(), '{:.0f}')} %",
               {f"k={k}: {share:.0f} %": share >= 95 for k, share in trimmed.items()},
-              "mass for a score; k = 2 to 8 for 128, two dense layers of 3.4M, 1024 tokens; on 0.5 to 0.6 of the pairs",
+              "mass for a score; k = 2 to 8 for 128; 3.4M; on 0.5 to 0.6 of the pairs",
               "`momo_trim`", apart="quantity"),
         timed("Table 1: trimming turns 45.0 into 26.5 ms, dense 31.5",
               "at 131,072 tokens the trimmed union takes less than dense attention, the whole one more", "trim", "",
@@ -546,14 +545,14 @@ def momo():
               "the share of pairs falls from each length to the next, from 8K",
               f"{in_order(shares)} at 8K, 32K, 64K, 128K",
               {f"to {long:,} tokens: {shares[long]:.2f}": shares[long] < shares[short]
-               for short, long in itertools.pairwise(shares)}, "a mean over queries; eq. 9 is of the last one",
+               for short, long in itertools.pairwise(shares)}, "85M; a mean over queries; eq. 9 is of the last one",
               "`long_density`"),
         Claim("Eq. 9: what is read follows from k, gamma and the length",
               "its mean over queries is within 0.01 of the measured share at each length from 8K",
               f"{in_order(formula)} for those of the row above; {equation_9(at_1m, 0):.2f} at 1M with no dense layer",
               {f"{length:,} tokens: {formula[length]:.3f}, measured {shares[length]:.3f}":
                abs(formula[length] - shares[length]) <= 0.01 for length in shares},
-              "three of twelve layers dense; no window, a sink block among the k", "`long_density`"),
+              "85M, three of twelve layers dense; no window, a sink block among the k", "`long_density`"),
     ]
 
 
@@ -605,10 +604,10 @@ def pbs():
               "with every block kept the output differs by less than 1e-6 of its norm",
               f"{exact['keys']} with permuted keys, {exact['queries']} with queries, {exact['both']} with both",
               {f"{what}: {error}": float(error) < 1e-6 for what, error in exact.items()},
-              "two dense layers of 3.4M parameters, 1024 tokens, f32", "`pbs_exact`"),
+              "3.4M, f32", "`pbs_exact`"),
         Claim("Figure 3: the fastest first token at each length, 2.75 times dense at 256K",
               "from 8K on it is faster than dense, and than XAttention and FlexPrefill, at each length",
-              f"{in_order(times)} times dense at 2K, 8K, 32K, 64K, 128K; the fastest of them at {sum(ahead.values())} of "
+              f"{in_order(times)} times dense; the fastest of them at {sum(ahead.values())} of "
               f"{len(ahead)}", ahead | {f"{length:,} tokens, against dense": times[length] > 1 for length in lengths},
               "85M; MInference was not timed; half of 256K at most", "`long_time`"),
         Claim("Figure 4: permuting saves 7 points of density at 8K, more in longer texts",
@@ -620,7 +619,7 @@ def pbs():
         Claim("Figure 5a: permuted keys are the better trade", "permuted keys lose at most what unpermuted ones do",
               f"{loss['keys']:+.3f} at {share['keys']:.1f} %, without {loss['none']:+.3f} at {share['none']:.1f} %",
               {f"{loss['keys']:+.3f} and {loss['none']:+.3f}": loss["keys"] <= loss["none"]},
-              f"135M, 8192 tokens, loss; {added(fewer)} at {100 * fewer['density']:.1f} % with segments of 128, {added(rival)} at "
+              f"135M, loss; {added(fewer)} at {100 * fewer['density']:.1f} % with segments of 128, {added(rival)} at "
               f"{100 * rival['density']:.1f} % by `xattention`", "`papers_settings`"),
         Claim("Figure 5a: permuting queries too gains nothing", "both lose at least what keys alone lose, less 0.005",
               f"keys {loss['keys']:+.3f}, both {loss['both']:+.3f}, queries {loss['queries']:+.3f}",
@@ -671,7 +670,7 @@ def ba_att_losses(half):
     told = told[:1] + told[-1:]  # the most dropped and the least
     return [
         Claim("Half of the pairs dropped: nearly as good as dense", "it adds at most 0.02 nats",
-              f"135M, 8K: {half:+.3f}; 85M: {in_order(ours, '{:+.3f}')} at 2K, 8K, 32K, 64K, 128K",
+              f"135M: {half:+.3f}; 85M: {in_order(ours, '{:+.3f}')}",
               {f"135M, 8192 tokens: {half:+.3f}": half <= 0.02}
               | {f"85M, {length:,} tokens: {loss:+.4f}": loss <= 0.02 for length, loss in ours.items()},
               "causal models; blocks of 128; two texts a length", "`ba_att_sorts`, `long_loss`"),
@@ -692,8 +691,7 @@ def ba_att_needles():
     ours, theirs = needles_of_long("ba_att"), needles_of_long("xattention")
     few, most = (numbers("needles_8k", f"`{name}`", "found")[0] for name in ("ba_att", "xattention"))
     return Claim("The same on needles", "by its defaults it finds as many as XAttention by its own",
-                 f"11M, 8K: {few:.0f} and {most:.0f}; 85M: {in_order(ours, '{}')} and {in_order(theirs, '{}')} of 10 at 2K, "
-                 "8K, 32K, 64K, 128K",
+                 f"11M, 8K: {few:.0f} and {most:.0f}; 85M: {in_order(ours, '{}')} and {in_order(theirs, '{}')} of 10",
                  {f"11M, 8192 tokens: {few:.0f} and {most:.0f}": few >= most}
                  | {f"85M, {length:,} tokens: {ours[length]} and {theirs[length]}": ours[length] >= theirs[length]
                     for length in ours}, "causal models; ten needles a length", "`needles_8k`, `long_needles`")
@@ -718,7 +716,7 @@ def ba_att():
         Claim("Ablation: sorting queries and keys by norm helps at 0.5, 0.7 and 0.9 dropped",
               "sorted it loses less at each",
               f"both, none at {said('qk', 'none')}", less("qk", "none"),
-              "a causal 135M model at 8192; there a bidirectional 8B, RULER at 4K", "`ba_att_sorts`"),
+              "135M, causal; there bidirectional 8B, RULER at 4K", "`ba_att_sorts`"),
         Claim("Ablation: sorted keys matter more than sorted queries",
               "sorted keys lose less than sorted queries at each",
               f"keys, queries at {said('k', 'q')}", less("k", "q"), "the same", "`ba_att_sorts`"),
@@ -734,7 +732,7 @@ def ba_att():
               "it is, in both forms, when queries and keys are sorted",
               f"{both(bound.values(), '{}')}: segments of 128, bidirectional",
               {f"{name}: {value}": float(value) > 0.5 for name, value in bound.items()},
-              "two dense layers of 3.4M parameters, 1024 tokens", "`ba_att_bound`"),
+              "3.4M", "`ba_att_bound`"),
         not_run("Images and video", "other models"),
     ]
 

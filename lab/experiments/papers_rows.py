@@ -4,7 +4,7 @@ judges the claims of lab/docs/papers.md.
     python3 lab/experiments/papers_rows.py OUT [--card NAME]    a folder of either script; NAME where no file says it
 
 A table of the same name is replaced. What a measurement lacks is said: its claims stay "not run". A table that is new
-needs its mark, which is printed, in lab/docs/papers.md; then `python3 lab/experiments/tables.py` writes the page.
+needs its mark, which is printed with its page; then `python3 lab/experiments/tables.py` writes the page.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from papers import probes_share
 from run_tables import ROOT, ROWS
 
 FILE = ROWS / "papers.jsonl"
-PAGE = ROOT / "lab/docs/papers.md"
+PAGES = {"selectors_alone": "lab/docs/selectors.md", "figure2": "lab/docs/papers.md"}
 PARTS = ("trim", "topk", "permute", "far", "million", "more")
 SELECTORS = {"method": "{}", "tokens": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}", "selection, ms": "{:.2f}",
              "pairs, %": "{:.2f}", "of them probes, %": "{:.2f}", "mass, %": "{:.1f}"}
@@ -107,8 +107,8 @@ def main():
              "command": command, "columns": columns}
     store(about, rows)
     print(f"{len(rows)} rows of {name}" + (f"; not there: {', '.join(lacks)}" if lacks else ""))
-    if f"<!-- table {name} -->" not in PAGE.read_text(encoding="utf-8"):
-        print(f"put this line before an empty one into lab/docs/papers.md: <!-- table {name} -->")
+    if f"<!-- table {name} -->" not in (ROOT / PAGES[name]).read_text(encoding="utf-8"):
+        print(f"put this line before an empty one into {PAGES[name]}: <!-- table {name} -->")
     print("then: python3 lab/experiments/tables.py")
 
 

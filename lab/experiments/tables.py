@@ -160,7 +160,7 @@ def long(what):
 
 
 def advice():
-    """What to take, of the rows of docs/selectors.md and of whole selectors in lab/docs/benchmarks.md."""
+    """What to take, of the rows of docs/selectors.md and of whole selectors in lab/docs/selectors.md."""
     quality = {row["attention"]: row for row in noted()["quality"][1]}
     name = lambda row: row["method (selection alone, 128K)"].partition("` (")[0].strip("`")
     whole = {name(row): row["512K"] for row in noted()["whole_selectors"][1]}

@@ -1,5 +1,5 @@
 //! Generator weights of 32 query heads, fitted to queries, keys and values of a trained model at 32,768 tokens
-//! (lab/docs/benchmarks.md names the model and the error of the fit).
+//! (lab/docs/selectors.md names the model and the error of the fit).
 use super::generator::Weights;
 
 /// Weights of each head: sinks, lines, local, diagonals, regions ([`PARTS`](super::generator::PARTS)).
