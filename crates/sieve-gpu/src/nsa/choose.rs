@@ -320,6 +320,29 @@ fn nsa_choose_kernel(has_block: bool) -> SourceKernel {
 mod tests {
     use super::*;
     use crate::{Hardware, NeededKernels, Recorder, Step};
+    use sieve_core::{ChoiceRule, NsaBlocks};
+
+    #[test]
+    fn a_step_scores_its_own_block_where_no_pooled_key_of_it_has_ended() {
+        // Token 2048 begins block 32, which a second thread block has; 127 pooled keys have ended.
+        let (gpu, rule) = (Recorder::new(Hardware::HOPPER), ChoiceRule::LargestProbability);
+        let (pooled, start) = (gpu.tensor(&[3, 2, 127, 64], DType::BF16), gpu.tensor(&[3, 1], DType::I32));
+        let choice = BlockChoice { blocks: NsaBlocks::PUBLISHED, rule, forced: ForcedBlocks::NSA };
+        let (step, q) =
+            (PooledStep { pooled: &pooled, start: &start, choice }, gpu.tensor(&[3, 1, 8, 64], DType::BF16));
+        gpu.take_steps();
+        step.choose_in_order(&Heads::all(&q), 2049, 0.125).expect("sizes fit");
+        let steps = gpu.take_steps();
+        let launches = steps.iter().filter_map(|step| match step {
+            Step::Launch(launch) => Some((launch.kernel.name(), launch.grid)),
+            _ => None,
+        });
+        let expected = [("hopper_nsa_importance", [1, 2, 3]), ("hopper_nsa_importance", [2, 2, 3]), (NAME, [1, 2, 3])];
+        assert_eq!(launches.collect::<Vec<_>>(), expected);
+        let other = gpu.tensor(&[2, 1, 8, 64], DType::BF16);
+        let error = step.choose_in_order(&Heads::all(&other), 2049, 0.125).map(drop).expect_err("rows").to_string();
+        assert!(error.contains("queries of 2 rows of 1 tokens"), "{error}");
+    }
 
     #[test]
     fn one_query_of_a_long_row_has_a_thread_block() {

@@ -219,9 +219,9 @@ impl Heads {
         nsa_choose(self, &shape, [&pooled, &lse], documents.each_ref(), (choice, first), softmax_scale)
     }
 
-    /// The log-sum-exps of these queries over the pooled keys that they see, f32 `[batch, num_heads, seq_len]`, by which
-    /// [`choose_key_blocks`](Self::choose_key_blocks) has probabilities with [`KeyOrder::Epochs`]. `pooled` and `choice`
-    /// are as there.
+    /// The log-sum-exps of these queries over the pooled keys that they see, f32 `[batch, num_heads, seq_len]`, from
+    /// which [`choose_key_blocks`](Self::choose_key_blocks) has probabilities with [`KeyOrder::Epochs`]. `pooled` and
+    /// `choice` are as there.
     ///
     /// # Errors
     /// As [`choose_key_blocks`](Self::choose_key_blocks).
