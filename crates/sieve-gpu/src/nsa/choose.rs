@@ -205,9 +205,10 @@ impl PooledStep<'_> {
         let importance = keys.empty_contiguous(&[batch, choosers, 1, num_blocks], DType::F32);
         // Where scores are compared, unscaled, no log-sum-exp is read, and another tensor stands in for it. So for
         // documents' ends.
-        let (scale, lse) = match choice.rule.takes_scores() {
-            true => (1.0, importance.clone()),
-            false => (softmax_scale, self.log_sums(q, softmax_scale)?),
+        let (scale, lse) = if choice.rule.takes_scores() {
+            (1.0, importance.clone())
+        } else {
+            (softmax_scale, self.log_sums(q, softmax_scale)?)
         };
         self.scored(&shape, scale)?.launch(q, [keys, &lse, start, start, &importance])?;
         let chosen = keys.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);

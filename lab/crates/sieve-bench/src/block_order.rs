@@ -21,11 +21,8 @@ const EPSILON: f32 = 1e-6;
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
 
 /// The kinds that choose blocks in one order.
-const RULES: [(&str, ChoiceRule); 3] = [
-    ("msa", ChoiceRule::LargestScore),
-    ("moba", ChoiceRule::MeanKey),
-    ("infllm_v2", ChoiceRule::LargestProbability),
-];
+const RULES: [(&str, ChoiceRule); 3] =
+    [("msa", ChoiceRule::LargestScore), ("moba", ChoiceRule::MeanKey), ("infllm_v2", ChoiceRule::LargestProbability)];
 
 /// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
 const ROWS: &[usize] = &[17_200, 700, 3000, 129, 9000, 1025];
@@ -167,7 +164,7 @@ impl Text {
             blocks: NsaBlocks::of(match rule {
                 ChoiceRule::MeanKey => [size, size, size, count],
                 // Blocks of four strides, which Hopper has kernels for, and of eight.
-                ChoiceRule::LargestProbability if at % 2 == 0 => [size / 2, size / 4, size, count],
+                ChoiceRule::LargestProbability if at.is_multiple_of(2) => [size / 2, size / 4, size, count],
                 ChoiceRule::LargestProbability => [size / 4, size / 8, size, count],
                 _ => [1, 1, size, count],
             }),
