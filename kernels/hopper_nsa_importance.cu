@@ -3,21 +3,26 @@
 // Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
 //            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c],
 //            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3; RULE 1: the largest p[i, c] of these slots;
-//            RULE 3: the largest q_i . k_c of the slots c of block b that i sees
+//            RULE 3: the largest q_i . k_c of the slots c of block b that i sees;
+//            RULE 4: lse_ih = log sum over the slots c that i sees of exp(softmax_scale q_ih . k_c), no importance
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|3; ONE_QUERY as nsa_importance: thread blocks then share a row's slots
+// Defines    HEAD_DIM 64|128; RULE 0|1|3|4; ONE_QUERY as nsa_importance: but of RULE 4, thread blocks then share a
+//            row's slots
 // Tiling     grid (ceil(num_queries / (128 / group)), choosers, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024; ONE_QUERY: grid (ceil(num_slots /
-//            max(select_size, 128)), choosers, batch)
-// Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
+//            max(select_size, 128)), choosers, batch) by RULE 3, (ceil(num_blocks / 32), choosers, batch) by RULE 0 and
+//            1, (1, choosers, batch) by RULE 4
+// Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own; a log-sum-exp goes
+//            through the slots from the document's first on (log_sum.cuh), -inf of a query that sees none
 // Edges      group 1, 2, 4, 8 or 16; slots that no query sees may hold NaN; RULE 3: group 1, slots of a token, blocks
-//            of 16, 32, 64 or a multiple of 128 tokens
+//            of 16, 32, 64 or a multiple of 128 tokens; RULE 4: blocks and compressed blocks of any size
 // A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
 // that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"
 #include "common/hopper_copy.cuh"
+#include "common/log_sum.cuh"
 #include "common/mma.cuh"
 #include "common/nsa_blocks.cuh"
 #include "common/quad.cuh"
@@ -188,9 +193,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
                                    (int)params.compress_size, (int)params.stride};
   // With one query: the steps of a block of keys, or a step with several blocks.
-  const int span = ceil_div((int)params.select_size, SLOTS), first_step = ONE_QUERY ? (int)blockIdx.x * span : 0;
-  if (ONE_QUERY && first_step * SLOTS > -blocks.doc_start[0]) return;  // keys behind the query's own
+  const int span = RULE == 3 ? ceil_div((int)params.select_size, SLOTS) : 1,
+            step_tokens = RULE == 3 ? SLOTS : SLOTS * blocks.stride,
+            first_step = ONE_QUERY ? (int)blockIdx.x * span : 0;
+  if (ONE_QUERY && first_step * step_tokens > -blocks.doc_start[0]) return;  // keys behind the query's own
+#if ONE_QUERY
+  constexpr u32 key_stride = HEAD_DIM * 2;
+  const bf16* k = keys + ((u64)batch * key_heads + kv_head / (int)params.key_group) * num_slots * HEAD_DIM;
+#else
+  const u32 key_stride = (u32)key_heads * HEAD_DIM * 2;
   const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
+#endif
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
   // Queries: eight warps copy 32 rows of 64 columns each.
@@ -209,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int row = warp * 16 + h * 8 + lane / 4;
     query[h] = first_query + row / group;
     row_lse[h] =
-        RULE != 3 && query[h] < end_query
+        RULE < 2 && query[h] < end_query
             ? lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query[h]] * LOG2_E
             : 0.0f;
   }
@@ -219,11 +232,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int document = blocks.doc_start[begin], first_slot = ONE_QUERY ? 0 : blocks.first_slot(document);
     end = ONE_QUERY ? end_query : min(blocks.doc_end[begin], end_query);
     const int all_steps = (end - 1 - document) / (blocks.stride * SLOTS) + 1;
-    const int num_steps = ONE_QUERY ? min(first_step + span, all_steps) : all_steps;
+    const int num_steps = ONE_QUERY && RULE != 4 ? min(first_step + span, all_steps) : all_steps;
+    // The first slot of a thread block's first block belongs to the step before, too, whose blocks another one writes.
+    const int loaded_step = ONE_QUERY && RULE < 2 ? max(first_step - 1, 0) : first_step;
     ImportanceRows rows;
     rows.all = importance;
     int seen[2];
     float carry[2] = {0.0f, 0.0f};
+    [[maybe_unused]] LogSum sums[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool inside = query[h] >= begin && query[h] < end;
@@ -237,12 +253,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int slot = min(first_slot + step * SLOTS + warp % 4 * 32 + lane, num_slots - 1);
       if (HEAD_DIM == 128 || warp < 4)
         copy_key_rows<1>(k_shared + step % 2 * TILE_BYTES + warp / 4 * SLOTS * 128, k + warp / 4 * 64,
-                         (u32)key_heads * HEAD_DIM * 2, slot, warp % 4);
+                         key_stride, slot, warp % 4);
       copy_async_commit();
     };
     __syncthreads();  // no thread reads the last document's slots any more
-    load_slots(first_step);
-    for (int step = first_step; step < num_steps; ++step) {
+    load_slots(loaded_step);
+    for (int step = loaded_step; step < num_steps; ++step) {
       copy_async_wait<0>();
       fence_async_proxy();
       __syncthreads();  // every warp may read this step's slots, and no warp reads the last step's
@@ -255,14 +271,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int left[2] = {seen[0] - step * SLOTS, seen[1] - step * SLOTS};
       const bool partial = !__all_sync(~0u, min(left[0], left[1]) >= SLOTS);
       wgmma_wait<0>();
-      if (RULE != 3) {
+      if (RULE < 2) {
 #pragma unroll
         for (int i = 0; i < 4 * TILES; ++i) p[i] = exp2_fast(p[i] * scale_log2 - row_lse[i % 4 / 2]);
       }
       if (partial) {
 #pragma unroll
         for (int i = 0; i < 4 * TILES; ++i)
-          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left[i % 4 / 2]) p[i] = RULE == 3 ? -INFINITY_F32 : 0.0f;
+          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left[i % 4 / 2]) p[i] = RULE < 2 ? 0.0f : -INFINITY_F32;
+      }
+      if constexpr (RULE == 4) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) sums[h].join_step(p, h, scale_log2);
+        continue;
       }
       if constexpr (RULE == 3) {
         const int size = (int)params.select_size, slot = step * SLOTS, block = slot / size;
@@ -275,12 +296,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         continue;
       }
       const int first_block = step * (SLOTS / 4);
+#if ONE_QUERY && RULE < 2
+      ImportanceRows written = rows;
+      if (step < first_step) written.own[0] = written.own[1] = -1;
+#else
+      const ImportanceRows& written = rows;
+#endif
       switch (group) {
-        case 16: write_importances<16>(p, carry, rows, first_block); break;
-        case 8: write_importances<8>(p, carry, rows, first_block); break;
-        case 4: write_importances<4>(p, carry, rows, first_block); break;
-        case 2: write_importances<2>(p, carry, rows, first_block); break;
-        default: write_importances<1>(p, carry, rows, first_block);
+        case 16: write_importances<16>(p, carry, written, first_block); break;
+        case 8: write_importances<8>(p, carry, written, first_block); break;
+        case 4: write_importances<4>(p, carry, written, first_block); break;
+        case 2: write_importances<2>(p, carry, written, first_block); break;
+        default: write_importances<1>(p, carry, written, first_block);
+      }
+    }
+    if constexpr (RULE == 4) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp * 16 + h * 8 + lane / 4;
+        sums[h].join_quad(scale_log2);
+        const u64 head = (u64)batch * params.num_heads + kv_head * group + row % group;
+        if (lane % 4 == 0 && query[h] >= begin && query[h] < end)
+          importance[head * seq_len + query[h]] = sums[h].value(scale_log2);
       }
     }
   }

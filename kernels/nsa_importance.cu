@@ -6,24 +6,28 @@
 //            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c];
 //            RULE 1: max over c with w(c, b) > 0 of p[i, c], 0 without any;
 //            RULE 2: q_i . k_b, 0 for a block that has not ended;
-//            RULE 3: max over the slots c of block b that i sees of q_i . k_c
+//            RULE 3: max over the slots c of block b that i sees of q_i . k_c;
+//            RULE 4: lse_ih = log sum over the slots c that i sees of exp(softmax_scale q_ih . k_c), no importance
 // Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples
 //            of 8; keys bf16 [batch, num_slots, choosers / key_group, HEAD_DIM]; lse f32 [batch, num_heads,
-//            seq_len], of RULE 2 and 3 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, choosers,
-//            num_queries, num_blocks] of the queries from first_query on; contiguous
+//            seq_len], of RULE 2 to 4 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, choosers,
+//            num_queries, num_blocks] of the queries from first_query on, of RULE 4 the log-sum-exps, f32 [batch,
+//            num_heads, seq_len]; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|2|3; ONE_QUERY (0), with RULE 2 and 3: 1: a row has one query, number 0;
-//            doc_start is minus its position, its document begins in slot 0, and keys are a cache, bf16 [batch,
-//            choosers / key_group, num_slots, HEAD_DIM]
+// Defines    HEAD_DIM 64|128; RULE 0|1|2|3|4; ONE_QUERY (0): 1: a row has one query, number 0; doc_start is minus its
+//            position, its document begins in slot 0, and keys are a cache, bf16 [batch, choosers / key_group,
+//            num_slots, HEAD_DIM]
 // Tiling     grid (ceil(num_queries / (64 / group)), choosers, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
-// Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
+// Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own; a log-sum-exp goes
+//            through the slots from the document's first on (log_sum.cuh), -inf of a query that sees none
 // Edges      group <= 64, of RULE 2 and 3 1, of RULE 2 with blocks of one stride; but of RULE 3 (select + compress) /
 //            stride <= CARRY + 2, select / stride <= 64; slots that no query sees may hold NaN
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
+#include "common/log_sum.cuh"
 #include "common/nsa_blocks.cuh"
 #include "common/quad.cuh"
 #include "common/row_sums.cuh"
@@ -147,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS)
     probabilities[at / CARRY * PITCH + at % CARRY] = 0.0f;
   __syncthreads();  // the descriptions of the rows are stored
+#if RULE != 4
   const int begin = row_first[0], end = row_first[num_rows - 1] + (row_own[num_rows - 1] + 1) * per_select;
+#endif
 #if ONE_QUERY
   constexpr u32 key_stride = HEAD_DIM;
   const bf16* k = keys + ((u64)batch * key_heads + kv_head / (int)params.key_group) * num_slots * HEAD_DIM;
@@ -155,8 +161,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const u32 key_stride = (u32)key_heads * HEAD_DIM;
   const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
 #endif
+#if RULE != 4
   copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES, k, key_stride, begin, num_slots);
   copy_async_commit();
+#endif
 
   const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
@@ -169,6 +177,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   int block = (int)threadIdx.x % team;
   u32 a[HEAD_DIM / 16][4];
   int slot = 0;
+#if RULE == 4
+  LogSum sums[2];
+  // One document after the other: wherever it begins, its slots lie at the same places of the steps.
+  for (int from_row = 0, to_row; from_row < num_rows; from_row = to_row) {
+  const int begin = row_first[from_row];
+  for (to_row = from_row + group; to_row < num_rows && row_first[to_row] == begin;) to_row += group;
+  const int end = begin + row_seen[to_row - 1];
+  if (begin < end) copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + slot * K_BYTES, k, key_stride, begin, num_slots);
+  copy_async_commit();
+#endif
   for (int first = begin; first < end; first += SLOTS, slot ^= 1) {
     copy_async_wait<0>();
     __syncthreads();  // every thread may read these keys; the last step's probabilities have been read and moved
@@ -210,6 +228,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                                            : exp2_fast(x_score * scale_log2 - row_sum);
         }
     }
+#if RULE == 4
+    {
+      float seen[SLOTS / 2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp * 16 + h * 8 + g, left = begin + row_seen[row] - first;
+        const bool inside = row >= from_row && row < to_row;
+#pragma unroll
+        for (int n = 0; n < SLOTS / 8; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x)
+            seen[4 * n + 2 * h + x] = inside && n * 8 + 2 * t + x < left ? score[n][2 * h + x] : -INFINITY_F32;
+        sums[h].join_step(seen, h, scale_log2);
+      }
+      continue;
+    }
+#endif
     if (RULE == 3) {
       int low[2], high[2], last[2];
       float* of_row[2];
@@ -259,5 +294,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         probabilities[row * PITCH + CARRY - carry + lane] = probabilities[row * PITCH + CARRY - carry + SLOTS + lane];
     }
   }
+#if RULE == 4
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = warp * 16 + h * 8 + g;
+    sums[h].join_quad(scale_log2);
+    const u64 head = (u64)batch * params.num_heads + kv_head * group + row % group;
+    if (t == 0 && row < num_rows) importance[head * seq_len + first_query + row / group] = sums[h].value(scale_log2);
+  }
+#endif
   copy_async_wait<0>();
 }

@@ -8,7 +8,7 @@ pub struct KernelPolicy {
     pub sums: SumOrder,
     /// Families of attention kernels that a call may use.
     pub families: KernelFamilies,
-    /// The order in which passes over whole rows go through keys that are chosen one by one.
+    /// The order in which passes over whole rows go through keys that are chosen one by one, and through pooled keys.
     pub keys: KeyOrder,
     /// Lanes that arrive at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
@@ -49,7 +49,8 @@ pub enum KernelFamilies {
     Portable,
 }
 
-/// The order of a query's sums over keys that are chosen one by one (DMA), in passes over whole rows.
+/// The order of a query's sums over keys that are chosen one by one (DMA), and over the pooled keys whose probabilities
+/// choose blocks (InfLLM-V2), in passes over whole rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyOrder {
     /// By the query that no longer sees the key: fastest, and the only order that backward passes take. It depends on
@@ -57,7 +58,7 @@ pub enum KeyOrder {
     #[default]
     Leaving,
     /// By what was known when the query's epoch of 128 tokens began (`kernels/common/epoch_order.cuh`), so that a query
-    /// that is decoded alone has the same order.
+    /// that is decoded alone has the same order. Pooled keys come from the document's first on.
     Epochs,
 }
 

@@ -98,7 +98,7 @@ impl Settings for InfllmV2Shape {
 }
 
 impl HasFacts for InfllmV2Shape {
-    const FACTS: KindFacts = KindFacts::CHOSEN_BLOCKS;
+    const FACTS: KindFacts = KindFacts { has_one_order: true, ..KindFacts::CHOSEN_BLOCKS };
 }
 
 impl ChoosesBlocks for InfllmV2Shape {

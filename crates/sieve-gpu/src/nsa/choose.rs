@@ -1,9 +1,9 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
 use super::{Bounds, PooledStep, hopper, rule_number};
 use crate::KernelError;
-use crate::attention::{AttentionShape, Heads};
+use crate::attention::{AttentionShape, Heads, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require, require_non_empty};
-use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
+use sieve_core::{BlockChoice, ForcedBlocks};
 use std::ops::{Range, RangeInclusive};
 
 const NAME: &str = "nsa_choose";
@@ -11,6 +11,9 @@ const NAME: &str = "nsa_choose";
 /// Most bytes of block importances, which nsa_importance writes and nsa_choose reads. Longer rows take several
 /// launches.
 const IMPORTANCE_BYTES: usize = 256 << 20;
+
+/// nsa_importance's `RULE` that writes log-sum-exps: behind those of [`rule_number`].
+const LOG_SUMS: u8 = 4;
 
 /// Rows of a tile of the portable nsa_importance: the heads of a query are consecutive rows.
 const TILE_ROWS: usize = 64;
@@ -72,6 +75,15 @@ enum Rows {
     BehindCache,
 }
 
+/// What a launch of nsa_importance computes.
+#[derive(Clone, Copy)]
+enum Computed {
+    /// The importance of each block.
+    Importance,
+    /// Log-sum-exps over the pooled keys that a query sees, in an order that no later token changes.
+    LogSums,
+}
+
 /// What a launch of nsa_importance scores.
 struct Scored<'a> {
     /// Sizes of attention of the queries over the pooled keys.
@@ -86,11 +98,32 @@ struct Scored<'a> {
 
 impl Scored<'_> {
     /// Writes the importance of each block, f32 `[batch, choosers, queries, num_blocks]`, the last of the tensors.
-    fn launch(&self, q: &Heads, [pooled, lse, start, end, importance]: [&CudaTensor; 5]) -> Result<(), KernelError> {
+    fn launch(&self, q: &Heads, tensors: [&CudaTensor; 5]) -> Result<(), KernelError> {
+        let [_, _, _, num_blocks] = tensors[4].dims(NAME, "importance")?;
+        self.compute(Computed::Importance, q, tensors, num_blocks)
+    }
+
+    /// The log-sum-exp of each query over the pooled keys that it sees, f32 `[batch, num_heads, seq_len]`; queries that
+    /// are not scored have none.
+    fn log_sums(&self, q: &Heads, [pooled, start, end]: [&CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
+        require_scale(NAME, self.softmax_scale)?;
+        let lse = pooled.empty_contiguous(&self.shape.lse(), DType::F32);
+        let num_blocks = 0;
+        self.compute(Computed::LogSums, q, [pooled, &lse, start, end, &lse], num_blocks)?;
+        Ok(lse)
+    }
+
+    /// Writes the last of the tensors.
+    fn compute(
+        &self,
+        computed: Computed,
+        q: &Heads,
+        [pooled, lse, start, end, written]: [&CudaTensor; 5],
+        num_blocks: usize,
+    ) -> Result<(), KernelError> {
         let Self { shape, choice, softmax_scale, num_slots, queries, rows } = self;
         let BlockChoice { blocks, rule, .. } = *choice;
         let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
-        let [_, _, _, num_blocks] = importance.dims(NAME, "importance")?;
         let params = params!(NsaImportanceParams {
             seq_len: shape.seq_len,
             num_heads: shape.num_heads,
@@ -107,41 +140,102 @@ impl Scored<'_> {
             key_group: choosers / shape.num_kv_heads,
         });
         let (group, is_one) = (shape.num_heads / choosers, *rows == Rows::BehindCache);
-        let hopper_tile = hopper::is_hopper(shape, q.tensor()).then(|| hopper::importance_tile(*choice, group));
-        let (kernel, tiles) = match hopper_tile.flatten() {
+        let (number, hopper_tile) = match computed {
+            Computed::Importance => (rule_number(rule), hopper::importance_tile(*choice, group)),
+            Computed::LogSums => (LOG_SUMS, hopper::log_sums_tile(group)),
+        };
+        let (kernel, tiles) = match hopper_tile.filter(|_| hopper::is_hopper(shape, q.tensor())) {
             Some(tile) => {
-                let of_slots = num_slots.div_ceil(blocks.select_block_size.max(hopper::IMPORTANCE_SLOTS));
-                let tiles = if is_one { of_slots } else { queries.len().div_ceil(tile) };
-                (hopper::nsa_importance_kernel(shape.head_dim, rule), tiles)
+                let of_one = || match computed {
+                    Computed::LogSums => 1,
+                    Computed::Importance => hopper::thread_blocks_of_one(*choice, *num_slots, num_blocks),
+                };
+                let tiles = if is_one { of_one() } else { queries.len().div_ceil(tile) };
+                (hopper::nsa_importance_kernel(shape.head_dim, number), tiles)
             }
-            None => (nsa_importance_kernel(shape.head_dim, rule), queries.len().div_ceil(TILE_ROWS / group)),
+            None => (nsa_importance_kernel(shape.head_dim, number), queries.len().div_ceil(TILE_ROWS / group)),
         };
         let kernel = if is_one { kernel.define("ONE_QUERY", 1) } else { kernel };
         let grid = [tiles, choosers, shape.batch];
-        // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for these queries.
-        unsafe { kernel.launch(grid, &[q.tensor(), pooled, lse, start, end, importance], &params) }
+        // SAFETY: the caller checked sizes and types; writes within the last tensor, which has room for these queries.
+        unsafe { kernel.launch(grid, &[q.tensor(), pooled, lse, start, end, written], &params) }
     }
 }
 
-/// The blocks that one query a row chooses, i32 `[batch, 1, choosers, num_selected_blocks]`, as in a pass over whole
-/// rows, by a rule that takes scores. `q` are the layer's queries or those of an indexer, one for each chooser; their
-/// keys are those of `pooled`, the query's own included. `capacity`: tokens of the cache.
-pub(super) fn choose_in_order(q: &Heads, pooled: PooledStep<'_>, capacity: usize) -> Result<CudaTensor, KernelError> {
-    let PooledStep { pooled: keys, start, choice } = pooled;
-    let (blocks, [_, num_key_heads, num_slots, head_dim]) = (choice.blocks, keys.dims(NAME, "cache of keys")?);
-    let shape = &q.as_queries(NAME, num_key_heads, head_dim)?;
-    let (batch, choosers) = (shape.batch, choice.num_choosers(shape.num_heads, num_key_heads));
-    operands!(only NAME, start: I32[batch, 1] contiguous);
-    let num_blocks = capacity.div_ceil(blocks.select_block_size);
-    let importance = keys.empty_contiguous(&[batch, choosers, 1, num_blocks], DType::F32);
-    // Scores are compared unscaled.
-    let (softmax_scale, queries) = (1.0, 0..1);
-    let scored = Scored { shape, choice, softmax_scale, num_slots, queries, rows: Rows::BehindCache };
-    // Without a log-sum-exp and documents' ends, which are not read, other tensors stand in for them.
-    scored.launch(q, [keys, &importance, start, start, &importance])?;
-    let chosen = keys.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
-    take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
-    Ok(chosen)
+/// The log-sum-exps of the queries from `first` on of each row over the pooled keys that they see, f32
+/// `[batch, num_heads, seq_len]`, in an order that a query behind a cache can have, too. `shape` are the sizes of
+/// attention over the pooled keys. Those of earlier queries are not written.
+pub(super) fn log_sums_of_rows(
+    queries: &Heads,
+    shape: &AttentionShape,
+    pooled: &CudaTensor,
+    [start, end]: Bounds,
+    (choice, first): (BlockChoice, usize),
+    softmax_scale: f32,
+) -> Result<CudaTensor, KernelError> {
+    let (num_slots, queries_of_row) = (choice.blocks.num_slots(shape.seq_len), first..shape.seq_len);
+    let scored = Scored { shape, choice, softmax_scale, num_slots, queries: queries_of_row, rows: Rows::Whole };
+    scored.log_sums(&queries.with_kernel_strides(), [pooled, start, end])
+}
+
+impl PooledStep<'_> {
+    /// The log-sum-exps of one query a row over the pooled keys that have ended, the query's own included, f32
+    /// `[batch, num_heads, 1]`: with the bits of that row of [`Heads::pooled_log_sums`].
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit or have no kernel.
+    pub fn log_sums(&self, q: &Heads, softmax_scale: f32) -> Result<CudaTensor, KernelError> {
+        let (q, shape) = (q.with_kernel_strides(), self.shape(q)?);
+        self.scored(&shape, softmax_scale)?.log_sums(&q, [self.pooled, self.start, self.start])
+    }
+
+    /// The blocks that one query a row chooses, i32 `[batch, 1, choosers, num_selected_blocks]`, as in a pass over
+    /// whole rows. `q` are the layer's queries or those of an indexer, one for each chooser; their keys are the pooled
+    /// keys, the query's own included. `capacity`: tokens of the cache.
+    pub(super) fn choose_in_order(
+        self,
+        q: &Heads,
+        capacity: usize,
+        softmax_scale: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        let Self { pooled: keys, start, choice } = self;
+        let (blocks, shape) = (choice.blocks, self.shape(q)?);
+        let (batch, choosers) = (shape.batch, choice.num_choosers(shape.num_heads, shape.num_kv_heads));
+        let num_blocks = capacity.div_ceil(blocks.select_block_size);
+        let importance = keys.empty_contiguous(&[batch, choosers, 1, num_blocks], DType::F32);
+        // Where scores are compared, unscaled, no log-sum-exp is read, and another tensor stands in for it. So for
+        // documents' ends.
+        let (scale, lse) = if choice.rule.takes_scores() {
+            (1.0, importance.clone())
+        } else {
+            (softmax_scale, self.log_sums(q, softmax_scale)?)
+        };
+        self.scored(&shape, scale)?.launch(q, [keys, &lse, start, start, &importance])?;
+        let chosen = keys.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
+        take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
+        Ok(chosen)
+    }
+
+    /// Sizes of attention of the queries over the pooled keys.
+    fn shape(&self, q: &Heads) -> Result<AttentionShape, KernelError> {
+        let [batch, num_key_heads, num_slots, head_dim] = self.pooled.dims(NAME, "cache of keys")?;
+        let start = self.start;
+        operands!(only NAME,
+            pooled: BF16[batch, num_key_heads, num_slots, head_dim] contiguous = self.pooled,
+            start: I32[batch, 1] contiguous,
+        );
+        let shape = q.as_queries(NAME, num_key_heads, head_dim)?;
+        let [rows, tokens] = [shape.batch, shape.seq_len];
+        require!([rows, tokens] == [batch, 1], NAME, "queries of": format!("{rows} rows of {tokens} tokens"),
+            "one token in each of the {batch} rows");
+        Ok(shape)
+    }
+
+    fn scored<'a>(&self, shape: &'a AttentionShape, softmax_scale: f32) -> Result<Scored<'a>, KernelError> {
+        let [_, _, num_slots, _] = self.pooled.dims(NAME, "cache of keys")?;
+        let choice = self.choice;
+        Ok(Scored { shape, choice, softmax_scale, num_slots, queries: 0..1, rows: Rows::BehindCache })
+    }
 }
 
 /// Chooses blocks of `block_size` tokens for the queries of one row from query `first` on: the blocks that are `forced`
@@ -203,12 +297,12 @@ pub(crate) fn take_largest(
     unsafe { nsa_choose_kernel(has_block).launch(grid, &[importance, start, indices], &params) }
 }
 
-/// The kernel that computes the importance of each block. Its shared memory holds a tile of queries and two of keys in
-/// bf16, and the f32 probabilities.
-pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
+/// The kernel that computes the importance of each block by the rule of this number, or log-sum-exps by [`LOG_SUMS`].
+/// Its shared memory holds a tile of queries and two of keys in bf16, and the f32 probabilities.
+fn nsa_importance_kernel(head_dim: usize, number: u8) -> SourceKernel {
     SourceKernel::new("nsa_importance")
         .define("HEAD_DIM", head_dim)
-        .define("RULE", rule_number(rule))
+        .define("RULE", number)
         .threads(128)
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
 }
@@ -227,6 +321,29 @@ fn nsa_choose_kernel(has_block: bool) -> SourceKernel {
 mod tests {
     use super::*;
     use crate::{Hardware, NeededKernels, Recorder, Step};
+    use sieve_core::{ChoiceRule, NsaBlocks};
+
+    #[test]
+    fn a_step_scores_its_own_block_where_no_pooled_key_of_it_has_ended() {
+        // Token 2048 begins block 32, which a second thread block has; 127 pooled keys have ended.
+        let (gpu, rule) = (Recorder::new(Hardware::HOPPER), ChoiceRule::LargestProbability);
+        let (pooled, start) = (gpu.tensor(&[3, 2, 127, 64], DType::BF16), gpu.tensor(&[3, 1], DType::I32));
+        let choice = BlockChoice { blocks: NsaBlocks::PUBLISHED, rule, forced: ForcedBlocks::NSA };
+        let (step, q) =
+            (PooledStep { pooled: &pooled, start: &start, choice }, gpu.tensor(&[3, 1, 8, 64], DType::BF16));
+        gpu.take_steps();
+        step.choose_in_order(&Heads::all(&q), 2049, 0.125).expect("sizes fit");
+        let steps = gpu.take_steps();
+        let launches = steps.iter().filter_map(|step| match step {
+            Step::Launch(launch) => Some((launch.kernel.name(), launch.grid)),
+            _ => None,
+        });
+        let expected = [("hopper_nsa_importance", [1, 2, 3]), ("hopper_nsa_importance", [2, 2, 3]), (NAME, [1, 2, 3])];
+        assert_eq!(launches.collect::<Vec<_>>(), expected);
+        let other = gpu.tensor(&[2, 1, 8, 64], DType::BF16);
+        let error = step.choose_in_order(&Heads::all(&other), 2049, 0.125).map(drop).expect_err("rows").to_string();
+        assert!(error.contains("queries of 2 rows of 1 tokens"), "{error}");
+    }
 
     #[test]
     fn one_query_of_a_long_row_has_a_thread_block() {

@@ -1,13 +1,13 @@
 //! The compressed branch: `kernels/nsa_place.cu` and `kernels/nsa_compressed_lists.cu` prepare compressed keys and
 //! their lists for DMA's attention kernels.
-use super::choose::nsa_choose;
+use super::choose::{log_sums_of_rows, nsa_choose};
 use super::{Bounds, no_gap, require_bounds, require_row};
 use crate::KernelError;
 use crate::attention::{AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{KeyLists, LIST_ALIGNMENT, SumRows, listed_attention_forward, listed_key_sums};
 use crate::runtime::{CudaTensor, DType, NsaPlaceParams, SourceKernel, operands, params, require};
-use sieve_core::{BlockChoice, NsaBlocks};
+use sieve_core::{BlockChoice, KeyOrder, NsaBlocks};
 
 const NAME: &str = "nsa_compressed_attention";
 
@@ -171,7 +171,7 @@ impl Heads {
     /// The blocks that each of these queries chooses by pooled keys, which are the first half of `pooled`, bf16
     /// `[2, batch * num_slots * num_kv_heads, head_dim]`. Returns i32
     /// `[batch, seq_len, choosers, num_selected_blocks]`: indices of blocks from the document's first token on,
-    /// ascending, then -1. See [`BlockChoice`].
+    /// ascending, then -1. See [`BlockChoice`]. With [`KeyOrder::Epochs`] no probability depends on later tokens.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -208,12 +208,35 @@ impl Heads {
         let lse = if choice.rule.takes_scores() {
             // Rules that compare scores read no log-sum-exp: this tensor stands in for it.
             pooled.empty_contiguous(&[1], DType::F32)
+        } else if self.tensor().policy().keys == KeyOrder::Epochs {
+            let bounds = documents.each_ref();
+            log_sums_of_rows(self, &shape, &pooled, bounds, (choice, first), softmax_scale)?
         } else {
             let (sums, delta) = (None, None);
             let placed = Placed::new(self, &shape, &documents, &pooled, blocks, sums)?;
             listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
         };
         nsa_choose(self, &shape, [&pooled, &lse], documents.each_ref(), (choice, first), softmax_scale)
+    }
+
+    /// The log-sum-exps of these queries over the pooled keys that they see, f32 `[batch, num_heads, seq_len]`, from
+    /// which [`choose_key_blocks`](Self::choose_key_blocks) has probabilities with [`KeyOrder::Epochs`]. `pooled` and
+    /// `choice` are as there.
+    ///
+    /// # Errors
+    /// As [`choose_key_blocks`](Self::choose_key_blocks).
+    pub fn pooled_log_sums(
+        &self,
+        documents: Bounds,
+        pooled: &CudaTensor,
+        choice: BlockChoice,
+        softmax_scale: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        const NAME: &str = "pooled_log_sums";
+        let (shape, documents) = require_pooled(NAME, self, documents, pooled, choice.blocks)?;
+        no_gap(NAME, choice.cuda_gap(shape.head_dim, shape.group_size()))?;
+        let (pooled, first) = (pooled.contiguous(), 0);
+        log_sums_of_rows(self, &shape, &pooled, documents.each_ref(), (choice, first), softmax_scale)
     }
 
     /// Gradients `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice of

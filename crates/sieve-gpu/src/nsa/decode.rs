@@ -1,6 +1,6 @@
 //! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: decoding over
 //! the blocks that the queries of the new token choose by pooled keys or NSA's compressed keys.
-use super::choose::{choose_in_order, take_largest};
+use super::choose::take_largest;
 use super::{no_gap, rule_number};
 use crate::attention::{DecodeScratch, DecodeStep, Heads, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require};
@@ -292,8 +292,8 @@ impl KvCache {
     /// the cache, with the pooled key whose block ends at it. Attends over the tokens of the blocks that the token's
     /// queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `rotation`, `length` and `step` are as there,
     /// without a window; `scratch` must be made with one KV head for each chooser, a group of query heads with a choice
-    /// of its own. With sums in a fixed order, by mean keys, the token has the bits of a whole row. Returns
-    /// `[batch, 1, num_heads, head_dim]`.
+    /// of its own. With sums in a fixed order the token has the bits of a whole row, by probabilities of one with
+    /// [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs). Returns `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -329,7 +329,7 @@ impl KvCache {
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
         require!(!choice.has_indexer(), NAME, "rule": format!("{:?}", choice.rule), "one without an indexer");
         let (blocks, policy) = (choice.blocks, token.policy());
-        let in_order = policy.sums == SumOrder::Fixed && choice.rule.takes_scores();
+        let in_order = policy.sums == SumOrder::Fixed;
         let keys = Pooled {
             keys: pooled.pooled,
             size: blocks.compress_block_size,
@@ -343,7 +343,9 @@ impl KvCache {
         let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
         let capacity = self.capacity(NAME, &shape)?;
         if in_order {
-            return Ok((q.tensor().clone().under(policy), choose_in_order(&q, pooled, capacity)?));
+            let q = q.tensor().clone().under(policy);
+            let chosen = pooled.choose_in_order(&Heads::all(&q), capacity, step.softmax_scale)?;
+            return Ok((q, chosen));
         }
         Ok((q.tensor().clone(), choose(&scores, choosers, [length, start], choice, capacity)?))
     }

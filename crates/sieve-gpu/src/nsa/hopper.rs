@@ -6,6 +6,7 @@
 //! | call on compute capability 9.0, widths 64 and 128 | kernel |
 //! |---|---|
 //! | importance by probabilities; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
+//! | log-sum-exps over pooled keys in one order; groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
@@ -14,7 +15,7 @@
 //! | everything else | the portable kernels |
 //!
 //! A counter behind the lists hands out the work items. Lists of compressed blocks have no bias here.
-use super::{BLOCK_KEYS, rule_number};
+use super::BLOCK_KEYS;
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};
@@ -22,7 +23,9 @@ use sieve_core::{BlockChoice, ChoiceRule};
 /// Rows (queries x heads) of a tile, over all warpgroups.
 const TILE_ROWS: usize = 128;
 /// Pooled keys of a step of the importance kernel.
-pub(super) const IMPORTANCE_SLOTS: usize = 128;
+const IMPORTANCE_SLOTS: usize = 128;
+/// Strides of a block that the importance kernel scores by probabilities.
+const BLOCK_STRIDES: usize = 4;
 /// Blocks of keys and values in shared memory at a time: the current one and the next.
 const KEY_SLOTS: usize = 2;
 /// Bytes of shared memory for the barriers and work items of a thread block, and for alignment.
@@ -36,10 +39,10 @@ pub(super) fn is_hopper(shape: &AttentionShape, queries: &CudaTensor) -> bool {
 /// Queries of a tile of [`nsa_importance_kernel`]; `None` where the kernel does not take this choice and group size.
 pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize> {
     let (blocks, stride) = (choice.blocks, choice.blocks.compress_stride);
-    let (size, fits_group) = (blocks.select_block_size, group <= 16 && group.is_power_of_two());
+    let size = blocks.select_block_size;
     let fits = match choice.rule {
         ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => {
-            [blocks.compress_block_size, size] == [2 * stride, 4 * stride] && fits_group
+            [blocks.compress_block_size, size] == [2 * stride, BLOCK_STRIDES * stride] && fits_group(group)
         }
         ChoiceRule::LargestScore => [16, 32, 64].contains(&size) || size.is_multiple_of(TILE_ROWS),
         ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => false,
@@ -47,12 +50,31 @@ pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize
     fits.then(|| TILE_ROWS / group)
 }
 
-/// The kernel that computes the importance of each block. Its shared memory holds a tile of queries and two of keys in
-/// bf16.
-pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
+/// Queries of a tile of [`nsa_importance_kernel`] that writes log-sum-exps; `None` where it does not take this group
+/// size.
+pub(super) fn log_sums_tile(group: usize) -> Option<usize> {
+    fits_group(group).then(|| TILE_ROWS / group)
+}
+
+fn fits_group(group: usize) -> bool {
+    group <= 16 && group.is_power_of_two()
+}
+
+/// Thread blocks that share the blocks of one query behind a cache: a thread block has the blocks of a step of pooled
+/// keys, or one larger block.
+pub(super) fn thread_blocks_of_one(choice: BlockChoice, num_slots: usize, num_blocks: usize) -> usize {
+    match choice.rule {
+        ChoiceRule::LargestScore => num_slots.div_ceil(choice.blocks.select_block_size.max(IMPORTANCE_SLOTS)),
+        _ => num_blocks.div_ceil(IMPORTANCE_SLOTS / BLOCK_STRIDES),
+    }
+}
+
+/// The kernel that computes the importance of each block by the rule of this number, or log-sum-exps. Its shared memory
+/// holds a tile of queries and two of keys in bf16.
+pub(super) fn nsa_importance_kernel(head_dim: usize, number: u8) -> SourceKernel {
     SourceKernel::new("hopper_nsa_importance")
         .define("HEAD_DIM", head_dim)
-        .define("RULE", rule_number(rule))
+        .define("RULE", number)
         .threads(256)
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + 1024)
 }
@@ -114,13 +136,15 @@ fn base_kernel(name: &'static str, head_dim: usize, stages: usize, [consumer, pr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nsa::rule_number;
     use sieve_core::NsaBlocks;
     use sieve_core::model::test_shapes::msa;
 
     #[test]
     fn two_thread_blocks_of_the_importance_kernel_fit_a_multiprocessor() {
         for head_dim in [64, 128] {
-            let importance = nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability).dynamic_shared_bytes();
+            let number = rule_number(ChoiceRule::LargestProbability);
+            let importance = nsa_importance_kernel(head_dim, number).dynamic_shared_bytes();
             // A multiprocessor has 228 KiB, of which CUDA reserves 1 KiB for each thread block.
             assert!(2 * (importance + 1024) <= 228 * 1024);
         }

@@ -1,5 +1,5 @@
 //! Launch of `kernels/index_scores.cu`: a new token joins MSA's caches, and its index queries score blocks.
-use super::choose::{choose_in_order, take_largest};
+use super::choose::take_largest;
 use super::decode::{PooledStep, require_chosen_decode};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, Heads, KvCache, Qkv, one_token, token_params};
 use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty};
@@ -73,7 +73,8 @@ impl KvCache {
         let (q, importance) = call.scores(self, length, step, pooled)?;
         if call.is_in_order() {
             let index_q = Heads::all(&call.rotated_index_q(length)?);
-            return Ok((q, choose_in_order(&index_q, pooled, self.capacity(NAME, &shape)?)?));
+            let capacity = self.capacity(NAME, &shape)?;
+            return Ok((q, pooled.choose_in_order(&index_q, capacity, step.softmax_scale)?));
         }
         let blocks = choice.blocks;
         let sizes = [shape.batch, 1, shape.num_kv_heads, blocks.num_selected_blocks];

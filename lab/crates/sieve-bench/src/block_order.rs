@@ -8,7 +8,7 @@ use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
 use sieve_kernels::step::QkNormRope;
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport, Heads, IndexedToken,
-    KernelPolicy, KeySource, KvCache, NeededKernels, NeededKeys, PooledStep, Qkv, SumOrder, TokenRotation,
+    KernelPolicy, KeyOrder, KeySource, KvCache, NeededKernels, NeededKeys, PooledStep, Qkv, SumOrder, TokenRotation,
     nsa_mean_pool,
 };
 use sieve_testing::Random;
@@ -19,8 +19,13 @@ const EPSILON: f32 = 1e-6;
 /// Tokens of a block, and blocks that a query reads.
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
 
-/// What blocks are chosen by, in kinds that choose them in one order: the scores of tokens, or means of keys.
-const RULES: [(&str, ChoiceRule); 2] = [("scores", ChoiceRule::LargestScore), ("means", ChoiceRule::MeanKey)];
+/// What blocks are chosen by, in kinds that choose them in one order: the scores of tokens, means of keys, or
+/// probabilities of means.
+const RULES: [(&str, ChoiceRule); 3] = [
+    ("scores", ChoiceRule::LargestScore),
+    ("means", ChoiceRule::MeanKey),
+    ("probabilities", ChoiceRule::LargestProbability),
+];
 
 /// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
 const ROWS: &[usize] = &[17_200, 700, 3000, 129, 9000, 1025];
@@ -42,7 +47,7 @@ pub(crate) fn kernels(gpu: &DeviceReport) -> NeededKernels {
 /// Checks random texts.
 pub(crate) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed ^ 0x006d_7361); // "msa" in ASCII: other numbers than the other checks draw
-    for at in 0..2 * extent.pick(extent.few(), extent.few().max(12)) {
+    for at in 0..RULES.len() * extent.pick(extent.few(), extent.few().max(12)) {
         let seed = random.between(0, 1 << 30) as u64;
         let (kind, rule) = RULES[at % RULES.len()];
         let text = Text::draw(at / RULES.len(), rule, extent, seed);
@@ -50,11 +55,15 @@ pub(crate) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -
         match text.whole(device) {
             Ok(whole) => {
                 // Each is compared whatever the one before it gave: a choice says more than bits do.
-                let outcomes = [
+                let mut outcomes = vec![
                     ("choice of a step", text.check_steps(device, &whole, Compared::Choices)),
                     ("bits of a step", text.check_steps(device, &whole, Compared::Bits)),
                     ("bits behind a cache", text.check_part(device, &whole)),
                 ];
+                if !rule.takes_scores() {
+                    // Only nearly equal blocks change places with the last bit of a log-sum-exp.
+                    outcomes.push(("log-sum-exps of a step", text.check_steps(device, &whole, Compared::LogSums)));
+                }
                 for (name, outcome) in outcomes {
                     report.add(&format!("{kind}, {name}"), path, &label, outcome);
                 }
@@ -70,6 +79,7 @@ pub(crate) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -
 enum Compared {
     Choices,
     Bits,
+    LogSums,
 }
 
 /// Numbers of heads, `[batch, seq_len, heads, head_dim]`.
@@ -131,6 +141,8 @@ struct Whole {
     chosen: Vec<i32>,
     /// `[batch, seq_len, num_heads, head_dim]`.
     o: Vec<f32>,
+    /// Of rules by probabilities, `[batch, num_heads, seq_len]`.
+    log_sums: Option<Vec<f32>>,
 }
 
 impl Text {
@@ -152,13 +164,16 @@ impl Text {
         let shape = AttentionShape::new(batch, seq_len, [group * kv_heads, kv_heads], [width; 2]);
         let local = if random.chance(0.3) { count.min(2) } else { 1 };
         let choice = BlockChoice {
-            blocks: NsaBlocks::of(if rule == ChoiceRule::MeanKey {
-                [size, size, size, count]
-            } else {
-                [1, 1, size, count]
+            blocks: NsaBlocks::of(match rule {
+                ChoiceRule::MeanKey => [size, size, size, count],
+                // Blocks of four strides, which Hopper has kernels for, and of eight.
+                ChoiceRule::LargestProbability if at.is_multiple_of(2) => [size / 2, size / 4, size, count],
+                ChoiceRule::LargestProbability => [size / 4, size / 8, size, count],
+                _ => [1, 1, size, count],
             }),
             rule,
-            forced: ForcedBlocks { first: false, local },
+            // A block that is forced leaves others to choose.
+            forced: ForcedBlocks { first: rule == ChoiceRule::LargestProbability && local + 1 < count, local },
         };
         let steps = extent.pick(3, 20).min(seq_len);
         // Rows begin at an edge of a block or of 128 keys, before it, at the first token or anywhere; the first far
@@ -179,7 +194,9 @@ impl Text {
         if is_still {
             // Keys, or means of blocks, that come again tie, where nothing rotates them.
             let (scored, first, keys, again) = match rule {
-                ChoiceRule::MeanKey => (&mut qkv, group * kv_heads, kv_heads, 3 * size),
+                ChoiceRule::MeanKey | ChoiceRule::LargestProbability => {
+                    (&mut qkv, group * kv_heads, kv_heads, 3 * size)
+                }
                 _ => (&mut index, kv_heads, 1, 37),
             };
             let row = scored.sizes[2] * width;
@@ -244,7 +261,7 @@ impl Text {
         let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, .. } = self.shape;
         let (bounds, choosers) = (self.bounds(device), self.choosers());
         let scored = if self.choice.has_indexer() { index } else { qkv };
-        let scored = device.float(&scored.values, &scored.sizes, DType::BF16);
+        let scored = in_epochs(device.float(&scored.values, &scored.sizes, DType::BF16));
         let pooled = if self.choice.has_indexer() {
             // The pooled keys of tokens, and values that are not read.
             let at: Vec<f32> = (0..batch * seq_len)
@@ -255,7 +272,7 @@ impl Text {
         } else {
             self.means(device, &scored)?
         };
-        let queries = Heads::some(&scored, 0, choosers);
+        let queries = Heads::some(&scored, 0, self.choice.scored_heads([num_heads, num_kv_heads])[0]);
         let chosen = queries.choose_key_blocks_of_last(bounds.each_ref(), &pooled, self.choice, SCALE, first)?;
         let mut chosen = device.ints(&chosen)?;
         let count = self.choice.blocks.num_selected_blocks;
@@ -340,7 +357,15 @@ impl Text {
         let index = Packed { values: device.floats(&rotated)?, ..repeated };
         let first = 0;
         let (chosen, o) = self.attend(device, [&qkv, &index], first)?;
-        Ok(Whole { qkv, index, chosen, o })
+        let log_sums = if self.choice.rule.takes_scores() {
+            None
+        } else {
+            let packed = device.float(&qkv.values, &qkv.sizes, DType::BF16);
+            let (queries, pooled) = (Heads::some(&packed, 0, self.shape.num_heads), self.means(device, &packed)?);
+            let bounds = self.bounds(device);
+            Some(device.floats(&queries.pooled_log_sums(bounds.each_ref(), &pooled, self.choice, SCALE)?)?)
+        };
+        Ok(Whole { qkv, index, chosen, o, log_sums })
     }
 
     /// The last tokens of the rows, with queries of zero before them, as a layer computes several tokens behind a
@@ -413,6 +438,16 @@ impl Text {
                         same_choice(&chosen[row * lists..][..lists], expected, row, token)?;
                     }
                 }
+                Compared::LogSums => {
+                    let (q, _) = cache.chosen_choice(&token, rotation, &length, step, keys)?;
+                    let found = device.floats(&keys.log_sums(&Heads::all(&q), SCALE)?)?;
+                    let all = whole.log_sums.as_deref().unwrap_or_default();
+                    for (row, &token) in lengths.iter().enumerate() {
+                        let expected: Vec<_> =
+                            (0..num_heads).map(|head| all[(row * num_heads + head) * seq_len + token]).collect();
+                        same_bits(&found[row * num_heads..][..num_heads], &expected, row, token)?;
+                    }
+                }
                 Compared::Bits => {
                     let o = if self.choice.has_indexer() {
                         cache.indexed_decode(call, &length, step, keys, &scratch)?
@@ -435,6 +470,12 @@ impl Text {
         let differ = stored.iter().zip(&expected).filter(|(a, b)| !b.is_nan() && a.to_bits() != b.to_bits()).count();
         if differ == 0 { Ok(0.0) } else { wrong(format!("{differ} numbers of the keys that choose differ")) }
     }
+}
+
+/// A tensor whose queries have the order of keys that steps have, too.
+fn in_epochs(x: CudaTensor) -> CudaTensor {
+    let policy = KernelPolicy { keys: KeyOrder::Epochs, ..x.policy() };
+    x.under(policy)
 }
 
 /// Fails where a token's blocks are not those of its whole row.

@@ -20,9 +20,9 @@ use expected::Expected;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
-    AttentionGradients, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError, KeySource, NeededKernels,
-    NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
-    nsa_mean_pool, nsa_mean_pool_backward,
+    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError,
+    KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks, nsa_blocks_backward, nsa_gates,
+    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -472,6 +472,8 @@ impl<'a> Run<'a> {
         let (result, indices) = qkv.q.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
         self.add("compressed o", &result.o)?;
         self.add("compressed lse", &result.lse)?;
+        let in_order = qkv.q.pooled_log_sums(documents, &compressed, BlockChoice::nsa(blocks), scale)?;
+        self.add("compressed lse, in order", &in_order)?;
         let [dqkv, d_compressed] =
             qkv.q.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &result, &d_o)?;
         self.add("compressed dqkv", &dqkv)?;
@@ -580,6 +582,8 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
             // An indexer's gradient in a fixed order has a form of its own for several KV heads.
             let shape = AttentionShape::new(1, 1, [2 * group, 2], [head_dim, head_dim]);
             add_attention(&mut list, gpu, shape, &[NeededKeys::Blocks, NeededKeys::Neighbours]);
+            let (keys, order, has_sinks) = (NeededKeys::Blocks, SumOrder::Any, false);
+            list.extend(AttentionNeeds { shape, keys, order, has_sinks }.in_order(&gpu.arch()));
         }
     }
     list

@@ -8,7 +8,7 @@ use crate::{
     choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
     nsa_mean_pool_backward,
 };
-use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, KernelPolicy, KeyOrder, NsaBlocks};
 
 /// The usual sizes of blocks.
 const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
@@ -42,7 +42,7 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
         call_selected(calls, shape);
         call_index_gradient(calls, shape);
     });
-    call_choices(calls, shape);
+    call_choices(calls, shape, KeyOrder::Leaving);
     call_gates(calls, shape);
 }
 
@@ -109,12 +109,13 @@ fn call_index_gradient(calls: &mut Calls, shape: &AttentionShape) {
 }
 
 /// The choice of blocks by each rule that has kernels of its own, and by scores that a GEMM computed.
-fn call_choices(calls: &mut Calls, shape: &AttentionShape) {
+fn call_choices(calls: &mut Calls, shape: &AttentionShape, keys: KeyOrder) {
     for choice in RULES.map(choice) {
         let row = calls.row(&choosing_heads(shape, choice), ROW);
         let rows = choice.blocks.num_slots(ROW) * row.shape.num_kv_heads;
         let pooled = calls.bf16(&[2, rows, shape.head_dim]);
-        calls.note(row.qkv.q.choose_key_blocks(row.documents.each_ref(), &pooled, choice, SCALE));
+        let qkv = row.qkv.under(KernelPolicy { keys, ..row.qkv.policy() });
+        calls.note(qkv.q.choose_key_blocks(row.documents.each_ref(), &pooled, choice, SCALE));
     }
     let importance = calls.f32(&[1, 1, ROW, ROW.div_ceil(BLOCKS.select_block_size)]);
     let (start, indices) = (calls.i32(&[1, ROW]), calls.i32(&[1, ROW, 1, BLOCKS.num_selected_blocks]));
@@ -139,13 +140,14 @@ pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionS
     }
 }
 
-/// A decoding step with the bits of whole rows, by the rules that have one.
+/// A decoding step with the bits of whole rows, and the choice of whole rows in that order.
 pub(in crate::specialisations) fn in_order(calls: &mut Calls, shape: &AttentionShape) {
-    for capacity in [ROW, LONG_CACHE] {
-        for choice in [ChoiceRule::MeanKey, ChoiceRule::LargestScore].map(choice) {
+    for choice in RULES.map(choice) {
+        for capacity in [ROW, LONG_CACHE] {
             decode_by_choice(calls, shape, choice, capacity, SumOrder::Fixed);
         }
     }
+    call_choices(calls, shape, KeyOrder::Epochs);
 }
 
 /// Decodes one token under NSA over caches of `capacity` tokens, with blocks compressed by their means and by MLPs.
