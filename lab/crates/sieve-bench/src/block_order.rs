@@ -1,4 +1,4 @@
-//! Checks that a token of MSA, MoBA or InfLLM-V2 has the choice and the bits of its whole row, in a decoding step in
+//! Checks that a token of a kind that chooses blocks has the choice and the bits of its whole row, in a decoding step in
 //! rows of different lengths and in new tokens behind a cache: by each family of kernels, since both have whole rows'
 //! own.
 use crate::device::{Device, family, family_name};
@@ -20,9 +20,12 @@ const EPSILON: f32 = 1e-6;
 /// Tokens of a block, and blocks that a query reads.
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
 
-/// The kinds that choose blocks in one order.
-const RULES: [(&str, ChoiceRule); 3] =
-    [("msa", ChoiceRule::LargestScore), ("moba", ChoiceRule::MeanKey), ("infllm_v2", ChoiceRule::LargestProbability)];
+/// The rules that choose blocks in one order.
+const RULES: [(&str, ChoiceRule); 3] = [
+    ("by scores", ChoiceRule::LargestScore),
+    ("by mean keys", ChoiceRule::MeanKey),
+    ("by probabilities", ChoiceRule::LargestProbability),
+];
 
 /// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
 const ROWS: &[usize] = &[17_200, 700, 3000, 129, 9000, 1025];

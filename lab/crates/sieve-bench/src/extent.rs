@@ -36,7 +36,7 @@ pub enum CheckPart {
     Sinks,
     /// The order of keys of dynamic mask attention, in whole rows and in steps.
     KeyOrder,
-    /// The choice and the bits of MSA, MoBA and InfLLM-V2, in whole rows and in steps.
+    /// The choice and the bits of kinds that choose blocks, in whole rows and in steps.
     BlockOrder,
 }
 

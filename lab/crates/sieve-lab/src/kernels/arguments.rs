@@ -70,7 +70,7 @@ pub struct CheckArgs {
     /// Check only the order of keys of dynamic mask attention: in whole rows, behind a cache and in decoding steps
     #[arg(long, group = "part")]
     pub(super) key_order: bool,
-    /// Check only that decoding steps of MSA, MoBA and InfLLM-V2 have the choice and the bits of whole rows
+    /// Check only that decoding steps over chosen blocks have the choice and the bits of whole rows
     #[arg(long, group = "part")]
     pub(super) block_order: bool,
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
