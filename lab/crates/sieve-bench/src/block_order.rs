@@ -1,6 +1,6 @@
-//! Checks that a token of a kind that chooses blocks has the choice and the bits of its whole row, in a decoding step in
-//! rows of different lengths and in new tokens behind a cache: by each family of kernels, since both have whole rows'
-//! own.
+//! Checks that a token of a kind that chooses blocks has the choice and the bits of its whole row, in a decoding
+//! step in rows of different lengths and in new tokens behind a cache: by each family of kernels, since both have whole
+//! rows' own.
 use crate::device::{Device, family, family_name};
 use crate::error::Result;
 use crate::extent::Extent;
