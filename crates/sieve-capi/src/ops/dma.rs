@@ -146,7 +146,9 @@ impl DmaForward {
         let start = &documents[0];
         let (selection, window) = selection(&scores.z, keep, local, &documents)?;
         let lists = if same_bits && only_o { None } else { key_lists(&selection, window, &documents)? };
-        let (o_low, is_ordered) = (o_low(only_o), same_bits && keep < qkv.shape(t.op)?.seq_len);
+        // A kernel that keeps `o_low` follows a row's maximum more closely, and has other bits than steps.
+        let o_low = o_low(only_o || same_bits);
+        let is_ordered = same_bits && keep < qkv.shape(t.op)?.seq_len;
         let ordered = is_ordered.then(|| selection.dma_ordered_lists(&scores.z, start, window, None));
         let forward = match ordered.transpose()?.as_ref().or(lists.as_ref()) {
             Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, o_low)?,

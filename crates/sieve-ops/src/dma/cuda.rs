@@ -124,6 +124,11 @@ fn launch_select(
 fn launch_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);
+    // A kernel that keeps `o_low` follows a row's maximum more closely, and has other bits than passes that keep none.
+    let o_low = match whole.spec.policy.keys {
+        KeyOrder::Leaving => o_low,
+        KeyOrder::Epochs => KeepOLow::Never,
+    };
     match &call.selection.keys {
         DmaKeys::All => attention::forward(&call.qkv, &whole, Some((&delta, o_low))),
         DmaKeys::Lists(lists) | DmaKeys::Ordered(lists, _) => {

@@ -1,5 +1,6 @@
-//! Checks that a token over chosen blocks has the choice and the bits of its whole row, in a decoding step in rows of
-//! different lengths and in new tokens behind a cache: by each family of kernels, since both have whole rows' own.
+//! Checks that a token of a kind that chooses blocks has the choice and the bits of its whole row, in a decoding
+//! step in rows of different lengths and in new tokens behind a cache: by each family of kernels, since both have whole
+//! rows' own.
 use crate::device::{Device, family, family_name};
 use crate::error::Result;
 use crate::extent::Extent;
@@ -19,12 +20,11 @@ const EPSILON: f32 = 1e-6;
 /// Tokens of a block, and blocks that a query reads.
 const BLOCKS: &[[usize; 2]] = &[[16, 4], [64, 3], [128, 2], [16, 1], [32, 16], [64, 33]];
 
-/// What blocks are chosen by, in kinds that choose them in one order: the scores of tokens, means of keys, or
-/// probabilities of means.
+/// The rules that choose blocks in one order.
 const RULES: [(&str, ChoiceRule); 3] = [
-    ("scores", ChoiceRule::LargestScore),
-    ("means", ChoiceRule::MeanKey),
-    ("probabilities", ChoiceRule::LargestProbability),
+    ("by scores", ChoiceRule::LargestScore),
+    ("by mean keys", ChoiceRule::MeanKey),
+    ("by probabilities", ChoiceRule::LargestProbability),
 ];
 
 /// Tokens of the rows on a GPU. With blocks of 16 the choice of the first takes a thread block for each query.
