@@ -87,7 +87,8 @@ def name_of(kind):
 
 def losses(kinds):
     """Head and lines of a race: held-out loss of all seeds, and the runs to their end on either side of its steps. A
-    row is apart from the one above where each of its seeds has a higher loss than each seed there."""
+    row is apart from the one above where each of its seeds has a higher loss than each seed there. Speeds are of runs
+    that had their GPU alone: a line's "beside" says what else ran there."""
     (steps,) = {row["steps"] for rows in kinds.values() for row in rows}
     beside = [step for step in (steps // 1000 * 1000, steps // 1000 * 1000 + 1000) if step]
     head = ["kind", "held-out loss, mean", "least", "most", "seeds", "beside the row above", "perplexity",
@@ -98,7 +99,8 @@ def losses(kinds):
         least, most = min(last_losses), max(last_losses)
         mean = lambda name: statistics.mean(row[name] for row in rows)  # noqa: E731
         apart = "" if above is None else "one seed" if len(rows) == 1 else "apart" if least > above else "overlaps"
-        speed = statistics.mean(list(row["tokens_per_second"].values())[0] for row in rows)
+        own = [row for row in rows if "beside" not in row] or rows
+        speed = statistics.mean(list(row["tokens_per_second"].values())[0] for row in own)
         ends = [long.get(rows[0]["recipe"], {}).get(step) if "/" not in kind else None for step in beside]
         lines.append([name_of(kind), f"{statistics.mean(last_losses):.4f}", f"{least:.4f}", f"{most:.4f}",
                       ", ".join(str(row["seed"]) for row in rows), apart, f"{mean('perplexity'):.3f}",
@@ -128,11 +130,12 @@ def score_table(kinds):
 
 
 def tries(kinds):
-    """Head and lines of a --try: held-out loss, speed by the rows' length, memory."""
+    """Head and lines of a --try: held-out loss, speed by the rows' length where nothing else ran on the GPU, memory."""
     lengths = list(next(iter(kinds.values()))[0]["tokens_per_second"])
     head = ["kind", "held-out loss", *(f"tokens/s, rows of {int(length):,}" for length in lengths), "memory, GiB",
             "steps", "card"]
-    lines = [[name_of(kind), f"{row['loss']:.4f}", *(f"{row['tokens_per_second'][length]:,}" for length in lengths),
+    speed = lambda row, length: "-" if "beside" in row else f"{row['tokens_per_second'][length]:,}"  # noqa: E731
+    lines = [[name_of(kind), f"{row['loss']:.4f}", *(speed(row, length) for length in lengths),
               f"{row['memory_gib']:.1f}", str(row["steps"]), row["card"]] for kind, (row, *_) in kinds.items()]
     return head, lines
 
@@ -247,7 +250,8 @@ WHAT THE NUMBERS SAY.
 {table4_scores}
 """
 TRY = """
-50 steps of 1.7B, half of them in each of its two row lengths:
+**50 steps of 1.7B** show what a run costs, not what a kind learns (`race.py --try`): 25 steps in rows of 2,048 and 25 of
+8,192, each of 32,768 tokens, one seed.
 
 <!-- table table4_try -->
 {table4_try}
