@@ -27,6 +27,14 @@ fn values_are_toml_or_bare_strings() {
 }
 
 #[test]
+fn equal_bits_in_training_need_bf16() {
+    let wanted = ["training.same_bits=true", "training.one_document_per_row=true", "model.head_dim=16"];
+    assert!(loaded(&wanted).training.same_bits);
+    let error = refusal(load(&[&wanted[..], &["training.precision=fp8"]].concat()));
+    assert!(error.contains("training.same_bits: does not go with precision = \"fp8\""), "{error}");
+}
+
+#[test]
 fn later_overrides_win_and_sections_appear_when_needed() {
     let recipe = loaded(&["training.steps=50", "checkpoint.at_start=true", "training.steps=60"]);
     assert_eq!(recipe.training.steps, 60);
