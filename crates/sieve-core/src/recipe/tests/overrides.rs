@@ -30,7 +30,8 @@ fn values_are_toml_or_bare_strings() {
 fn equal_bits_in_training_need_bf16() {
     let wanted = ["training.same_bits=true", "training.one_document_per_row=true", "model.head_dim=16"];
     assert!(loaded(&wanted).training.same_bits);
-    let error = refusal(load(&[&wanted[..], &["training.precision=fp8"]].concat()));
+    let words = [&wanted[..], &["training.precision=fp8"]].concat();
+    let error = refusal(load(&words), "fp8");
     assert!(error.contains("training.same_bits: does not go with precision = \"fp8\""), "{error}");
 }
 
