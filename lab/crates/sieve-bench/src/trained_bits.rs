@@ -115,7 +115,7 @@ impl Text {
             kind.name()
         );
         let recipe = Recipe::load(&text, kind.name(), &[]).map_err(|error| BenchError::Refused(error.to_string()))?;
-        let mut random = Random(seed ^ 0x7472_6169_6e65_64); // "trained" in ASCII
+        let mut random = Random(seed ^ 0x0074_7261_696e_6564); // "trained" in ASCII
         let tokens = (0..ROWS * SEQ_LEN).map(|_| random.below(VOCAB_SIZE) as i32).collect();
         let mut compared = vec![0, 63, 126, 127, 128, 255, 256, 511, TOKENS - 2];
         compared.extend((0..15).map(|_| random.below(TOKENS - 1)));
