@@ -1,4 +1,5 @@
-//! `--same-bits` and `training.same_bits`: tokens with the bits of whole rows, where a GPU would take faster kernels with other sums.
+//! `--same-bits` and `training.same_bits`: tokens with the bits of whole rows, where a GPU would take faster kernels
+//! with other sums.
 use crate::device::Device;
 use anyhow::{Result, bail, ensure};
 use clap::Args;

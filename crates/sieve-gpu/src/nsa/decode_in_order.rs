@@ -41,8 +41,8 @@ impl KvCache {
     /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen` of this cache,
     /// i32 `[batch, choosers, number of blocks]`: ascending indices of blocks of `block_size` tokens, then -1. A
     /// chooser is a KV head, or one of as many groups of query heads in each. The cache holds `length` tokens a row,
-    /// i32 `[batch]`, and the query's own, whose block is the last that is read. A query with an empty list gets an output
-    /// of zeros. The result has the bits of that row of
+    /// i32 `[batch]`, and the query's own, whose block is the last that is read. A query with an empty list gets an
+    /// output of zeros. The result has the bits of that row of
     /// [`nsa_selected_attention_forward`](Qkv::nsa_selected_attention_forward).
     ///
     /// # Errors

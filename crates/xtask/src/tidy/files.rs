@@ -96,8 +96,9 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 }),
             );
         }
+        let is_test = file.ends_with("/tests.rs") || file.contains("/tests/");
         let is_program = file.contains("/src/") && file.ends_with(".rs") && !file.starts_with("crates/xtask/");
-        if is_program && !file.ends_with("/tests.rs") && !OWN_READS.contains(&&*file) {
+        if is_program && !is_test && !OWN_READS.contains(&&*file) {
             problems.extend(
                 plain_reads(&text).map(|line| {
                     format!("{file}:{line}: a named pipe is waited for here without an end; use sieve_files")

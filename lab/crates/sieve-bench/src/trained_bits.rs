@@ -109,8 +109,9 @@ impl Text {
         let text = format!(
             "[model]\nhidden_size = 256\nintermediate_size = 384\nnum_hidden_layers = 2\nnum_attention_heads = 4\n\
              num_key_value_heads = 2\nhead_dim = 64\nmax_position_embeddings = {SEQ_LEN}\ninitializer_range = 0.09\n\
-             [attention]\nkind = '{}'\n{keys}\n[tokenizer]\npath = \"none\"\n[data]\npaths = [\"none\"]\n[training]\nsteps = 1\n\
-             seq_len = {SEQ_LEN}\nlocal_batch_size = {ROWS}\nsame_bits = true\none_document_per_row = true\n\
+             [attention]\nkind = '{}'\n{keys}\n[tokenizer]\npath = \"none\"\n[data]\npaths = [\"none\"]\n\
+             [training]\nsteps = 1\nseq_len = {SEQ_LEN}\nlocal_batch_size = {ROWS}\nsame_bits = true\n\
+             one_document_per_row = true\n\
              [optimizer]\nlr = 1e-3\n",
             kind.name()
         );
