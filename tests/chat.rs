@@ -63,14 +63,28 @@ fn a_line_that_is_wrong_does_not_end_the_conversation() {
     let template = "{% for one in messages %}{% if one.content == 't8' %}{{ raise_exception('t8 is refused') }}\
                     {% endif %}{{ one.content }} {% endfor %}";
     tiny.write("model/chat_template.jinja", template);
-    let lines =
-        [&b"/save none.jsonl\n"[..], b"t5 t9\n", b"/save no/such/file\n", b"t8\n", b"t\xff\n", b"t\0\n", b"t11\n"];
+    let lines = [
+        &b"/save none.jsonl\n"[..],
+        b"t5 t9\n",
+        b"/save\tno/such/file\n",
+        b"/save \n",
+        b"/quit now\n",
+        b"/reset it\n",
+        b"t8\n",
+        b"t\xff\n",
+        b"t\0\n",
+        b"t11\n",
+    ];
     let [printed, remarks] = talked(&tiny, "", lines.concat());
     let [expected, _] = talked(&tiny, "", "t5 t9\nt11\n");
     assert_eq!(printed, expected, "what was wrong is taken back");
-    for words in ["nothing was said yet", "saving to no/such/file", "t8 is refused"] {
+    for words in ["nothing was said yet", "saving to no/such/file", "t8 is refused", "/save lacks the file"] {
         assert!(remarks.contains(words), "{words:?} in {remarks}");
     }
+    for command in ["/quit", "/reset"] {
+        assert!(remarks.contains(&format!("{command} stands alone")), "{remarks}");
+    }
+    assert!(!remarks.contains("no command"), "{remarks}");
     assert_eq!(remarks.matches("is not UTF-8 or has a NUL").count(), 2, "{remarks}");
 }
 
@@ -80,9 +94,12 @@ fn a_conversation_that_fills_its_context_is_told() {
     let [printed, remarks] = talked(&tiny, "--max-context 6", "t1 t2 t3\nt4\n/reset\nt1 \\\nt2\n");
     assert!(remarks.contains("the answer ends where the context does"), "{remarks}");
     assert!(remarks.contains("the message was not answered"), "{remarks}");
+    // Not the model's context, which is longer.
+    assert!(remarks.contains("do not fit into a conversation of at most 6"), "{remarks}");
     // After the reset one message of two lines is answered.
     assert!(printed.ends_with('\n') && printed.contains("begins again"), "{printed}");
     let chat = "chat --device cpu --checkpoint";
     refused(&mut tiny.sieve(&format!("{chat} run")), "has no chat template | sieve generate continues a text");
     refused(&mut tiny.sieve(&format!("{chat} model --temperature -1")), "temperature is -1 | use 0 for");
+    refused(&mut tiny.sieve(&format!("{chat} model --max-context 99999")), "--max-context is 99999 | use at most");
 }

@@ -4,6 +4,7 @@ use crate::device::Device;
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use sieve_core::model::Chooses;
+use sieve_core::model::gpu::Gpu;
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{ChoiceRule, ModelShape};
 use sieve_hf::LoadedModel;
@@ -18,6 +19,9 @@ const HOPPER: (u32, u32) = (9, 0);
 
 /// What asks for it on the command line.
 const FLAG: &str = "--same-bits";
+
+/// The recipe's key that asks for it in training.
+const KEY: &str = "training.same_bits";
 
 /// What helps against a refusal.
 const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so for every model";
@@ -63,9 +67,17 @@ impl SameBitsArgs {
 /// # Errors
 /// As [`SameBitsArgs::check`], but for a selector.
 pub fn check_training(device: &Device, shape: &ModelShape) -> Result<()> {
-    const KEY: &str = "training.same_bits";
     let Device::Cuda(gpu) = device else { return Ok(()) };
     require_hopper(KEY, gpu)?;
+    require_order(KEY, shape)
+}
+
+/// As [`check_training`], for a GPU that a run is only planned for.
+///
+/// # Errors
+/// As [`check_training`].
+pub fn check_planned(gpu: &Gpu, shape: &ModelShape) -> Result<()> {
+    ensure!(gpu.is_hopper(), "{KEY} needs an H100 or H200, and the plan is for {}{HINT}", gpu.name);
     require_order(KEY, shape)
 }
 
@@ -175,5 +187,18 @@ mod tests {
             SameBitsArgs { same_bits: false }.check(device, false, shape).expect("not asked for");
             wanted.check(&Device::Cpu, false, shape).expect("a CPU adds in one order");
         }
+    }
+    #[test]
+    fn a_plan_is_refused_where_training_is() {
+        use sieve_core::model::gpu::find;
+        let shapes = [qwen3_0_6b(), tiny_mla(), tiny_nsa(), tiny_dma(), ModelShape { head_dim: 256, ..qwen3_0_6b() }];
+        for (name, major) in [("h200", 9), ("h100", 9), ("a100", 8), ("4090", 8), ("b200", 10)] {
+            for shape in &shapes {
+                let planned = check_planned(&find(name).expect("a known GPU"), shape);
+                assert_eq!(planned.is_err(), check_training(&gpu(major, name), shape).is_err(), "{name}");
+            }
+        }
+        let error = check_planned(&find("a100").expect("a known GPU"), &shapes[0]).expect_err("no Hopper GPU");
+        assert!(error.to_string().contains("needs an H100 or H200, and the plan is for a100"), "{error}");
     }
 }

@@ -54,7 +54,13 @@ impl<'a, B: DeviceBackend> Conversation<'a, B> {
             return Err(InferError::NoTokens);
         }
         let room = self.context.checked_sub(tokens.len()).filter(|room| *room > 0);
-        let room = room.ok_or(InferError::TooLong { num_tokens: tokens.len() + 1, context: self.context })?;
+        let room = room.ok_or_else(|| match (tokens.len() + 1, self.context) {
+            (num_tokens, context) if context < self.model.shape().max_seq_len => InferError::refused(
+                format!("{num_tokens} tokens do not fit into a conversation of at most {context}"),
+                "shorten the input, or allow a longer conversation",
+            ),
+            (num_tokens, context) => InferError::TooLong { num_tokens, context },
+        })?;
         check_vocabulary(tokens, self.model.shape().vocab_size)?;
         let sampler = Sampler::with_rules(config.sampling, config.rules, tokens)?;
         let unread = match tokens.strip_prefix(self.read.as_slice()) {

@@ -10,7 +10,9 @@ use llguidance::{Matcher, ParserFactory, TokenParser};
 use serde_json::{Value, json};
 use sieve_data::Tokenizer;
 use std::fmt;
+use std::panic::resume_unwind;
 use std::sync::{Arc, OnceLock};
+use std::thread;
 
 /// Bytes of a structure, at most: of a schema as JSON, a regular expression, or all choices.
 const MOST_STRUCTURE_BYTES: usize = 64 << 10;
@@ -33,6 +35,13 @@ const LIMITS: ParserLimits = ParserLimits {
     // They would hold the text.
     verbose_errors: false,
 };
+/// The stack of the thread that compiles a structure. llguidance follows a chain of references by recursion, and
+/// [`MOST_STRUCTURE_BYTES`] hold a chain of some 3000. Pages that are not touched take no memory.
+const STACK_BYTES: usize = 256 << 20;
+/// Whole numbers up to this one have a number of 64 bits with a fraction, as which llguidance reads them, of their own.
+const MOST_WHOLE: f64 = 9_007_199_254_740_991.0;
+/// One more than the largest whole number of 64 bits.
+const BEYOND_64_BITS: f64 = 9_223_372_036_854_775_808.0;
 /// Between the parts of JSON comes nothing, a space, or a new line with its indentation. Small models write blank lines
 /// without end where they may.
 const WHITE_SPACE: &str = r" |\n[ \t]{0,24}";
@@ -104,9 +113,18 @@ impl Grammars {
             let reason = in_short(&reason);
             InferError::refused(format!("the structure cannot be used: {reason}"), hint(&reason))
         };
-        let mut matcher = Matcher::new(parser(factory, structure).map(Ok).map_err(refused)?);
-        // A structure that allows no first token is refused here, and not where its text begins.
-        matcher.compute_mask().map_err(|error| refused(error.to_string()))?;
+        let compiled = || {
+            let mut matcher = Matcher::new(Ok(parser(factory, structure)?));
+            // A structure that allows no first token is refused here, and not where its text begins.
+            matcher.compute_mask().map_err(|error| error.to_string())?;
+            Ok(matcher)
+        };
+        let matcher = thread::scope(|scope| {
+            let compiling = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compiled);
+            let compiling = compiling.map_err(|error| format!("no thread compiles it: {error}"))?;
+            compiling.join().unwrap_or_else(|panic| resume_unwind(panic))
+        });
+        let matcher = matcher.map_err(refused)?;
         Ok(Grammar { matcher, failure: None, _counted: Arc::new(Counted { _one_more: self.count.clone() }) })
     }
 
@@ -176,6 +194,8 @@ fn of_schema(schema: &Value) -> Result<TopLevelGrammar, String> {
 struct SchemaCost {
     properties: usize,
     multiples: usize,
+    /// Digits of all `multipleOf`, before and behind the point.
+    multiple_digits: usize,
     pattern_properties: usize,
     patterns: usize,
     /// Whether two schemas act on one value, so that their patterns must both match.
@@ -210,14 +230,60 @@ impl SchemaCost {
                 if let Some(Value::Number(multiple)) = keywords.get("multipleOf") {
                     self.multiples += 1;
                     within("multipleOf", self.multiples, 16)?;
-                    within("digits of multipleOf", num_digits(&multiple.to_string()), 4)?;
+                    let multiple = multiple.to_string();
+                    within("digits of multipleOf", num_digits(&multiple), 4)?;
+                    self.multiple_digits += num_digits(&multiple) + num_decimals(&multiple);
                 }
+                // llguidance has 32 bits for a number that several of them divide.
+                if self.joins && self.multiples > 1 {
+                    within("digits of multipleOf in a schema that joins several", self.multiple_digits, 9)?;
+                }
+                numbers(keywords)?;
                 keywords.values().collect()
             }
             _ => Vec::new(),
         };
         inside.into_iter().try_for_each(|schema| self.count(schema))
     }
+}
+
+/// Checks the numbers that an object of a schema names. llguidance reads them as numbers with a fraction, and makes 64
+/// bits of the limits of whole numbers: it would allow texts beyond others, or follow them without an end.
+///
+/// # Errors
+/// A number that it would read as another one.
+fn numbers(keywords: &serde_json::Map<String, Value>) -> Result<(), String> {
+    // It adds 1 to an open limit, which a large number does not hold.
+    let is_open = ["exclusiveMinimum", "exclusiveMaximum"].iter().any(|name| keywords.contains_key(*name));
+    for name in ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"] {
+        let Some(Value::Number(limit)) = keywords.get(name) else { continue };
+        let value = limit.as_f64().unwrap_or(f64::NAN);
+        // Whole numbers are written with 64 bits at most, so that the highest of them are no limit.
+        let allows_all =
+            name.ends_with("aximum") && value >= BEYOND_64_BITS && limit.as_i64().is_none_or(|limit| limit == i64::MAX);
+        if !(allows_all || is_held(limit) && (!is_open || value.abs() <= MOST_WHOLE)) {
+            return Err(format!("{name} is {limit}: whole numbers are followed up to {MOST_WHOLE}"));
+        }
+    }
+    ["const", "enum"].iter().filter_map(|name| keywords.get(*name)).try_for_each(written)
+}
+
+/// Checks all numbers in a value that a schema wants to be written.
+fn written(value: &Value) -> Result<(), String> {
+    match value {
+        Value::Array(values) => values.iter().try_for_each(written),
+        Value::Object(values) => values.values().try_for_each(written),
+        Value::Number(number) if !is_held(number) => {
+            Err(format!("{number} is to be written: whole numbers are followed up to {MOST_WHOLE}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether a number stays the same as one with a fraction, and is, if whole, a number of 64 bits with a negative one.
+fn is_held(number: &serde_json::Number) -> bool {
+    let value = number.as_f64().unwrap_or(f64::NAN);
+    value.abs() < BEYOND_64_BITS && number.as_i64().is_none_or(|whole| value as i64 == whole)
 }
 
 fn within(what: &str, count: usize, most: usize) -> Result<(), String> {
@@ -230,6 +296,13 @@ fn num_digits(number: &str) -> usize {
     let mantissa = number.split('e').next().unwrap_or(number);
     let digits = mantissa.trim_end_matches(".0").chars().filter(char::is_ascii_digit).skip_while(|digit| *digit == '0');
     if is_huge { usize::MAX } else { digits.count() }
+}
+
+/// Digits of a number behind its point, as it would be written without an exponent.
+fn num_decimals(number: &str) -> usize {
+    let (mantissa, exponent) = number.split_once('e').unwrap_or((number, "0"));
+    let written = mantissa.trim_end_matches(".0").split_once('.').map_or(0, |(_, decimals)| decimals.len());
+    written.saturating_add_signed(-exponent.parse::<isize>().unwrap_or(0))
 }
 
 /// A regular expression that matches this text alone.
@@ -254,7 +327,10 @@ fn in_short(error: &str) -> String {
 fn hint(error: &str) -> &'static str {
     if error.contains("oneOf") {
         "write anyOf in place of oneOf, or options that exclude each other"
-    } else if ["too ", "fuel", "limit", "max is", "Unable to determine"].iter().any(|word| error.contains(word)) {
+    } else if ["too ", "fuel", "limit", "exceeded", "max is", "Unable to determine"]
+        .iter()
+        .any(|word| error.contains(word))
+    {
         "make it smaller: shorter repetitions, fewer properties and options"
     } else {
         "remove what it names, or write it in another way"

@@ -4,7 +4,7 @@ use clap::Args;
 use serde_json::json;
 use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
-use sieve_hf::{ChatMessage, ChatTemplate, Kept};
+use sieve_hf::{ChatMessage, ChatTemplate, Kept, peek_model};
 use sieve_host::exit::Exit;
 use sieve_host::loaded::{PlaceArgs, checkpoint_help, on_device};
 use sieve_host::{hub, loaded, terminal};
@@ -71,8 +71,15 @@ pub(crate) fn run(mut args: ChatArgs) -> Result<()> {
     // A model without a template is said before it is loaded.
     let template = loaded::chat_template(&args.checkpoint, "sieve generate continues a text")?;
     let max_context = args.max_context.map(|context| context as usize);
+    let most = peek_model(&args.checkpoint)?.1.max_seq_len;
+    ensure!(
+        max_context.is_none_or(|context| context <= most),
+        "--max-context is {}, but the model's context is {most} (max_position_embeddings)\n  hint: use at most {most} \
+         or leave it out",
+        max_context.unwrap_or_default()
+    );
     let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| {
-        let context = max_context.unwrap_or(shape.max_seq_len).min(shape.max_seq_len);
+        let context = max_context.unwrap_or(shape.max_seq_len);
         let part = prompt_part(shape, context);
         InferenceSize { cached_tokens: context, num_caches: 1, ..InferenceSize::rows_of(part, part) }
     });
@@ -146,7 +153,7 @@ fn run_on<B: DeviceBackend>(
             terminal::warning("the message is not UTF-8 or has a NUL, so it was not answered");
             continue;
         };
-        match line.split_once(' ').map_or((line.trim(), ""), |(command, rest)| (command, rest.trim())) {
+        match line.split_once([' ', '\t']).map_or((line.trim(), ""), |(command, rest)| (command, rest.trim())) {
             ("", _) => {}
             ("/quit" | "/exit", "") => break,
             ("/help", "") => terminal::line(HELP),
@@ -158,6 +165,10 @@ fn run_on<B: DeviceBackend>(
                 Ok(saved) => terminal::line(&saved),
                 Err(error) => terminal::warning(&format!("{error:#}")),
             },
+            ("/save", _) => terminal::warning("/save lacks the file\n  hint: /save chats.jsonl"),
+            (command @ ("/quit" | "/exit" | "/help" | "/reset"), rest) => {
+                terminal::warning(&format!("{command} stands alone, and {rest:?} follows it"));
+            }
             (command, _) if command.starts_with('/') => terminal::warning(&format!("no command {line}\n{HELP}")),
             _ => talk.answer(line)?,
         }

@@ -9,6 +9,7 @@ use sieve_core::{NumberFormat, Recipe, model_line};
 use sieve_host::device::Device;
 use sieve_host::out_of_memory::{self, need, nothing_fits};
 use sieve_host::room;
+use sieve_host::same_bits;
 use sieve_host::terminal::{self, gib, short_count};
 use sieve_host::text_files;
 use sieve_plan::{ContextParallelPlan, Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
@@ -69,7 +70,11 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks { size: usize::from(args.nproc) * usize::from(args.nnodes), hosts: usize::from(args.nnodes) };
     TrainError::check_ranks(&recipe, ranks.size)?;
-    let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
+    let mut plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
+    if let (Target::Gpu(gpu), true, None) = (&target, recipe.training.same_bits, &plan.refused) {
+        let held = same_bits::check_planned(gpu, &recipe.model_shape(vocab_size)?);
+        plan.refused = held.err().map(|error| error.to_string());
+    }
     // `folder` fails if data.cache_dir has a variable that is not set here; the plan does without the text then.
     let folder = source.data_folder(&recipe, None).ok();
     let found = folder.and_then(|folder| epochs::of_run(&recipe, &folder));

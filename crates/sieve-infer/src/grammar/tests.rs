@@ -225,3 +225,131 @@ fn an_expression_that_ends_in_a_backslash_is_refused() {
     assert!(error.contains("ends in a backslash"), "{error}");
     compiled(r"a\\").expect("an escaped backslash");
 }
+
+/// Whole numbers near those that decide, as JSON.
+fn wholes() -> Vec<Value> {
+    let powers = [0_u32, 52, 53, 54, 60, 62, 63, 64, 70].map(|power| 1_i128 << power);
+    let near = powers.into_iter().flat_map(|power| (-3..=3).map(move |more| power + more));
+    let near = near.chain([10_i128.pow(18), 10_i128.pow(18) + 1, 10_i128.pow(20)]);
+    let signed = near.flat_map(|whole| [whole, -whole]);
+    signed.map(|whole| serde_json::from_str(&whole.to_string()).expect("a number")).collect()
+}
+
+#[test]
+fn whole_numbers_of_any_size_are_met_or_refused() {
+    let (grammars, tokenizer, end) = grammars();
+    let exact = |number: &Value| number.to_string().parse::<i128>().ok();
+    let (mut met, mut refused) = (0, 0);
+    let mut random = Random(3);
+    let mut tried = |schema: Value, holds: &dyn Fn(i128) -> bool| {
+        match grammars.compile(&Structure::Schema(schema.clone())) {
+            Err(_) => refused += 1,
+            Ok(grammar) => {
+                for seed in 0..3 {
+                    let text = written(grammar.clone(), &tokenizer, end, seed, 60).unwrap_or_default();
+                    let Ok(whole) = text.parse::<i128>() else { continue };
+                    assert!(holds(whole), "{text} by {schema}");
+                    met += 1;
+                }
+            }
+        };
+    };
+    let wholes = wholes();
+    for one in &wholes {
+        // Numbers that JSON's reader gives a fraction are no longer exact.
+        let Some(is) = exact(one) else {
+            for name in ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "const"] {
+                grammars.compile(&Structure::Schema(json!({"type": "integer", name: one}))).map(drop).ok();
+            }
+            continue;
+        };
+        tried(json!({"type": "integer", "minimum": one}), &|whole| whole >= is);
+        tried(json!({"type": "integer", "maximum": one}), &|whole| whole <= is);
+        tried(json!({"type": "integer", "exclusiveMinimum": one}), &|whole| whole > is);
+        tried(json!({"type": "integer", "exclusiveMaximum": one}), &|whole| whole < is);
+        tried(json!({"const": one}), &|whole| whole == is);
+        tried(json!({"type": "integer", "enum": [one]}), &|whole| whole == is);
+        let other = &wholes[random.below(wholes.len())];
+        let Some(to) = exact(other) else { continue };
+        tried(json!({"type": "integer", "minimum": one, "maximum": other}), &|whole| (is..=to).contains(&whole));
+        tried(json!({"type": "integer", "minimum": one, "exclusiveMaximum": other}), &|whole| {
+            (is..to).contains(&whole)
+        });
+    }
+    assert!(met > 500 && refused > 100, "{met} met, {refused} refused");
+    // What programs write for 64 bits of their own.
+    for most in [i64::MAX as u64, u64::MAX] {
+        let schema = json!({"type": "integer", "minimum": 0, "maximum": most});
+        grammars.compile(&Structure::Schema(schema)).expect("no limit of 64 bits");
+    }
+    let error = grammars.compile(&Structure::Schema(json!({"type": "integer", "minimum": i64::MIN})));
+    let error = error.expect_err("it has no negative").to_string();
+    assert!(
+        error.contains("minimum is -9223372036854775808: whole numbers are followed up to 9007199254740991"),
+        "{error}"
+    );
+}
+
+#[test]
+fn chains_of_references_end_in_their_schema_or_are_refused() {
+    let (grammars, tokenizer, end) = grammars();
+    for (open, close) in [("", ""), (r#"{"items":"#, "}"), (r#"{"allOf":["#, "]}")] {
+        let link = |n: usize| format!(r##""{n:03x}":{open}{{"$ref":"#/{:03x}"}}{close},"##, n + 1);
+        let compiled = |links: usize| {
+            let chain = (0..links).map(link).collect::<String>();
+            let schema = format!(r##"{{{chain}"{links:03x}":{{"const":7}},"$ref":"#/000"}}"##);
+            grammars.compile(&Structure::Schema(serde_json::from_str(&schema).expect("JSON")))
+        };
+        let short = written(compiled(20).expect("a short chain"), &tokenizer, end, 1, 99);
+        assert!(!open.is_empty() || short.as_deref() == Some("7"), "{short:?}");
+        // As many links of a few bytes as a schema may hold.
+        if let Err(error) = compiled((MOST_STRUCTURE_BYTES - 99) / link(0).len()) {
+            assert!(error.to_string().contains("make it smaller"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn numbers_that_several_multiples_divide_are_met_or_refused() {
+    let (grammars, tokenizer, end) = grammars();
+    let multiples = ["1", "3", "16", "250", "9998", "9999", "0.5", "0.12", "0.003", "1e-4", "2e-6", "1e-9"];
+    let (mut met, mut refused) = (0, 0);
+    for (at, one) in multiples.iter().enumerate() {
+        for other in &multiples[at..] {
+            let schema = format!(
+                r#"{{"allOf": [{{"type": "number", "multipleOf": {one}, "minimum": 1}}, {{"multipleOf": {other}}}]}}"#
+            );
+            let schema = serde_json::from_str(&schema).expect("JSON");
+            let Ok(grammar) = grammars.compile(&Structure::Schema(schema)) else {
+                refused += 1;
+                continue;
+            };
+            for seed in 0..3 {
+                // A text may be cut off or too long, and a grammar run out of fuel, but no text is wrong.
+                let Some(text) = any_text(grammar.clone(), &tokenizer, end, seed) else { continue };
+                let value: f64 = text.parse().expect("a number");
+                for multiple in [one, other] {
+                    let times = value / multiple.parse::<f64>().expect("a number");
+                    assert!((times - times.round()).abs() < 1e-6 * times, "{text} by {one} and {other}");
+                }
+                met += 1;
+            }
+        }
+    }
+    assert!(met > 60 && refused > 5, "{met} met, {refused} refused");
+}
+
+/// As [`written`], of up to 12 tokens; `None`, too, where the grammar gives up.
+fn any_text(mut grammar: Grammar, tokenizer: &Tokenizer, end: u32, seed: u64) -> Option<String> {
+    let (mut random, mut ids) = (Random(seed), Vec::new());
+    for _ in 0..12 {
+        let allowed = grammar.allowed()?;
+        let token = if allowed.contains(&end) { end } else { allowed[random.below(allowed.len())] };
+        grammar.take(token);
+        ids.extend(Some(token).filter(|token| *token != end));
+        if grammar.has_ended() {
+            return tokenizer.decode(&ids).ok();
+        }
+    }
+    None
+}

@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 pub enum ReportError {
     /// A folder that `sieve train` did not write.
     #[error(
-        "{} holds no run: there is no {missing} in it\n  \
+        "{} holds no run: there is {there_is}\n  \
          hint: name the folder given to `sieve train --out`, of a run or of a sweep",
         path.shown()
     )]
     NoRun {
         /// Path of the folder.
         path: PathBuf,
-        /// The missing file, which every run has.
-        missing: &'static str,
+        /// What there is: no file that every run has, nothing, or a file.
+        there_is: String,
     },
     /// A run that has not logged a step.
     #[error("{}: no step has been logged yet\n  hint: leave this run out, or wait for its first step", path.shown())]

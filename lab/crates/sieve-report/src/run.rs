@@ -116,7 +116,14 @@ impl Run {
         for missing in [CONFIG, METRICS] {
             if !folder.join(missing).is_file() {
                 let path = folder.to_owned();
-                return Err(ReportError::NoRun { path, missing });
+                let there_is = if !folder.exists() {
+                    "nothing of that name".to_owned()
+                } else if folder.is_dir() {
+                    format!("no {missing} in it")
+                } else {
+                    "a file of that name, and a run is a folder".to_owned()
+                };
+                return Err(ReportError::NoRun { path, there_is });
             }
         }
         let path = folder.join(CONFIG);
@@ -471,6 +478,11 @@ pub(crate) mod tests {
         let empty = tempfile::tempdir().unwrap();
         let error = Run::open(empty.path(), None).unwrap_err().to_string();
         assert!(error.contains("holds no run: there is no config.toml") && error.contains("hint"), "{error}");
+        for (name, there_is) in [("none", "there is nothing of that name"), ("file", "there is a file of that name")] {
+            fs::write(empty.path().join("file"), "").unwrap();
+            let error = Run::open(&empty.path().join(name), None).unwrap_err().to_string();
+            assert!(error.contains(there_is), "{error}");
+        }
         let begun = folder("", "");
         let error = Run::open(begun.path(), None).unwrap_err().to_string();
         assert!(error.contains("no step has been logged yet"), "{error}");
