@@ -88,9 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bf16* down = is_value ? v_down : k_down;
   for (int column = warp; column < width; column += NUM_WARPS) {
     float sum[1];
-    const bf16* weights = down + (i64)column * hidden_size;
-    if (hidden_size % 8 == 0) lane_products<true, 1>(sum, weights, hidden, 0, hidden_size);
-    else lane_products<false, 1>(sum, weights, hidden, 0, hidden_size);
+    lane_products<false, 1>(sum, down + (i64)column * hidden_size, hidden, 0, hidden_size);
     if (lane == 0) to[column].bits = (unsigned short)pack_bf16(sum[0], 0.f);
   }
 #else

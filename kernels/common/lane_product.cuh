@@ -4,10 +4,10 @@
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 
-// The eight numbers of a row of `width` numbers from `first` on; zeros behind its end. IS_EVEN: rows are whole words.
-template <bool IS_EVEN>
+// The eight numbers of a row of `width` numbers from `first` on; zeros behind its end. WORDS: rows are whole words.
+template <bool WORDS>
 DEVICE void load_word(const bf16* row, int first, int width, float (&to)[8]) {
-  if constexpr (IS_EVEN) {
+  if constexpr (WORDS) {
     unpack_bf16x8(load_16_bytes(row + first), to);
   } else {
 #pragma unroll
@@ -17,7 +17,7 @@ DEVICE void load_word(const bf16* row, int first, int width, float (&to)[8]) {
 
 // sums[r] = sum over j < width of weights[j] x[r][j]; row r of x has words from x + r * row_words on, with zeros behind
 // `width`. All 32 lanes call it, and each receives the sums.
-template <bool IS_EVEN, int ROWS>
+template <bool WORDS, int ROWS>
 DEVICE void lane_products(float (&sums)[ROWS], const bf16* weights, const uint4* x, int row_words, int width) {
   const int num_words = (width + 7) / 8;
 #pragma unroll
@@ -25,7 +25,7 @@ DEVICE void lane_products(float (&sums)[ROWS], const bf16* weights, const uint4*
 #pragma unroll 4
   for (int at = (int)threadIdx.x & 31; at < num_words; at += 32) {
     float w[8];
-    load_word<IS_EVEN>(weights, at * 8, width, w);
+    load_word<WORDS>(weights, at * 8, width, w);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float numbers[8];

@@ -25,8 +25,8 @@ const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so 
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense, dynamic mask, MiniMax sparse, mixture of block attention and
-    /// InfLLM-V2, windows and bands, slower with few or long texts. On a CPU every model does
+    /// any length and in a whole row; for models of dense, dynamic mask, MiniMax sparse, native sparse, mixture of block
+    /// attention and InfLLM-V2, windows and bands, slower with few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -151,7 +151,8 @@ mod tests {
         let qsa = Attention::Msa(MsaShape { indexer: IndexScores::Qsa, select_block_size: 64, ..msa });
         let qsa = ModelShape { attention: qsa, ..dense.clone() };
         let large = ModelShape { num_heads: 65 * dense.num_kv_heads, ..indexed.clone() };
-        for shape in [&dense, &window, &chosen, &indexed, &of_blocks(ChoiceRule::MeanKey), &pooled] {
+        let branches = ModelShape { head_dim: 64, ..tiny_nsa() };
+        for shape in [&dense, &window, &chosen, &indexed, &of_blocks(ChoiceRule::MeanKey), &pooled, &branches] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for device in [&hopper, &Device::Cpu] {
@@ -162,7 +163,7 @@ mod tests {
         for (shape, device, part) in [
             (&dense, &ampere, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
             (&tiny_mla(), &hopper, "has mla layers"),
-            (&tiny_nsa(), &hopper, "has nsa layers"),
+            (&tiny_nsa(), &hopper, "has nsa layers of heads of 6"),
             (&qsa, &hopper, "has msa layers with indexer \"qsa\""),
             (&large, &hopper, "has msa layers of 65 query heads a KV head"),
             (&wide, &hopper, "has heads of 256"),

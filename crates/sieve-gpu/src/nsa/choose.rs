@@ -3,7 +3,9 @@
 use super::{Bounds, PooledStep, hopper, rule_number};
 use crate::KernelError;
 use crate::attention::{AttentionResult, AttentionShape, Heads, require_scale};
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require, require_non_empty};
+use crate::runtime::{
+    CudaTensor, DType, NsaImportanceParams, SourceKernel, operands, params, ranges, require, require_non_empty,
+};
 use sieve_core::{BlockChoice, ForcedBlocks};
 use std::ops::{Range, RangeInclusive};
 
@@ -150,11 +152,7 @@ impl Scored<'_> {
 
     /// Attention over pooled keys and values of one layout, in an order that no later token changes. Queries that are
     /// not scored get neither an output nor a log-sum-exp.
-    fn attend(
-        &self,
-        q: &Heads,
-        [keys, values, start, end]: [&CudaTensor; 4],
-    ) -> Result<AttentionResult, KernelError> {
+    fn attend(&self, q: &Heads, [keys, values, start, end]: [&CudaTensor; 4]) -> Result<AttentionResult, KernelError> {
         let Self { shape, queries, rows, .. } = self;
         let lse = self.log_sums(q, [keys, start, end])?;
         let o = keys.empty_contiguous(&shape.output(), DType::BF16);

@@ -125,7 +125,8 @@ impl Text {
             let ended = blocks.num_compressed_blocks(any).saturating_sub(1) * blocks.compress_stride
                 + blocks.compress_block_size;
             let edge = any / blocks.select_block_size * blocks.select_block_size;
-            let places = [any, ended.saturating_sub(1), edge, edge.saturating_sub(1), 0, blocks.compress_block_size - 1];
+            let first_end = blocks.compress_block_size - 1;
+            let places = [any, ended.saturating_sub(1), edge, edge.saturating_sub(1), 0, first_end];
             random.one_of(&places[..if row == 0 { 2 } else { places.len() }]).min(seq_len - steps)
         });
         let lengths = lengths.collect();
@@ -142,9 +143,8 @@ impl Text {
         };
         let mlp = at.is_multiple_of(2).then(|| {
             let columns = blocks.compress_block_size * width;
-            [(); 2].map(|()| {
-                [scaled(columns, 1), scaled(hidden * columns, columns), scaled(width * hidden, hidden / 4)]
-            })
+            [(); 2]
+                .map(|()| [scaled(columns, 1), scaled(hidden * columns, columns), scaled(width * hidden, hidden / 4)])
         });
         let gates = [scaled(seq_len.min(300) * GATES[0], 1), scaled(GATES[1] * GATES[0], GATES[0])];
         Self { shape, blocks, window: 40, lengths, steps, coarse, fine, mlp, hidden, gates }
@@ -343,9 +343,7 @@ impl Text {
         }
         // The compressed keys and values that the steps have stored are those of whole rows, too.
         let expected = self.compressed_cache(device, whole, &lengths, room);
-        for (name, stored, expected) in
-            [("keys", &compressed.k, &expected.k), ("values", &compressed.v, &expected.v)]
-        {
+        for (name, stored, expected) in [("keys", &compressed.k, &expected.k), ("values", &compressed.v, &expected.v)] {
             let (stored, expected) = (device.floats(stored)?, device.floats(expected)?);
             let differ = stored.iter().zip(&expected).filter(|(a, b)| !b.is_nan() && a.to_bits() != b.to_bits());
             let differ = differ.count();

@@ -8,7 +8,8 @@ use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
 use crate::{
-    biases, block_order, branch_order, decode, key_order, latent, models, nsa, select, selection, sparse, step, trained_bits,
+    biases, block_order, branch_order, decode, key_order, latent, models, nsa, select, selection, sparse, step,
+    trained_bits,
 };
 use burn::backend::Autodiff;
 use burn::tensor::DType;

@@ -21,8 +21,8 @@ use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError,
-    KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks, nsa_blocks_backward, nsa_gates,
-    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks,
+    nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;

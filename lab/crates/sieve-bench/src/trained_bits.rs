@@ -29,6 +29,8 @@ const ROWS: usize = 2;
 const FORMS: &str = r"
     swa => sliding_window = 100
     cowa => sink_tokens = 16\nnear_window = 64\nfar_reach = 600\nnum_bands = 2
+    nsa => window_size = 100
+    nsa => window_size = 100\ncompress = 'mlp'\nshared_kv = false
     dma => preset = 'paper'\nkeep_window_size = 96
     dma => keep_window_size = 96\nlocal_window_size = 12\nbias = 'linear'\nrecency = 'slope'
 ";
