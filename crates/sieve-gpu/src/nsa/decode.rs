@@ -429,3 +429,54 @@ fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
 fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
     SourceKernel::new(COMPRESS).define("MLP", u8::from(mlp)).threads(512).starts_early()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder, Step};
+
+    #[test]
+    fn a_token_of_three_branches_in_order_takes_the_kernels_of_whole_rows() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let (capacity, packed) = (512, gpu.tensor(&[2, 1, 8, 64], DType::BF16));
+        let launched = |sums: SumOrder| {
+            let token = Qkv::packed(&packed, 4, 2).in_order(sums);
+            let shape = one_token(NAME, &token).expect("one token");
+            let cache = |room| KvCache::new(&packed, &shape, room);
+            let (compressed, all) = (cache(NsaBlocks::PUBLISHED.num_slots(capacity)), cache(capacity));
+            let scratch = DecodeScratch::new(&packed, shape, capacity).expect("sizes fit");
+            let [length, start] = [[2].as_slice(), &[2, 1]].map(|sizes| gpu.tensor(sizes, DType::I32));
+            let call = NsaToken {
+                branches: [&token; 3],
+                caches: [&compressed, &all, &all],
+                tail: (&all, 0),
+                mlp: None,
+                start: &start,
+                blocks: NsaBlocks::PUBLISHED,
+            };
+            gpu.take_steps();
+            let step = DecodeStep::new(capacity - 1, 0.125);
+            let window = DecodeStep { window: Some(64), ..step };
+            call.decode(&length, [step, window], [&scratch; 3]).expect("sizes fit");
+            let steps = gpu.take_steps().into_iter();
+            steps
+                .filter_map(|step| if let Step::Launch(launch) = step { Some(launch.kernel.name()) } else { None })
+                .collect::<Vec<_>>()
+        };
+        let in_order = launched(SumOrder::Fixed);
+        let expected = [
+            "nsa_compress_token",
+            "pooled_scores",
+            "hopper_nsa_importance",
+            "nsa_compressed_output",
+            "hopper_nsa_importance",
+            "nsa_choose",
+            "nsa_token_lists",
+            "hopper_nsa_selected_attention_forward",
+            "nsa_selected_combine",
+            "hopper_attention_token",
+        ];
+        assert_eq!(in_order, expected);
+        assert!(!launched(SumOrder::Any).contains(&"nsa_compressed_output"));
+    }
+}
