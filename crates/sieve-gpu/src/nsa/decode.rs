@@ -56,8 +56,8 @@ impl NsaToken<'_> {
     /// `[batch]`, is the number of tokens before the new one. `step` is the step of the selected branch, whose cache
     /// holds all tokens; `window` is the step of the window branch. `scratch` has the buffers of each branch. With sums
     /// in a fixed order, as the window branch's queries ask for it, the token has the bits of a whole row with
-    /// [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs), in the window branch on Hopper. Returns the branches' outputs,
-    /// each `[batch, 1, num_heads, head_dim]`.
+    /// [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs), in the window branch on Hopper. Returns the outputs of the
+    /// branches, each `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
