@@ -119,7 +119,7 @@ def selected(found, name, batch, tokens, device, same_bits, block=64, width=128)
 
 
 def dma(found, name, batch, tokens, device, same_bits, keep, width=128, **form):
-    """A row of `dma_attention` beside `dma_decode`, with and without gradients, whose kernels also keep `o_low`."""
+    """A row of `dma_attention` beside `dma_decode`, with gradients and without: to keep `o_low` would change bits."""
     q, k, v = tensors(batch, tokens, width, device)
     w_dt = random(KV_HEADS, KV_HEADS * width, device=device, dtype=torch.float32, scale=0.05, seed=6)
     a, rows = random(KV_HEADS, device=device, dtype=torch.float32, seed=7).abs(), torch.arange(batch, device=device)

@@ -12,7 +12,7 @@ use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport, KernelFamily,
     KernelPolicy, KeySource, KvCache, NeededKernels, NeededKeys, NsaToken, Qkv, SumOrder, nsa_blocks, nsa_mean_pool,
 };
-use sieve_testing::Random;
+use sieve_testing::{Random, round_bf16};
 
 /// Tokens of a compressed block, of its stride and of a selected block, and blocks that a query selects: with kernels
 /// of Hopper's own for importance, and without.
@@ -146,7 +146,18 @@ impl Text {
             [(); 2]
                 .map(|()| [scaled(columns, 1), scaled(hidden * columns, columns), scaled(width * hidden, hidden / 4)])
         });
-        let gates = [scaled(seq_len.min(300) * GATES[0], 1), scaled(GATES[1] * GATES[0], GATES[0])];
+        // The second half of a row almost cancels the first, so that the order of sums shows in rounded numbers.
+        let half = GATES[0] / 2;
+        let [x, weights] = [seq_len.min(300), GATES[1]].map(|rows| scaled(rows * half, 1));
+        let rows = |of: &[f32], second: &dyn Fn(usize, f32) -> f32| -> Vec<f32> {
+            let row = |row: &[f32]| {
+                let others = row.iter().enumerate().map(|(at, &x)| second(at, x)).collect();
+                [row.to_vec(), others].concat()
+            };
+            of.chunks_exact(half).flat_map(row).collect()
+        };
+        let near = |at: usize, x: f32| round_bf16(x * if at.is_multiple_of(2) { 1.0078125 } else { 0.9921875 });
+        let gates = [rows(&x, &near), rows(&weights, &|_, x| -x)];
         Self { shape, blocks, window: 40, lengths, steps, coarse, fine, mlp, hidden, gates }
     }
 

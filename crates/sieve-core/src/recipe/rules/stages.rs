@@ -68,6 +68,8 @@ pub(super) fn check_same_bits(parts: &Parts, rules: &mut Rules<'_>) {
         return;
     };
     let degree = parts.parallelism.as_ref().map_or(1, |parallelism| parallelism.context_parallel_degree);
+    let of_stages = parts.stage.iter().flatten().map(|stage| stage.index_warmup);
+    let mut warm_ups = of_stages.chain([parts.attention.as_ref().and_then(|attention| attention.index_warmup())]);
     for (holds, what, hint) in [
         (training.deterministic, "deterministic = false: sums have no order then", "set training.deterministic = true"),
         (
@@ -84,6 +86,16 @@ pub(super) fn check_same_bits(parts: &Parts, rules: &mut Rules<'_>) {
             degree <= 1,
             "parallelism.context_parallel_degree: processes that share a row add its parts",
             "leave context_parallel_degree out",
+        ),
+        (
+            training.dense_steps == 0.0,
+            "dense_steps: queries read all keys in such steps",
+            "leave training.dense_steps out",
+        ),
+        (
+            !warm_ups.any(|warms_up| warms_up == Some(true)),
+            "index_warmup: queries read all keys then",
+            "leave index_warmup out, or train the indexer in a run before",
         ),
     ] {
         rules.require(holds, "training.same_bits", format!("does not go with {what}"), hint);

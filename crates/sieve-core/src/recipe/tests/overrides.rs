@@ -27,11 +27,19 @@ fn values_are_toml_or_bare_strings() {
 }
 
 #[test]
-fn equal_bits_in_training_need_bf16() {
+fn equal_bits_in_training_refuse_what_changes_a_tokens_sums() {
     let wanted = ["training.same_bits=true", "training.one_document_per_row=true", "model.head_dim=16"];
     assert!(loaded(&wanted).training.same_bits);
-    let error = refusal(load(&[&wanted[..], &["training.precision=fp8"]].concat()));
-    assert!(error.contains("training.same_bits: does not go with precision = \"fp8\""), "{error}");
+    let msa = [&wanted[..], &["attention.kind=msa", "attention.select_block_size=16"]].concat();
+    assert!(loaded(&msa).training.same_bits);
+    for (words, says) in [
+        (&["training.precision=fp8"][..], "precision = \"fp8\""),
+        (&["training.dense_steps=0.5"], "dense_steps"),
+        (&["attention.index_warmup=true"], "index_warmup"),
+    ] {
+        let words = [&msa[..], words].concat();
+        refusal(load(&words), &format!("training.same_bits: does not go with {says}"));
+    }
 }
 
 #[test]
