@@ -100,8 +100,11 @@ struct Whole {
     /// The blocks that each token chose, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     chosen: Vec<i32>,
     /// Outputs of the branches, `[batch, seq_len, num_heads, head_dim]`.
-    o: Vec<(&'static str, Vec<f32>)>,
+    o: Outputs,
 }
+
+/// Names of branches and their outputs.
+type Outputs = Vec<(&'static str, Vec<f32>)>;
 
 impl Text {
     /// Text number `at`, of other sizes than its neighbours.
@@ -209,7 +212,7 @@ impl Text {
         [coarse, fine]: [&Packed; 2],
         compressed: &CudaTensor,
         first: usize,
-    ) -> Result<(Vec<i32>, Vec<(&'static str, Vec<f32>)>), Wrong> {
+    ) -> Result<(Vec<i32>, Outputs), Wrong> {
         let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = self.shape;
         let (bounds, count) = (self.bounds(device), self.blocks.num_selected_blocks);
         let [coarse, fine] = [coarse, fine].map(|packed| {
