@@ -2,7 +2,7 @@
 use crate::device::{DeviceChoice, DtypeArg, Place};
 use crate::out_of_memory::MemoryArgs;
 use crate::terminal;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -156,6 +156,21 @@ pub fn logit_rules(defaults: &SamplingDefaults) -> LogitRules {
         repetition_penalty: defaults.repetition_penalty.unwrap_or(none.repetition_penalty),
         ..none
     }
+}
+
+/// Tokens of a text or conversation: `--max-context`, or the model's own context.
+///
+/// # Errors
+/// More tokens than the model's context.
+pub fn context(max_context: Option<u64>, shape: &ModelShape) -> Result<usize> {
+    let most = shape.max_seq_len;
+    let context = max_context.map_or(most, |context| context as usize);
+    ensure!(
+        context <= most,
+        "--max-context is {context}, but the model's context is {most} (max_position_embeddings)\n  hint: use at most \
+         {most} or leave it out"
+    );
+    Ok(context)
 }
 
 /// The chat template of the model in a folder. `instead` is what the hint of the error says to do without one.

@@ -132,6 +132,7 @@ fn require_order(what: &str, shape: &ModelShape) -> Result<()> {
 mod tests {
     use super::*;
     use sieve_core::MsaShape;
+    use sieve_core::model::gpu::find;
     use sieve_core::model::test_shapes::{kind_that_chooses_by, qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa, with_keys};
     use sieve_core::model::{Attention, IndexScores};
 
@@ -188,9 +189,9 @@ mod tests {
             wanted.check(&Device::Cpu, false, shape).expect("a CPU adds in one order");
         }
     }
+
     #[test]
     fn a_plan_is_refused_where_training_is() {
-        use sieve_core::model::gpu::find;
         let shapes = [qwen3_0_6b(), tiny_mla(), tiny_nsa(), tiny_dma(), ModelShape { head_dim: 256, ..qwen3_0_6b() }];
         for (name, major) in [("h200", 9), ("h100", 9), ("a100", 8), ("4090", 8), ("b200", 10)] {
             for shape in &shapes {

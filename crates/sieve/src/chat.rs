@@ -70,16 +70,8 @@ pub(crate) fn run(mut args: ChatArgs) -> Result<()> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
     // A model without a template is said before it is loaded.
     let template = loaded::chat_template(&args.checkpoint, "sieve generate continues a text")?;
-    let max_context = args.max_context.map(|context| context as usize);
-    let most = peek_model(&args.checkpoint)?.1.max_seq_len;
-    ensure!(
-        max_context.is_none_or(|context| context <= most),
-        "--max-context is {}, but the model's context is {most} (max_position_embeddings)\n  hint: use at most {most} \
-         or leave it out",
-        max_context.unwrap_or_default()
-    );
+    let context = loaded::context(args.max_context, &peek_model(&args.checkpoint)?.1)?;
     let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| {
-        let context = max_context.unwrap_or(shape.max_seq_len);
         let part = prompt_part(shape, context);
         InferenceSize { cached_tokens: context, num_caches: 1, ..InferenceSize::rows_of(part, part) }
     });
@@ -89,7 +81,7 @@ pub(crate) fn run(mut args: ChatArgs) -> Result<()> {
         Settings {
             system: args.system,
             max_new_tokens: args.max_new_tokens.map_or(usize::MAX, |tokens| tokens as usize),
-            max_context: max_context.unwrap_or(usize::MAX),
+            max_context: context,
             temperature: args.temperature,
             top_p: args.top_p,
             top_k: args.top_k,

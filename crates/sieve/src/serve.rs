@@ -142,14 +142,7 @@ impl ServeArgs {
 
     /// Tokens of a text.
     fn context(&self, shape: &ModelShape) -> Result<usize> {
-        let context = self.max_context.map_or(shape.max_seq_len, |context| context as usize);
-        ensure!(
-            context <= shape.max_seq_len,
-            "--max-context is {context}, but the model's context is {} (max_position_embeddings)\n  hint: use at most \
-             {} or leave it out",
-            shape.max_seq_len,
-            shape.max_seq_len
-        );
+        let context = loaded::context(self.max_context, shape)?;
         let has_selector = self.sparse.selector.is_some();
         ensure!(
             !has_selector || self.max_texts.is_none_or(|texts| texts == 1),

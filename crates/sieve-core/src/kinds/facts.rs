@@ -15,7 +15,8 @@ pub struct KindFacts {
     pub takes_sinks: bool,
     /// Whether a new token on a Hopper GPU can add in the order of whole rows, to the bit: by a kernel that goes
     /// through neighbouring keys as whole rows do, for keys that are chosen one by one with [`KeyOrder::Epochs`] in
-    /// both, or for chosen blocks by the kernels of whole rows, those of probabilities with that order in whole rows.
+    /// both, or for chosen blocks by the kernels of whole rows. A kind that chooses blocks by probabilities needs that
+    /// order in whole rows, too.
     ///
     /// [`KeyOrder::Epochs`]: crate::KeyOrder::Epochs
     pub has_one_order: bool,

@@ -163,8 +163,9 @@ impl KvCache {
         launch(q, self, length, step, scratch, Seen::Chosen { form: DecodeForm::Chosen, chosen, block_size })
     }
 
-    /// [`attention_decode_chosen`](Self::attention_decode_chosen) over lists of any blocks: they end before the first
-    /// -1 and before the first block behind that of key `length`. A query with an empty list gets an output of zeros.
+    /// [`attention_decode_chosen`](Self::attention_decode_chosen) over lists of any blocks. A list ends before its
+    /// first -1, and before the first block that lies behind the block of key `length`. A query with an empty list gets
+    /// an output of zeros.
     ///
     /// # Errors
     /// Types or sizes that do not fit.

@@ -12,7 +12,7 @@ const NAME: &str = "nsa_choose";
 /// launches.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
-/// nsa_importance's `RULE` that writes log-sum-exps: behind those of [`rule_number`].
+/// The number of nsa_importance's `RULE` that writes log-sum-exps; the rules of [`rule_number`] have smaller ones.
 const LOG_SUMS: u8 = 4;
 
 /// Rows of a tile of the portable nsa_importance: the heads of a query are consecutive rows.
@@ -164,7 +164,7 @@ impl Scored<'_> {
 
 /// The log-sum-exps of the queries from `first` on of each row over the pooled keys that they see, f32
 /// `[batch, num_heads, seq_len]`, in an order that a query behind a cache can have, too. `shape` are the sizes of
-/// attention over the pooled keys. Those of earlier queries are not written.
+/// attention over the pooled keys. The log-sum-exps of earlier queries are not written.
 pub(super) fn log_sums_of_rows(
     queries: &Heads,
     shape: &AttentionShape,
@@ -190,8 +190,8 @@ impl PooledStep<'_> {
     }
 
     /// The blocks that one query a row chooses, i32 `[batch, 1, choosers, num_selected_blocks]`, as in a pass over
-    /// whole rows. `q` are the layer's queries or those of an indexer, one for each chooser; their keys are the pooled
-    /// keys, the query's own included. `capacity`: tokens of the cache.
+    /// whole rows. `q` are the layer's queries, or an indexer's, one for each chooser. They are scored with the pooled
+    /// keys, of which the token itself may have ended one. `capacity`: tokens of the cache.
     pub(super) fn choose_in_order(
         self,
         q: &Heads,

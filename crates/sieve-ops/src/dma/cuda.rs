@@ -98,22 +98,19 @@ fn launch_select(
     let [start, end] = bounds(documents);
     let selection = sieve_kernels::dma_select(&rank, &start, &end, window)?;
     let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-    let has_epochs = window.keep_window_size <= MOST_ORDERED;
-    let ordered = match order {
-        _ if selection.keep_window_size >= seq_len || !has_epochs => None,
-        DmaOrder::Of(KeyOrder::Leaving) => None,
-        DmaOrder::Of(KeyOrder::Epochs) => Some(selection.dma_ordered_lists(&rank, &start, window, None)?),
-        DmaOrder::EpochsBehind { positions, first_query, first_position } => {
-            let positions = kernel_tensor(positions);
-            let after = AfterCache { positions: &positions, first_query, first_position };
-            Some(selection.dma_ordered_lists(&rank, &start, window, Some(after))?)
-        }
+    let (keep_window_size, has_epochs) = (selection.keep_window_size, window.keep_window_size <= MOST_ORDERED);
+    let ordered = |after| {
+        let lists = selection.dma_ordered_lists(&rank, &start, window, after)?;
+        Ok(DmaKeys::Ordered(burn_lists(lists), keep_window_size))
     };
-    let keep_window_size = selection.keep_window_size;
-    let keys = match ordered {
+    let keys = match order {
         _ if keep_window_size >= seq_len => DmaKeys::All,
-        Some(lists) => DmaKeys::Ordered(burn_lists(lists), keep_window_size),
-        None => DmaKeys::Lists(burn_lists(selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?)),
+        DmaOrder::Of(KeyOrder::Epochs) if has_epochs => ordered(None)?,
+        DmaOrder::EpochsBehind { positions, first_query, first_position } if has_epochs => {
+            let positions = kernel_tensor(positions);
+            ordered(Some(AfterCache { positions: &positions, first_query, first_position }))?
+        }
+        _ => DmaKeys::Lists(burn_lists(selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?)),
     };
     let expire = selection.expire.burn();
     Ok(DmaSelection { expire, keys })

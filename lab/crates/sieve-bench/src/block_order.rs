@@ -320,7 +320,7 @@ impl Text {
         Ok(nsa_mean_pool([&qkv.k, &qkv.v], self.bounds(device).each_ref(), self.choice.blocks)?)
     }
 
-    /// The keys by which blocks are chosen, as a step finds them: those of each row's `lengths` tokens, then NaN.
+    /// The keys by which a step chooses blocks: the keys of each row's first `lengths` tokens, then NaN.
     fn choice_keys(
         &self,
         device: &dyn Device,
@@ -464,7 +464,7 @@ impl Text {
             }
             lengths.iter_mut().for_each(|length| *length += 1);
         }
-        // The keys that the steps have stored are those of whole rows, too.
+        // The steps have stored the keys that whole rows have.
         let expected = device.floats(&self.choice_keys(device, whole, &lengths, capacity)?)?;
         let stored = device.floats(&pooled)?;
         let differ = stored.iter().zip(&expected).filter(|(a, b)| !b.is_nan() && a.to_bits() != b.to_bits()).count();

@@ -161,10 +161,10 @@ struct Setup {
 }
 
 /// A device, the type in which a model computes there, and which kernels it takes.
-struct On<'a, B: TrainBackend> {
-    device: &'a B::Device,
-    dtype: DType,
-    policy: KernelPolicy,
+pub(crate) struct On<'a, B: TrainBackend> {
+    pub(crate) device: &'a B::Device,
+    pub(crate) dtype: DType,
+    pub(crate) policy: KernelPolicy,
 }
 
 /// Whether a GPU and its libraries have GEMMs in fp8.

@@ -3,7 +3,7 @@
 //! decoding step.
 use crate::error::{BenchError, Result};
 use crate::extent::{CheckPart, Extent};
-use crate::models::{VOCAB_SIZE, drawn_weights, model_of};
+use crate::models::{On, VOCAB_SIZE, drawn_weights, model_of};
 use crate::report::{Outcome, Report, wrong};
 use burn::module::AutodiffModule;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -36,13 +36,6 @@ const FORMS: &str = r"
 /// These keys of kinds that choose blocks.
 const BLOCKS: &str = "select_block_size = 64\nnum_selected_blocks = 3";
 
-/// A device, the type in which a model computes there, and which kernels it takes.
-struct On<'a, B: TrainBackend> {
-    device: &'a B::Device,
-    dtype: DType,
-    policy: KernelPolicy,
-}
-
 /// Checks the models of a part, of each kind whose steps have the bits of whole rows, on a backend that computes in
 /// `dtype`.
 ///
@@ -55,12 +48,13 @@ pub(crate) fn check<B: TrainBackend>(
     extent: &Extent,
 ) -> Result<()> {
     let on = On::<B> { device, dtype, policy: extent.policy };
-    let path = if dtype == DType::BF16 { "kernel" } else { "cpu" };
+    let is_gpu = dtype == DType::BF16;
+    let path = if is_gpu { "kernel" } else { "cpu" };
     let kinds = AttentionKind::ALL.into_iter().filter(|kind| kind.facts().has_one_order && is_of(*kind, part));
     for (kind, keys) in kinds.flat_map(|kind| forms(kind).into_iter().map(move |keys| (kind, keys))) {
         let (name, seed) = (format!("model {}", kind.name()), extent.seed);
         let mut text = Text::draw(kind, keys, seed)?;
-        if path == "cpu" {
+        if !is_gpu {
             // A pass takes half a second there, and sums have one order anyway.
             text.compared.truncate(5);
         }
