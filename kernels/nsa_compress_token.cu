@@ -12,13 +12,13 @@
 //            k_compressed, v_compressed, length, count
 // Defines    MLP 0|1
 // Tiling     grid (num_kv_heads, 2, batch); 512 threads; a warp takes a hidden number, then a column; dynamic shared
-//            bytes = 2 size width + 4 hidden. Most tokens end no block, and their launch writes one row
-// Numerics   f32 sums in a fixed order; x + positions, hidden numbers and the result are rounded to bf16, as the
-//            kernels of a whole pass round them
+//            bytes = 2 size width + 16 ceil(hidden / 8). Most tokens end no block, and their launch writes one row
+// Numerics   f32 sums, of an MLP in the order of lane_product.cuh, of a mean in that of the tokens; x + positions,
+//            hidden numbers and the result are rounded to bf16, as the kernels of a whole pass round them
 // Edges      width a multiple of 8; the tail holds the last `size` tokens at least; a full tail or cache is refused by
 //            the wrapper
 #include "common/bf16x8.cuh"
-#include "common/fixed_sum.cuh"
+#include "common/lane_product.cuh"
 #include "common/pooled_keys.cuh"
 #include "common/programmatic_launch.cuh"
 
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
                        bf16* k_compressed, bf16* v_compressed, const i32* length, i32* count,
                        const __grid_constant__ NsaCompressTokenParams params) {
-  extern __shared__ uint4 block_tokens[];  // [size * width / 8], then f32 [hidden]
+  extern __shared__ uint4 block_tokens[];  // [size * width / 8], then the hidden numbers
   wait_for_previous();
   const int kv_head = blockIdx.x, width = (int)params.width, chunks = width / 8, size = (int)params.size;
   const bool is_value = blockIdx.y == 1;
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
              (head * (i64)params.capacity + min((i64)keys.num() - 1, (i64)params.capacity - 1)) * width;
 #if MLP
   const int hidden_size = (int)params.hidden, num_words = size * chunks, last = num_words - chunks;
-  float* hidden = (float*)(block_tokens + num_words);
+  uint4* hidden = block_tokens + num_words;
   const bf16* positions = is_value ? v_positions : k_positions;
   for (int at = threadIdx.x; at < num_words; at += THREADS) {
     float x[8], position[8];
@@ -73,30 +73,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < 8; ++i) x[i] += position[i];
     block_tokens[at] = pack_bf16x8(x);
   }
+  // The last word of the hidden numbers ends in zeros.
+  if (threadIdx.x == 0) hidden[(hidden_size - 1) / 8] = make_uint4(0, 0, 0, 0);
   __syncthreads();  // the block's tokens are stored
+  // A pass over whole rows multiplies by linear_in_order.cu, in this order of sums.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bf16* up = is_value ? v_up : k_up;
   for (int row = warp; row < hidden_size; row += NUM_WARPS) {
-    float sum = 0.f;
-#pragma unroll 4
-    for (int at = lane; at < num_words; at += 32) {
-      float weights[8], x[8];
-      unpack_bf16x8(load_16_bytes(up + ((i64)row * num_words + at) * 8), weights);
-      unpack_bf16x8(block_tokens[at], x);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum = fmaf(weights[i], x[i], sum);
-    }
-    sum = lanes_sum<32>(sum);
-    if (lane == 0) hidden[row] = bf16_low(pack_bf16(fmaxf(sum, 0.f), 0.f));
+    float sum[1];
+    lane_products<true, 1>(sum, up + (i64)row * num_words * 8, block_tokens, num_words, num_words * 8);
+    if (lane == 0) ((bf16*)hidden)[row].bits = (unsigned short)pack_bf16(fmaxf(sum[0], 0.f), 0.f);
   }
   __syncthreads();  // every hidden number is stored
   const bf16* down = is_value ? v_down : k_down;
   for (int column = warp; column < width; column += NUM_WARPS) {
-    float sum = 0.f;
-    for (int at = lane; at < hidden_size; at += 32)
-      sum = fmaf(bf16_to_f32(down[(i64)column * hidden_size + at]), hidden[at], sum);
-    sum = lanes_sum<32>(sum);
-    if (lane == 0) to[column].bits = (unsigned short)pack_bf16(sum, 0.f);
+    float sum[1];
+    lane_products<false, 1>(sum, down + (i64)column * hidden_size, hidden, 0, hidden_size);
+    if (lane == 0) to[column].bits = (unsigned short)pack_bf16(sum[0], 0.f);
   }
 #else
   for (int column = threadIdx.x; column < width; column += THREADS) {

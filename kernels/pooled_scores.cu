@@ -11,9 +11,9 @@
 //            multiple of 4), a position past them takes the last row; length i32 [batch], keys in the cache before this
 //            token; rotated_q bf16 [batch, num_heads, HEAD_DIM]; scores f32 [batch, num_heads, pooled_capacity]
 // Buffers    q, k_new, v_new, k_cache, v_cache, pooled, q_weight, k_weight, cos, sin, rotated_q, length, scores;
-//            ROTATE=0: without the weights, cos, sin and rotated_q, ROTATE=1: without the weights
+//            ROTATE=0: without the weights, cos, sin and (but with STORES_Q) rotated_q, ROTATE=1: without the weights
 // Defines    HEAD_DIM (64, 128), ROTATE 0|1|2, POOLS (1; 0: the pooled key that ends at the token is there already and
-//            none is written)
+//            none is written), STORES_Q (0; 1, with ROTATE=0: rotated_q receives the queries as they are)
 // Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp has KEYS pooled keys in flight, a lane HEAD_DIM /
 //            32 columns; block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
 // Numerics   pooled keys have the bits of nsa_blocks: f32 sums in the order of the tokens; scores have sums in the
@@ -31,6 +31,9 @@
 #endif
 #ifndef ROTATE
 #define ROTATE 0
+#endif
+#ifndef STORES_Q
+#define STORES_Q 0
 #endif
 
 constexpr int KEYS = 8;  // pooled keys that a warp loads at once
@@ -52,7 +55,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                   const bf16* q_weight, const bf16* k_weight,
 #endif
 #if ROTATE
-                  const float* cos, const float* sin, bf16* rotated_q,
+                  const float* cos, const float* sin,
+#endif
+#if ROTATE || STORES_Q
+                  bf16* rotated_q,
 #endif
                   const i32* length, float* scores, const __grid_constant__ PooledScoresParams params) {
   extern __shared__ float queries[];  // [group_size, HEAD_DIM]
@@ -96,6 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
   token_k = rotated_key;
 #else
   for (int i = threadIdx.x; i < group_size * HEAD_DIM; i += THREADS) queries[i] = bf16_to_f32(head_q[i]);
+#if STORES_Q
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < group_size * HEAD_DIM; i += THREADS) rotated_q[first_head * HEAD_DIM + i] = head_q[i];
+#endif
 #endif
 
   // Store the token, and the mean of the pool that ends at it. No other thread block reads these rows in this launch.

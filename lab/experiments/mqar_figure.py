@@ -83,9 +83,12 @@ KINDS = {
 
 
 # Kind of the hard form: the end of the name of its recipe, then settings.
-HARD = {"dense": ["mha"], "window": ["swa"], "NSA": ["nsa"], "DMA as published": ["dma"], "InfLLM-V2": ["infllm_v2"],
+HARD = {"dense": ["mha"], "window": ["swa"], "CoWindow": ["cowa"], "NSA": ["nsa"], "DMA as published": ["dma"],
+        "InfLLM-V2": ["infllm_v2"],
         **{kinds.label(kind): [kind] for kind in kinds.of_blocks_alone()},
-        "MSA": ["msa"], "MSA, 4 local blocks": ["msa", "attention.num_local_blocks=4"]}
+        "MSA": ["msa"], "MSA, 4 local blocks": ["msa", "attention.num_local_blocks=4"],
+        # A query of each KV head reads 512 keys, as those of the other sparse kinds do: 4, 16, and a band of 492.
+        "CoWindow, 512 keys": ["cowa", "attention.sink_tokens=4", "attention.near_window=16"]}
 
 
 def settings(kind, length, width, seed, steps):

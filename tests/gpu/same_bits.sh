@@ -6,7 +6,7 @@
 #
 #   tests/gpu/same_bits.sh SIEVE OUT [80m|1p7b|long|control]…
 #
-# 80m      mha, swa, dma, cowa, msa, moba, infllm_v2: 1, 4, 16 and 64 texts behind up to 2,000 tokens
+# 80m      mha, swa, dma, cowa, nsa, msa, moba, infllm_v2: 1, 4, 16 and 64 texts behind up to 2,000 tokens
 # 1p7b     mha, swa, dma: 1 and 16 texts behind up to 2,000 tokens
 # long     all models of 80m: 4 texts behind up to 32,000 tokens
 # control  mha and dma of 85M without the flag: 4 texts behind up to 6,000 tokens
@@ -21,7 +21,7 @@ parts=("$@")
 device="${DEVICE:-cuda}" tokens="${TOKENS:-48}" context="${CONTEXT:-32768}" failed=0
 here="$(cd "$(dirname "$0")/../.." && pwd)/lab/experiments"
 where=(--device "$device" --context "$context")
-small="80m-mha 80m-swa 80m-dma 80m-cowa 80m-msa 80m-moba 80m-infllm_v2" large="1p7b-mha 1p7b-swa 1p7b-dma"
+small="80m-mha 80m-swa 80m-dma 80m-cowa 80m-nsa 80m-msa 80m-moba 80m-infllm_v2" large="1p7b-mha 1p7b-swa 1p7b-dma"
 mkdir -p "$out"
 
 # MODELS TEXTS LONGEST [FLAGS…]: makes the models that are not there, and compares each model's tokens.

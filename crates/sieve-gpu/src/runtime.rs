@@ -27,8 +27,8 @@ pub(crate) use layout::{contiguous_strides, ranges, required_elements, row_layou
 pub(crate) use map_layout::MapLayout;
 pub(crate) use operands::{operand, operands};
 pub(crate) use params::{
-    AdamwParams, AttentionParams, NsaPlaceParams, NsaSelectedAttentionForwardParams, Params, TokenParams, params,
-    words_for,
+    AdamwParams, AttentionParams, NsaImportanceParams, NsaPlaceParams, NsaSelectedAttentionForwardParams, Params,
+    TokenParams, params, words_for,
 };
 pub(crate) use sieve_core::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub(crate) use source::{KernelText, assemble_file, assemble_text};

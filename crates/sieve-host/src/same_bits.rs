@@ -14,6 +14,10 @@ use sieve_ops::DeviceBackend;
 /// Widths of heads whose kernels for a token can add in the order of whole rows.
 const HEAD_DIMS: [usize; 2] = [64, 128];
 
+/// What a GEMM's columns and the columns that it sums over are a multiple of, where it adds in one order: cuBLASLt's
+/// kernels for Hopper load 16 bytes of bf16.
+const GEMM_COLUMNS: usize = 8;
+
 /// The compute capability of the GPUs that have these kernels.
 const HOPPER: (u32, u32) = (9, 0);
 
@@ -30,8 +34,8 @@ const HINT: &str = "\n  hint: leave it out, or add --device cpu, where it is so 
 #[derive(Args, Clone, Copy, Debug)]
 pub struct SameBitsArgs {
     /// On an H100 or H200: a token has the same log-probability, to the bit, among any number of texts, with caches of
-    /// any length and in a whole row; for models of dense, dynamic mask, MiniMax sparse, mixture of block attention and
-    /// InfLLM-V2, windows and bands, slower with few or long texts. On a CPU every model does
+    /// any length and in a whole row; for dense, dynamic mask, MiniMax sparse, native sparse and mixture of block
+    /// attention, InfLLM-V2, windows and bands, slower with few or long texts. On a CPU every model does
     #[arg(long)]
     same_bits: bool,
 }
@@ -125,6 +129,14 @@ fn require_order(what: &str, shape: &ModelShape) -> Result<()> {
         "{what} is for heads of 64 or 128 columns on a GPU, and this model has heads of {}{HINT}",
         shape.head_dim
     );
+    for (key, columns) in
+        [("hidden_size", shape.d_model), ("intermediate_size", shape.d_ff), ("vocab_size", shape.vocab_size)]
+    {
+        ensure!(
+            columns.is_multiple_of(GEMM_COLUMNS),
+            "{what} is for a {key} that is a multiple of {GEMM_COLUMNS} on a GPU, and this model's is {columns}{HINT}"
+        );
+    }
     Ok(())
 }
 
@@ -165,7 +177,10 @@ mod tests {
         let qsa = Attention::Msa(MsaShape { indexer: IndexScores::Qsa, select_block_size: 64, ..msa });
         let qsa = ModelShape { attention: qsa, ..dense.clone() };
         let large = ModelShape { num_heads: 65 * dense.num_kv_heads, ..indexed.clone() };
-        for shape in [&dense, &window, &chosen, &indexed, &of_blocks(ChoiceRule::MeanKey), &pooled] {
+        let branches = ModelShape { head_dim: 64, ..tiny_nsa() };
+        // GPT-2's vocabulary.
+        let odd = ModelShape { vocab_size: 50_257, ..dense.clone() };
+        for shape in [&dense, &window, &chosen, &indexed, &of_blocks(ChoiceRule::MeanKey), &pooled, &branches] {
             wanted.check(&hopper, false, || Ok(shape.clone())).expect("kernels in order");
         }
         for device in [&hopper, &Device::Cpu] {
@@ -176,11 +191,12 @@ mod tests {
         for (shape, device, part) in [
             (&dense, &ampere, "needs an H100 or H200, and cuda:0 is NVIDIA A100"),
             (&tiny_mla(), &hopper, "has mla layers"),
-            (&tiny_nsa(), &hopper, "has nsa layers"),
+            (&tiny_nsa(), &hopper, "has nsa layers of heads of 6"),
             (&qsa, &hopper, "has msa layers with indexer \"qsa\""),
             (&large, &hopper, "has msa layers of 65 query heads a KV head"),
             (&wide, &hopper, "has heads of 256"),
             (&many, &hopper, "has dma layers that keep 4096"),
+            (&odd, &hopper, "for a vocab_size that is a multiple of 8 on a GPU, and this model's is 50257"),
         ] {
             let shape = || Ok(shape.clone());
             let error = wanted.check(device, false, shape).expect_err(part).to_string();

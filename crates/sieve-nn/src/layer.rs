@@ -99,7 +99,7 @@ pub(crate) trait KindAttention<B: SieveBackend> {
     fn attend_cached(&self, packed: OnDevice<Self, B>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4>;
 
     /// The output projection of `o`, `[batch, tokens, num_heads * head_dim]`, plus `residual`.
-    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3>;
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3>;
 
     /// Adds what [`attend`](Self::attend) found for the pass's own tokens to the layer's output.
     fn report(&self, _found: Self::Found, _output: &mut LayerOutput<B>) {}
@@ -135,7 +135,7 @@ impl<B: SieveBackend, K: KindAttention<B>> Forward<B> for K {
                 (o, Some(found))
             }
         };
-        let mut output = LayerOutput::of(self.project_out(o.flatten(2, 3), residual));
+        let mut output = LayerOutput::of(self.project_out(o.flatten(2, 3), residual, context));
         if let Some(found) = found {
             self.report(found, &mut output);
         }

@@ -33,6 +33,11 @@ impl<B: SieveBackend> Linear<B> {
         sieve_ops::linear(x, self.weight.val())
     }
 
+    /// Like [`forward`](Self::forward), in an order of sums that depends on nothing but the number of columns.
+    pub fn forward_in_order<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        sieve_ops::linear_in_order(x, self.weight.val())
+    }
+
     /// Like [`forward`](Self::forward), and adds `residual`, `[.., out]`.
     pub fn forward_add<const D: usize>(&self, x: Tensor<B, D>, residual: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::linear_add(x, self.weight.val(), residual)

@@ -152,6 +152,8 @@ device_ops! {
     linear {
         /// The op [`crate::linear`]; with a residual, [`crate::linear_add`].
         fn linear(x: Float<Self>, weight: Float<Self>, residual: Option<Float<Self>>) -> Float<Self>;
+        /// The op [`crate::linear_in_order`].
+        fn linear_in_order(x: Float<Self>, weight: Float<Self>) -> Float<Self>;
         /// Gradient `dx` of [`crate::linear`].
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
         /// `dweight` of [`crate::linear`], added to `sum` if there is one; `sum` may be changed in place.

@@ -66,7 +66,7 @@ pub use dma::{
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::embedding;
 pub use fp8::{Fp8Kept, GemmPrecision, ToQuantise};
-pub use linear::{add_bias, linear, linear_add};
+pub use linear::{add_bias, linear, linear_add, linear_in_order};
 pub use loss::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 pub use mla::{MlaCall, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_attention_of_last, mla_pack};
 pub use norm::{RmsNormCall, rms_norm};

@@ -23,6 +23,15 @@ pub fn linear<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B
     tensor(B::node([&x, &weight], y, move |dy| backward::<B::Inner>(a, w, dy)))
 }
 
+/// As [`linear`], whose gradients it has, in an order of sums that depends on the number of columns alone: for weights
+/// that no GEMM of one order takes, and for those that a decoding step multiplies by in a kernel of its own.
+pub fn linear_in_order<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
+    let (x, weight) = (primitive(x), primitive(weight));
+    let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
+    let y = B::Inner::linear_in_order(a.clone(), w.clone());
+    tensor(B::node([&x, &weight], y, move |dy| backward::<B::Inner>(a, w, dy)))
+}
+
 /// `y = residual + x Wᵀ`; shapes as [`linear`], residual `[.., out]`.
 pub fn linear_add<B: SieveBackend, const D: usize>(
     x: Tensor<B, D>,
@@ -134,6 +143,12 @@ pub(crate) mod cpu {
         added::<Flex>(residual, with_columns(&x, out, y))
     }
 
+    /// A host's sums have one order anyway.
+    pub(crate) fn linear_in_order(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
+        let residual = None;
+        linear(x, weight, residual)
+    }
+
     pub(crate) fn linear_input_gradient(weight: FlexTensor, dy: FlexTensor) -> FlexTensor {
         unless_f32!(&dy, "linear_input_gradient": reference::linear_input_gradient::<Flex>(weight, dy));
         let (weight, dy) = (contiguous(weight), contiguous(dy));
@@ -211,6 +226,12 @@ pub(crate) mod cuda {
             Some(residual) => ("linear_add", gemm_plus_residual([a, b, residual])),
         };
         kernel_or(op, attempt.map(ToBurn::burn), || added::<Cuda>(residual, reference::linear::<Cuda>(x, weight)))
+    }
+
+    pub(crate) fn linear_in_order(x: CudaPrimitive, weight: CudaPrimitive) -> CudaPrimitive {
+        let [a, b] = tensors([&x, &weight]);
+        let attempt = sieve_kernels::step::linear_in_order(&a, &b);
+        kernel_or("linear_in_order", attempt.map(ToBurn::burn), || reference::linear::<Cuda>(x, weight))
     }
 
     pub(crate) fn linear_input_gradient(weight: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {

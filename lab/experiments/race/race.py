@@ -46,7 +46,6 @@ TOLERANCE = 0.02  # of the norms: right is below it
 # Tokens of a call whose time on the host is taken, of these tasks; how many calls, so many behind each other.
 HOST_TOKENS, HOST_TASKS, HOST_CALLS, HOST_BURST = 256, ("dense", "selected", "tiles"), 1000, 40
 SIDE_BY_SIDE = 24  # processes that are checked at once
-TIME_LIMIT = 15.0  # seconds in which one rival must give the times of one shape
 PACKAGES = ["torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-sparse-attn", "fla-core", "attn-gym",
             "flash-msa", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13"]
 
@@ -504,9 +503,10 @@ class Race:
             return
         worker.signal(signal.SIGCONT)
         worker.send(command, *shape)
-        if not worker.finished(min(TIME_LIMIT, self.left())):
+        limit = self.arguments.limit
+        if not worker.finished(min(limit, self.left())):
             place = "{}/{} heads, {} tokens".format(*shape[0], shape[1]) if shape else "on the host"
-            worker.late(command, f"{place}: no times within {TIME_LIMIT:.0f} s, and none of later shapes")
+            worker.late(command, f"{place}: no times within {limit:.0f} s, and none of later shapes")
         worker.signal(signal.SIGSTOP)
 
     def odd(self):
@@ -519,7 +519,8 @@ class Race:
 def command_of(arguments):
     """The command, without folders."""
     only = f" --only {arguments.only.replace(' ', '_')}" if arguments.only else ""
-    return f"python3 lab/experiments/race/race.py --out ROWS.jsonl{only} --seconds {arguments.seconds:.0f}"
+    limit = f" --limit {arguments.limit:.0f}" if arguments.limit != 15 else ""
+    return f"python3 lab/experiments/race/race.py --out ROWS.jsonl{only} --seconds {arguments.seconds:.0f}{limit}"
 
 
 def about(arguments):
@@ -551,6 +552,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=240.0, help="the whole run ends by then")
     parser.add_argument("--prepare", type=float, default=95.0, help="of them at most for the checks")
     parser.add_argument("--odd", type=float, default=35.0, help="of them left for odd shapes")
+    parser.add_argument("--limit", type=float, default=15.0, help="seconds for one rival's times of one shape")
     parser.add_argument("--only", default="", help="rivals whose name or task has one of these: A,B")
     parser.add_argument("--first", default="", help="rivals that are timed before all others, named as by --only")
     parser.add_argument("--times-only", action="store_true", help="no checks and no odd shapes; slow compilers side by "

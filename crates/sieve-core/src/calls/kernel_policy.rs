@@ -50,7 +50,7 @@ pub enum KernelFamilies {
 }
 
 /// The order of a query's sums over keys that are chosen one by one (DMA), and over the pooled keys whose probabilities
-/// choose blocks (InfLLM-V2), in passes over whole rows.
+/// choose blocks (NSA, InfLLM-V2), in passes over whole rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyOrder {
     /// By the query that no longer sees the key: fastest, and the only order that backward passes take. It depends on
@@ -58,7 +58,8 @@ pub enum KeyOrder {
     #[default]
     Leaving,
     /// By what was known when the query's epoch of 128 tokens began (`kernels/common/epoch_order.cuh`), so that a query
-    /// that is decoded alone has the same order. Pooled keys come from the document's first on.
+    /// that is decoded alone has the same order. Pooled keys come from the document's first on, and NSA compresses
+    /// blocks and adds up its gates and its output in the order of a token that is decoded alone.
     Epochs,
 }
 

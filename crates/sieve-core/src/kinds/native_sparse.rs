@@ -161,6 +161,7 @@ impl Settings for NsaShape {
 impl HasFacts for NsaShape {
     const FACTS: KindFacts = KindFacts {
         no_shared_choice: "choose blocks by the scores of their own compressed branch, which they need anyway",
+        has_one_order: true,
         ..KindFacts::GROUPED
     };
 }

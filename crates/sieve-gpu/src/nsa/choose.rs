@@ -1,12 +1,16 @@
-//! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
+//! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses; and of
+//! `kernels/nsa_compressed_output.cu`, the output of attention over the pooled keys in one order.
 use super::{Bounds, PooledStep, hopper, rule_number};
 use crate::KernelError;
-use crate::attention::{AttentionShape, Heads, require_scale};
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require, require_non_empty};
+use crate::attention::{AttentionResult, AttentionShape, Heads, require_scale};
+use crate::runtime::{
+    CudaTensor, DType, NsaImportanceParams, SourceKernel, operands, params, ranges, require, require_non_empty,
+};
 use sieve_core::{BlockChoice, ForcedBlocks};
 use std::ops::{Range, RangeInclusive};
 
 const NAME: &str = "nsa_choose";
+const OUTPUT: &str = "nsa_compressed_output";
 
 /// Most bytes of block importances, which nsa_importance writes and nsa_choose reads. Longer rows take several
 /// launches.
@@ -121,24 +125,9 @@ impl Scored<'_> {
         [pooled, lse, start, end, written]: [&CudaTensor; 5],
         num_blocks: usize,
     ) -> Result<(), KernelError> {
-        let Self { shape, choice, softmax_scale, num_slots, queries, rows } = self;
-        let BlockChoice { blocks, rule, .. } = *choice;
-        let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
-        let params = params!(NsaImportanceParams {
-            seq_len: shape.seq_len,
-            num_heads: shape.num_heads,
-            choosers,
-            [q_offset, q_token_stride, q_batch_stride]: q.require_words(NAME, "q")?,
-            softmax_scale: *softmax_scale,
-            compress_size: blocks.compress_block_size,
-            stride: blocks.compress_stride,
-            select_size: blocks.select_block_size,
-            num_slots: *num_slots,
-            first_query: queries.start,
-            num_queries: queries.len(),
-            num_blocks,
-            key_group: choosers / shape.num_kv_heads,
-        });
+        let Self { shape, choice, num_slots, queries, rows, .. } = self;
+        let (rule, choosers) = (choice.rule, self.choosers());
+        let params = self.params(q, num_blocks)?;
         let (group, is_one) = (shape.num_heads / choosers, *rows == Rows::BehindCache);
         let (number, hopper_tile) = match computed {
             Computed::Importance => (rule_number(rule), hopper::importance_tile(*choice, group)),
@@ -160,6 +149,66 @@ impl Scored<'_> {
         // SAFETY: the caller checked sizes and types; writes within the last tensor, which has room for these queries.
         unsafe { kernel.launch(grid, &[q.tensor(), pooled, lse, start, end, written], &params) }
     }
+
+    /// Attention over pooled keys and values of one layout, in an order that no later token changes. Queries that are
+    /// not scored get neither an output nor a log-sum-exp.
+    fn attend(&self, q: &Heads, [keys, values, start, end]: [&CudaTensor; 4]) -> Result<AttentionResult, KernelError> {
+        let Self { shape, queries, rows, .. } = self;
+        let lse = self.log_sums(q, [keys, start, end])?;
+        let o = keys.empty_contiguous(&shape.output(), DType::BF16);
+        let (num_blocks, group) = (0, shape.num_heads / self.choosers());
+        let params = self.params(q, num_blocks)?;
+        let kernel = nsa_compressed_output_kernel(shape.head_dim);
+        let kernel = if *rows == Rows::BehindCache { kernel.define("ONE_QUERY", 1) } else { kernel };
+        let grid = [queries.len().div_ceil(TILE_ROWS / group), self.choosers(), shape.batch];
+        // SAFETY: the caller checked sizes and types; writes the outputs of these queries.
+        unsafe { kernel.launch(grid, &[q.tensor(), keys, values, &lse, start, end, &o], &params) }?;
+        Ok(AttentionResult { o, lse, o_low: None, base: None })
+    }
+
+    fn choosers(&self) -> usize {
+        self.choice.num_choosers(self.shape.num_heads, self.shape.num_kv_heads)
+    }
+
+    /// The params of all launches; `num_blocks`: blocks whose importance one of them writes.
+    fn params(&self, q: &Heads, num_blocks: usize) -> Result<NsaImportanceParams, KernelError> {
+        let Self { shape, choice, softmax_scale, num_slots, queries, .. } = self;
+        let (blocks, choosers) = (choice.blocks, self.choosers());
+        Ok(params!(NsaImportanceParams {
+            seq_len: shape.seq_len,
+            num_heads: shape.num_heads,
+            choosers,
+            [q_offset, q_token_stride, q_batch_stride]: q.require_words(NAME, "q")?,
+            softmax_scale: *softmax_scale,
+            compress_size: blocks.compress_block_size,
+            stride: blocks.compress_stride,
+            select_size: blocks.select_block_size,
+            num_slots: *num_slots,
+            first_query: queries.start,
+            num_queries: queries.len(),
+            num_blocks,
+            key_group: choosers / shape.num_kv_heads,
+        }))
+    }
+}
+
+/// Attention of the queries from `first` on of each row over the pooled keys and values that they see, as
+/// [`log_sums_of_rows`]: outputs and log-sum-exps in an order that a query behind a cache can have, too. `pooled` are
+/// the keys, then the values, bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`.
+pub(super) fn attention_of_rows(
+    queries: &Heads,
+    shape: &AttentionShape,
+    pooled: &CudaTensor,
+    [start, end]: Bounds,
+    (choice, first): (BlockChoice, usize),
+    softmax_scale: f32,
+) -> Result<AttentionResult, KernelError> {
+    let [_, rows, head_dim] = pooled.dims(OUTPUT, "pooled keys and values")?;
+    let values = pooled.reshaped(OUTPUT, "pooled keys and values", &[2 * rows, head_dim])?;
+    let values = values.row_range(OUTPUT, "pooled values", rows, rows)?;
+    let (num_slots, queries_of_row) = (choice.blocks.num_slots(shape.seq_len), first..shape.seq_len);
+    let scored = Scored { shape, choice, softmax_scale, num_slots, queries: queries_of_row, rows: Rows::Whole };
+    scored.attend(&queries.with_kernel_strides(), [pooled, &values, start, end])
 }
 
 /// The log-sum-exps of the queries from `first` on of each row over the pooled keys that they see, f32
@@ -198,22 +247,51 @@ impl PooledStep<'_> {
         capacity: usize,
         softmax_scale: f32,
     ) -> Result<CudaTensor, KernelError> {
+        // Where scores are compared, unscaled, no log-sum-exp is read.
+        let takes_scores = self.choice.rule.takes_scores();
+        let log_sums = if takes_scores { None } else { Some(self.log_sums(q, softmax_scale)?) };
+        let scale = if takes_scores { 1.0 } else { softmax_scale };
+        self.choose_by(q, log_sums.as_ref(), capacity, scale)
+    }
+
+    /// As [`choose_in_order`](Self::choose_in_order), by log-sum-exps that are known, f32 `[batch, num_heads, 1]`.
+    fn choose_by(
+        self,
+        q: &Heads,
+        log_sums: Option<&CudaTensor>,
+        capacity: usize,
+        scale: f32,
+    ) -> Result<CudaTensor, KernelError> {
         let Self { pooled: keys, start, choice } = self;
         let (blocks, shape) = (choice.blocks, self.shape(q)?);
         let (batch, choosers) = (shape.batch, choice.num_choosers(shape.num_heads, shape.num_kv_heads));
         let num_blocks = capacity.div_ceil(blocks.select_block_size);
         let importance = keys.empty_contiguous(&[batch, choosers, 1, num_blocks], DType::F32);
-        // Where scores are compared, unscaled, no log-sum-exp is read, and another tensor stands in for it. So for
-        // documents' ends.
-        let (scale, lse) = if choice.rule.takes_scores() {
-            (1.0, importance.clone())
-        } else {
-            (softmax_scale, self.log_sums(q, softmax_scale)?)
-        };
-        self.scored(&shape, scale)?.launch(q, [keys, &lse, start, start, &importance])?;
+        // Another tensor stands in for a log-sum-exp and for documents' ends, which are not read.
+        let lse = log_sums.unwrap_or(&importance);
+        self.scored(&shape, scale)?.launch(q, [keys, lse, start, start, &importance])?;
         let chosen = keys.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
         take_largest(&importance, start, &chosen, blocks.select_block_size, choice.forced, 0..1)?;
         Ok(chosen)
+    }
+
+    /// Attention of one query a row over the pooled keys, the query's own included, and `values` of their layout, and
+    /// the blocks that it chooses by its probabilities: o, bf16 `[batch, 1, num_heads, head_dim]`, and the blocks as
+    /// [`choose_in_order`](Self::choose_in_order) has them, both with the bits of whole rows with
+    /// [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs).
+    pub(super) fn attend_in_order(
+        self,
+        q: &Heads,
+        values: &CudaTensor,
+        capacity: usize,
+        softmax_scale: f32,
+    ) -> Result<[CudaTensor; 2], KernelError> {
+        let (q, shape) = (q.with_kernel_strides(), self.shape(q)?);
+        let [batch, num_key_heads, num_slots, head_dim] = self.pooled.dims(NAME, "cache of keys")?;
+        operands!(only OUTPUT, values: BF16[batch, num_key_heads, num_slots, head_dim] contiguous);
+        let scored = self.scored(&shape, softmax_scale)?;
+        let AttentionResult { o, lse, .. } = scored.attend(&q, [self.pooled, values, self.start, self.start])?;
+        Ok([o, self.choose_by(&q, Some(&lse), capacity, softmax_scale)?])
     }
 
     /// Sizes of attention of the queries over the pooled keys.
@@ -305,6 +383,12 @@ fn nsa_importance_kernel(head_dim: usize, number: u8) -> SourceKernel {
         .define("RULE", number)
         .threads(128)
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
+}
+
+/// The kernel that computes the output of attention over pooled keys and values. Its shared memory holds a tile of
+/// queries, and two of keys and of values, in bf16.
+fn nsa_compressed_output_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new(OUTPUT).define("HEAD_DIM", head_dim).threads(128).shared_bytes(5 * TILE_ROWS * head_dim * 2)
 }
 
 /// The kernel that takes the most important blocks; `has_block`: a thread block for each query instead of a warp.

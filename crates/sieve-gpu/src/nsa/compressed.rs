@@ -1,6 +1,6 @@
 //! The compressed branch: `kernels/nsa_place.cu` and `kernels/nsa_compressed_lists.cu` prepare compressed keys and
 //! their lists for DMA's attention kernels.
-use super::choose::{log_sums_of_rows, nsa_choose};
+use super::choose::{attention_of_rows, log_sums_of_rows, nsa_choose};
 use super::{Bounds, no_gap, require_bounds, require_row};
 use crate::KernelError;
 use crate::attention::{AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv};
@@ -129,7 +129,8 @@ impl Heads {
     ///
     /// Returns the attention's result, and the blocks that the selected branch chooses, i32
     /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: indices of blocks from the document's first token on,
-    /// ascending, then -1.
+    /// ascending, then -1. With [`KeyOrder::Epochs`] nothing of a query depends on later tokens: it has the bits of
+    /// [`NsaToken::decode`](crate::NsaToken::decode) with sums in a fixed order.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -145,7 +146,7 @@ impl Heads {
     }
 
     /// As [`nsa_compressed_attention_forward`](Self::nsa_compressed_attention_forward), where only the tokens from
-    /// `first` on choose blocks; what the others choose is left undefined.
+    /// `first` on choose blocks; what the others choose is left undefined, and with [`KeyOrder::Epochs`] their result.
     ///
     /// # Errors
     /// As [`nsa_compressed_attention_forward`](Self::nsa_compressed_attention_forward), and no token from `first` on.
@@ -160,10 +161,14 @@ impl Heads {
         let (shape, documents) = require_compressed(self, documents, compressed, blocks)?;
         require!(first < shape.seq_len, NAME, "first token": first, "one of the {} of a row", shape.seq_len);
         let compressed = compressed.contiguous();
-        let (sums, delta) = (None, None);
-        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
-        let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
         let (bounds, choice) = (documents.each_ref(), BlockChoice::nsa(blocks));
+        let result = if self.tensor().policy().keys == KeyOrder::Epochs {
+            attention_of_rows(self, &shape, &compressed, bounds, (choice, first), softmax_scale)?
+        } else {
+            let (sums, delta) = (None, None);
+            let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
+            listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?
+        };
         let indices = nsa_choose(self, &shape, [&compressed, &result.lse], bounds, (choice, first), softmax_scale)?;
         Ok((result, indices))
     }

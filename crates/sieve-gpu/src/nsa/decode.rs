@@ -7,7 +7,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params
 use crate::step::qk_norm_rope_forward::RotaryTables;
 use crate::step::require_words;
 use crate::{KernelError, TokenRotation};
-use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
+use sieve_core::{BlockChoice, ChoiceRule, KernelPolicy, NsaBlocks};
 
 const NAME: &str = "pooled_scores";
 const COMPRESS: &str = "nsa_compress_token";
@@ -54,8 +54,10 @@ pub struct NsaToken<'a> {
 impl NsaToken<'_> {
     /// Appends the token to the caches, and the compressed key whose block ends at it, and attends. `length`, i32
     /// `[batch]`, is the number of tokens before the new one. `step` is the step of the selected branch, whose cache
-    /// holds all tokens; `window` is the step of the window branch. `scratch` has the buffers of each branch. Returns
-    /// the branches' outputs, each `[batch, 1, num_heads, head_dim]`.
+    /// holds all tokens; `window` is the step of the window branch. `scratch` has the buffers of each branch. With sums
+    /// in a fixed order, as the window branch's queries ask for it, the token has the bits of a whole row with
+    /// [`KeyOrder::Epochs`](sieve_core::KeyOrder::Epochs), in the window branch on Hopper. Returns the outputs of the
+    /// branches, each `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -65,32 +67,68 @@ impl NsaToken<'_> {
         [step, window]: [DecodeStep<'_>; 2],
         scratch: [&DecodeScratch; 3],
     ) -> Result<[CudaTensor; 3], KernelError> {
-        let [coarse, fine, near] = self.branches;
-        let [compressed, selected, recent] = self.caches;
+        let near = self.branches[2];
+        let [_, selected, recent] = self.caches;
+        let (q, [by_blocks, chosen]) = self.choice(length, step, scratch[0])?;
+        let of_choice = (&chosen, self.blocks.select_block_size);
+        let by_choice = selected.attend_chosen(&q, length, step, of_choice, scratch[1])?;
+        let by_window = recent.attention_decode(near, length, window, scratch[2])?;
+        Ok([by_blocks, by_choice, by_window])
+    }
+
+    /// The first half of [`decode`](Self::decode): appends the token to the caches of the compressed and the selected
+    /// branch. Returns the selected branch's queries, and the compressed branch's output, bf16
+    /// `[batch, 1, num_heads, head_dim]`, with the blocks that it chooses, i32
+    /// `[batch, 1, num_kv_heads, num_selected_blocks]`: ascending, then -1.
+    ///
+    /// # Errors
+    /// The errors of [`decode`](Self::decode).
+    pub fn choice(
+        &self,
+        length: &CudaTensor,
+        step: DecodeStep<'_>,
+        scratch: &DecodeScratch,
+    ) -> Result<(Heads, [CudaTensor; 2]), KernelError> {
+        let [coarse, fine, _] = self.branches;
+        let [compressed, selected, _] = self.caches;
         let choice = BlockChoice::nsa(self.blocks);
         let shape = one_token(COMPRESS, coarse)?;
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
         let count = self.compress(length, step.max_length)?;
-        let in_compressed = DecodeStep { max_length: compressed.capacity(COMPRESS, &shape)?, ..step };
-        let by_blocks = compressed.attention_decode_cached(&coarse.q, &count, in_compressed, scratch[0])?;
-        // One launch appends the selected branch's key and value, and scores compressed keys by the compressed queries.
-        let joined = Qkv { q: coarse.q.clone(), k: fine.k.clone(), v: fine.v.clone() };
+        let capacity = selected.capacity(NAME, &shape)?;
         let pooled = Pooled {
             keys: &compressed.k,
             size: self.blocks.compress_block_size,
             stride: self.blocks.compress_stride,
             is_written: false,
-            is_scored: true,
+            is_scored: !self.in_order(),
+            stores_queries: self.in_order(),
         };
+        if self.in_order() {
+            // The launch that appends the selected branch's key and value copies its queries side by side.
+            let (q, _) = pooled.scores(fine, None, selected, length, step)?;
+            let queries = coarse.under(self.policy()).q;
+            let keys = PooledStep { pooled: &compressed.k, start: self.start, choice };
+            let found = keys.attend_in_order(&queries, &compressed.v, capacity, step.softmax_scale)?;
+            return Ok((Heads::all(&q.tensor().clone().under(self.policy())), found));
+        }
+        let in_compressed = DecodeStep { max_length: compressed.capacity(COMPRESS, &shape)?, ..step };
+        let by_blocks = compressed.attention_decode_cached(&coarse.q, &count, in_compressed, scratch)?;
+        // One launch appends the selected branch's key and value, and scores compressed keys by the compressed queries.
+        let joined = Qkv { q: coarse.q.clone(), k: fine.k.clone(), v: fine.v.clone() };
         let (_, scores) = pooled.scores(&joined, None, selected, length, step)?;
-        let capacity = selected.capacity(NAME, &shape)?;
         let chosen = choose(&scores, shape.num_kv_heads, [length, self.start], choice, capacity)?;
-        let chosen =
-            chosen.reshaped(NAME, "chosen", &[shape.batch, shape.num_kv_heads, self.blocks.num_selected_blocks])?;
-        let size = self.blocks.select_block_size;
-        let by_choice = selected.attention_decode_chosen(&fine.q, length, step, scratch[1], &chosen, size)?;
-        let by_window = recent.attention_decode(near, length, window, scratch[2])?;
-        Ok([by_blocks, by_choice, by_window])
+        Ok((fine.q.clone(), [by_blocks, chosen]))
+    }
+
+    /// The policy of all branches: that of the window branch's queries.
+    fn policy(&self) -> KernelPolicy {
+        self.branches[2].policy()
+    }
+
+    /// Whether the token has the bits of its whole row.
+    fn in_order(&self) -> bool {
+        self.policy().sums == SumOrder::Fixed
     }
 
     /// Appends the token to the tail. Where a compressed block ends at the token, appends its key and value to the
@@ -139,7 +177,7 @@ impl NsaToken<'_> {
             v_batch_stride: v[2],
         });
         let kernel = nsa_compress_token_kernel(self.mlp.is_some());
-        let kernel = kernel.shared_bytes(size * width * DType::BF16.size() + hidden * DType::F32.size());
+        let kernel = kernel.shared_bytes(size * width * DType::BF16.size() + hidden.div_ceil(8) * 16);
         let tensors = [token.k.tensor(), token.v.tensor(), &tail.k, &tail.v];
         let joined = [&compressed.k, &compressed.v, length, &count];
         let tensors = [&tensors[..], &weights, &joined].concat();
@@ -163,11 +201,13 @@ struct Pooled<'a> {
     is_written: bool,
     /// Whether the launch writes scores.
     is_scored: bool,
+    /// Whether the launch writes queries that it does not rotate, side by side.
+    stores_queries: bool,
 }
 
 impl Pooled<'_> {
     /// Appends the key and value of `token` to a cache, and with `is_written` the mean of a block that ends there to
-    /// the pooled keys. With a `rotation` its queries and key are rotated first. Returns its queries, and their logits
+    /// the pooled keys. With a `rotation` its queries and key are rotated first. Returns its queries and their logits
     /// with all pooled keys, f32 `[batch, num_heads, room]`.
     fn scores(
         &self,
@@ -207,7 +247,11 @@ impl Pooled<'_> {
         operands.extend(weights.iter().flatten());
         let queries = self.keys.empty_contiguous(&[batch, 1, num_heads, head_dim], DType::BF16);
         if let Some(tables) = &tables {
-            operands.extend([&tables.cos, &tables.sin, &queries]);
+            operands.extend([&tables.cos, &tables.sin]);
+        }
+        let are_stored = tables.is_some() || self.stores_queries;
+        if are_stored {
+            operands.push(&queries);
         }
         operands.extend([length, &scores]);
         let params = params!(PooledScoresParams {
@@ -226,6 +270,7 @@ impl Pooled<'_> {
         let kernel = pooled_scores_kernel(head_dim, shape.group_size());
         let kernel = if self.is_written { kernel } else { kernel.define("POOLS", 0) };
         let kernel = match (&tables, &weights) {
+            (None, _) if are_stored => kernel.define("STORES_Q", 1),
             (None, _) => kernel,
             (Some(_), None) => kernel.define("ROTATE", 1),
             (Some(_), Some(_)) => kernel.define("ROTATE", 2),
@@ -233,7 +278,7 @@ impl Pooled<'_> {
         // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and writes one row of each
         // cache, at most one pooled key, the rotated queries, and the scores of complete pooled keys.
         unsafe { kernel.launch([splits, num_kv_heads, batch], &operands, &params) }?;
-        let queries = tables.as_ref().map_or_else(|| token.q.clone(), |_| Heads::all(&queries));
+        let queries = if are_stored { Heads::all(&queries) } else { token.q.clone() };
         Ok((queries, scores))
     }
 }
@@ -249,7 +294,7 @@ pub(crate) fn key_logits(
     let head_dim = one_token(NAME, token)?.head_dim;
     require!([64, 128].contains(&head_dim), NAME, "head_dim": head_dim, "64 or 128");
     // Each key is its own pooled key. The launch writes the token's key to the same place twice, with equal bits.
-    let keys = Pooled { keys: &cache.k, size: 1, stride: 1, is_written: true, is_scored: true };
+    let keys = Pooled { keys: &cache.k, size: 1, stride: 1, is_written: true, is_scored: true, stores_queries: false };
     let unscaled = DecodeStep { softmax_scale: 1.0, ..step };
     let (_, logits) = keys.scores(token, None, cache, length, unscaled)?;
     Ok(logits)
@@ -307,7 +352,7 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let (q, chosen) = self.chosen_choice(token, rotation, length, step, pooled)?;
-        self.attend_chosen(&q, length, step, (&chosen, pooled.choice.blocks.select_block_size), scratch)
+        self.attend_chosen(&Heads::all(&q), length, step, (&chosen, pooled.choice.blocks.select_block_size), scratch)
     }
 
     /// The first half of [`chosen_decode`](Self::chosen_decode): appends the token. Returns its rotated queries, bf16
@@ -336,6 +381,7 @@ impl KvCache {
             stride: blocks.compress_stride,
             is_written: true,
             is_scored: !in_order,
+            stores_queries: false,
         };
         // Rules that compare scores instead of probabilities compare unscaled dot products.
         let scored = if choice.rule.takes_scores() { DecodeStep { softmax_scale: 1.0, ..step } } else { step };
@@ -382,4 +428,55 @@ fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
 /// The kernel that appends a token to the compressed branch and compresses a block by an MLP or by its mean.
 fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
     SourceKernel::new(COMPRESS).define("MLP", u8::from(mlp)).threads(512).starts_early()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder, Step};
+
+    #[test]
+    fn a_token_of_three_branches_in_order_takes_the_kernels_of_whole_rows() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let (capacity, packed) = (512, gpu.tensor(&[2, 1, 8, 64], DType::BF16));
+        let launched = |sums: SumOrder| {
+            let token = Qkv::packed(&packed, 4, 2).in_order(sums);
+            let shape = one_token(NAME, &token).expect("one token");
+            let cache = |room| KvCache::new(&packed, &shape, room);
+            let (compressed, all) = (cache(NsaBlocks::PUBLISHED.num_slots(capacity)), cache(capacity));
+            let scratch = DecodeScratch::new(&packed, shape, capacity).expect("sizes fit");
+            let [length, start] = [[2].as_slice(), &[2, 1]].map(|sizes| gpu.tensor(sizes, DType::I32));
+            let call = NsaToken {
+                branches: [&token; 3],
+                caches: [&compressed, &all, &all],
+                tail: (&all, 0),
+                mlp: None,
+                start: &start,
+                blocks: NsaBlocks::PUBLISHED,
+            };
+            gpu.take_steps();
+            let step = DecodeStep::new(capacity - 1, 0.125);
+            let window = DecodeStep { window: Some(64), ..step };
+            call.decode(&length, [step, window], [&scratch; 3]).expect("sizes fit");
+            let steps = gpu.take_steps().into_iter();
+            steps
+                .filter_map(|step| if let Step::Launch(launch) = step { Some(launch.kernel.name()) } else { None })
+                .collect::<Vec<_>>()
+        };
+        let in_order = launched(SumOrder::Fixed);
+        let expected = [
+            "nsa_compress_token",
+            "pooled_scores",
+            "hopper_nsa_importance",
+            "nsa_compressed_output",
+            "hopper_nsa_importance",
+            "nsa_choose",
+            "nsa_token_lists",
+            "hopper_nsa_selected_attention_forward",
+            "nsa_selected_combine",
+            "hopper_attention_token",
+        ];
+        assert_eq!(in_order, expected);
+        assert!(!launched(SumOrder::Any).contains(&"nsa_compressed_output"));
+    }
 }

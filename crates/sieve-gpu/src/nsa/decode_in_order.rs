@@ -16,15 +16,16 @@ const NAME: &str = "nsa_token_lists";
 const THREADS: usize = 128;
 
 impl KvCache {
-    /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen`, i32
+    /// Attention of the queries `q` of one token a row over the tokens of the blocks `chosen`, i32
     /// `[batch, 1, choosers, number of blocks]`, of `block_size` tokens of this cache, as
-    /// [`selected_attention_token`](Self::selected_attention_token), whose bits it has with sums in a fixed order.
+    /// [`selected_attention_token`](Self::selected_attention_token), whose bits it has with sums in a fixed order. Then
+    /// the queries must be all heads of a contiguous tensor.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel.
     pub(super) fn attend_chosen(
         &self,
-        q: &CudaTensor,
+        q: &Heads,
         length: &CudaTensor,
         step: DecodeStep<'_>,
         (chosen, block_size): (&CudaTensor, usize),
@@ -32,10 +33,10 @@ impl KvCache {
     ) -> Result<CudaTensor, KernelError> {
         let [batch, _, choosers, count] = chosen.dims(NAME, "chosen")?;
         let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, count])?;
-        if q.policy().sums == SumOrder::Fixed {
-            return self.selected_attention_token(q, length, step, &chosen, block_size);
+        if q.tensor().policy().sums == SumOrder::Fixed {
+            return self.selected_attention_token(q.tensor(), length, step, &chosen, block_size);
         }
-        self.attention_decode_chosen(&Heads::all(q), length, step, scratch, &chosen, block_size)
+        self.attention_decode_chosen(q, length, step, scratch, &chosen, block_size)
     }
 
     /// Attention of `q`, bf16 `[batch, 1, num_heads, head_dim]`, over the tokens of the blocks `chosen` of this cache,

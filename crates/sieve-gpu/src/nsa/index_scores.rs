@@ -48,7 +48,7 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let (q, chosen) = self.indexed_choice(call, length, step, pooled)?;
-        self.attend_chosen(&q, length, step, (&chosen, pooled.choice.blocks.select_block_size), scratch)
+        self.attend_chosen(&Heads::all(&q), length, step, (&chosen, pooled.choice.blocks.select_block_size), scratch)
     }
 
     /// The first half of [`indexed_decode`](Self::indexed_decode): appends the token. Returns its normed and rotated

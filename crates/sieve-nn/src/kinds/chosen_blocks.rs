@@ -285,7 +285,7 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
         on_device(o).narrow(1, earlier, new)
     }
 
-    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>, _context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         self.o_proj.forward_add(o, residual)
     }
 

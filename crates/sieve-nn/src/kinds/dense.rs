@@ -124,7 +124,7 @@ impl<B: SieveBackend> KindAttention<B> for MultiHeadAttention<B> {
         attend_recent(cached, qkv, self.sinks().map(on_device), self.spec())
     }
 
-    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>, _context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         self.o_proj.forward_add(o, residual)
     }
 }

@@ -117,7 +117,7 @@ impl<B: SieveBackend> KindAttention<B> for DynamicMaskAttention<B> {
         attend_selected(cached.rows, qkv, &self.dma_layer_on_device(), cached.context.under_policy(self.spec()))
     }
 
-    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>, _context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         self.o_proj.forward_add(o, residual)
     }
 

@@ -255,7 +255,7 @@ impl<B: SieveBackend> KindAttention<B> for LatentAttention<B> {
         }
     }
 
-    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>, _context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         residual + self.o_proj.forward(o)
     }
 }

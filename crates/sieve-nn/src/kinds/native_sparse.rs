@@ -17,8 +17,8 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, NsaCall, SieveBackend,
-    TokenAttention, TokenBranches, TokenExtra,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, KeyOrder, NsaCall, SieveBackend,
+    SumOrder, TokenAttention, TokenBranches, TokenExtra,
 };
 use std::ops::Range;
 
@@ -171,8 +171,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
-    fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
-        let call = self.call(&qkv, documents, KernelPolicy::default());
+    fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> Tensor<B, 3> {
+        let call = self.call(&qkv, documents, policy);
         let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
             return sieve_ops::nsa_mean_pool(qkv, &call);
         };
@@ -180,16 +180,26 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let inputs = sieve_ops::nsa_blocks(qkv, k_positions, v_positions, &call);
         let [_, rows, width] = inputs.dims();
         let part = |which| inputs.clone().narrow(0, which, 1).reshape([rows, width]);
-        Tensor::stack(vec![k.forward(part(0)), v.forward(part(1))], 0)
+        let pair = if in_order::<B>(policy) {
+            [k.forward_in_order(part(0)), v.forward_in_order(part(1))]
+        } else {
+            [k.forward(part(0)), v.forward(part(1))]
+        };
+        Tensor::stack(pair.into(), 0)
     }
+}
+
+/// Whether a pass takes the order of sums that a decoding step has, which a GPU's kernels have for this alone.
+fn in_order<B: SieveBackend>(policy: KernelPolicy) -> bool {
+    policy.keys == KeyOrder::Epochs && !<B::Inner as DeviceBackend>::ON_HOST
 }
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
     /// Compressed keys and values of rows that are one document each.
-    fn compress_row(&self, qkv: Tensor<B::Inner, 4>) -> Tensor<B::Inner, 3> {
+    fn compress_row(&self, qkv: Tensor<B::Inner, 4>, policy: KernelPolicy) -> Tensor<B::Inner, 3> {
         let [batch, tokens, _, _] = qkv.dims();
         let documents = Documents::whole_rows([batch, tokens], &qkv.device());
-        on_device(self.compress(from_device(qkv), &documents))
+        on_device(self.compress(from_device(qkv), &documents, policy))
     }
 
     /// Attention of several new tokens after cached ones, which it adds to the cache, by the ops of whole rows: the
@@ -204,7 +214,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let spec = context.under_policy(self.spec());
         let (bias, gates) = (on_device(self.gate_bias.val()), branches.gates.clone().flatten(2, 3));
         let [batch, new, ..] = branches.window.dims();
-        let (row, window) = cache.row(branches, spec, &|tokens| self.compress_row(tokens), state);
+        let (row, window) = cache.row(branches, spec, &|tokens| self.compress_row(tokens, spec.policy), state);
         let [_, tokens, ..] = row.selected.dims();
         let (first, device) = (tokens - new, row.selected.device());
         let documents = Documents::<B::Inner>::whole_rows([batch, tokens], &device);
@@ -244,7 +254,13 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
             NsaCompression::Mlp => self.qkv.norm(compressed.unwrap_or(raw), context),
         };
         let [batch, len, _d_model] = x.dims();
-        let gates = self.gate_proj.forward(x).reshape([batch, len, self.spec().num_heads, NUM_NSA_BRANCHES]);
+        // A GEMM has one order of sums where the number of its columns is a multiple of eight; gates may have others.
+        let gates = if in_order::<B>(context.settings.policy) {
+            self.gate_proj.forward_in_order(x)
+        } else {
+            self.gate_proj.forward(x)
+        };
+        let gates = gates.reshape([batch, len, self.spec().num_heads, NUM_NSA_BRANCHES]);
         Branches { compressed, selected, window, gates }
     }
 
@@ -267,8 +283,8 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
         rows: &Rows<'_, B>,
         _state: &mut PassState<B>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let compressed = self.compress(branches.compressed.clone(), rows.documents);
         let policy = rows.context.settings.policy;
+        let compressed = self.compress(branches.compressed.clone(), rows.documents, policy);
         let rows = (rows.documents, rows.heads.clone());
         (self.attend_to(branches, compressed.clone(), rows, policy), compressed)
     }
@@ -277,18 +293,20 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
         LayerCache::Blocks(BlockCache::of_prompt(&branches, on_device(compressed), self.spec(), self.nsa.blocks()))
     }
 
-    /// On a GPU several tokens attend in one row. On a CPU, which would compute a query for each cached token, and
-    /// where there is one token, each attends by itself: it may complete a block, which later tokens attend to.
+    /// On a GPU several tokens attend in one row, and a single one whose sums have a fixed order. On a CPU, which would
+    /// compute a query for each cached token, and where there is one token, each attends by itself: it may complete a
+    /// block, which later tokens attend to.
     fn attend_cached(&self, branches: Branches<B::Inner>, cached: Cached<'_, '_, B>) -> Tensor<B::Inner, 4> {
         let (spec, blocks) = (self.spec(), self.nsa.blocks());
         let Cached { rows: CachedRows { cache, scratch, .. }, context, state } = cached;
         let LayerCache::Blocks(cache) = cache else {
             panic!("an NSA layer decodes after a prompt");
         };
-        if !<B::Inner as DeviceBackend>::ON_HOST && branches.window.dims()[1] > 1 {
+        let (policy, several) = (context.settings.policy, branches.window.dims()[1] > 1);
+        if !<B::Inner as DeviceBackend>::ON_HOST && (several || policy.sums == SumOrder::Fixed) {
             return self.attend_in_row(branches, cache, context, state);
         }
-        let compress = |block| self.compress_row(block);
+        let compress = |block| self.compress_row(block, policy);
         let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
         for token in 0..branches.window.dims()[1] {
             let new = branches.clone().change(&|branch| branch.narrow(1, token, 1));
@@ -299,7 +317,11 @@ impl<B: SieveBackend> KindAttention<B> for NativeSparseAttention<B> {
         sieve_ops::nsa_gates(o, branches.gates.flatten(2, 3), on_device(self.gate_bias.val()))
     }
 
-    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+    /// In order the GEMM adds the residual, as a decoding step's does.
+    fn project_out(&self, o: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        if in_order::<B>(context.settings.policy) {
+            return self.o_proj.forward_add(o, residual);
+        }
         residual + self.o_proj.forward(o)
     }
 }
@@ -313,7 +335,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
         _state: &PassState<B>,
     ) -> Option<Tensor<B, 4, Int>> {
         let compressed = self.project(x(), context).compressed;
-        let pooled = self.compress(compressed.clone(), context.documents);
+        let pooled = self.compress(compressed.clone(), context.documents, context.settings.policy);
         let call = self.call(&compressed, context.documents, context.settings.policy);
         Some(sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices)
     }
@@ -340,7 +362,7 @@ impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
     /// The weight of each key over all branches; the tokens of a compressed block share its weight.
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
         let branches = self.project(x, context);
-        let compressed = self.compress(branches.compressed.clone(), context.documents);
+        let compressed = self.compress(branches.compressed.clone(), context.documents, context.settings.policy);
         let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
         let [_, rows, head_dim] = compressed.dims();
         let keys = compressed.narrow(0, 0, 1);

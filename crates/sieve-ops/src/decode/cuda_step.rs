@@ -20,8 +20,8 @@ use crate::{Cuda, DmaLayer, QkNorm, RotaryEmbedding};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, KernelPolicy, NsaBlocks, SumOrder, TokenKeys};
 use sieve_kernels::step::{
-    Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, residual_add, rms_norm_forward, rope,
-    swiglu_forward,
+    Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, linear_in_order, matrix_vector, residual_add,
+    rms_norm_forward, rope, swiglu_forward,
 };
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, Heads, IndexedToken, KernelError,
@@ -501,8 +501,18 @@ impl Layer<'_> {
             blocks: *blocks,
         };
         let branches = token.decode(length, [self.whole_step(len), near_step], buffers.each_ref())?;
-        let logits = self.project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
+        let logits = self.gate_logits(normed, &weights.gate)?;
         nsa_gates(branches.each_ref(), &logits, &self.in_f32(&weights.gate_bias))
+    }
+
+    /// Logits of NSA's gates, `[batch, 1, 3 * num_heads]`: numbers of columns for which no GEMM has one order of sums.
+    fn gate_logits(&self, normed: Vectors<'_>, gate: &Tensor<Cuda, 2>) -> Result<CudaTensor, KernelError> {
+        match normed {
+            Vectors::Normed(x, norm, epsilon) if self.policy.sums == SumOrder::Fixed => {
+                linear_in_order(&rms_norm_forward(x, norm, epsilon)?, &self.without_gaps(gate))
+            }
+            _ => self.project(normed, &self.noted(gate), Epilogue::Stored),
+        }
     }
 
     /// Attention of `token` over DMA's slots, or, without DMA, over the keys that were kept of a prompt.

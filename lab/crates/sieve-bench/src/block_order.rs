@@ -14,7 +14,7 @@ use sieve_kernels::{
 };
 use sieve_testing::Random;
 
-const SCALE: f32 = 0.3;
+pub(crate) const SCALE: f32 = 0.3;
 const EPSILON: f32 = 1e-6;
 
 /// Tokens of a block, and blocks that a query reads.
@@ -84,14 +84,14 @@ enum Compared {
 
 /// Numbers of heads, `[batch, seq_len, heads, head_dim]`.
 #[derive(Clone)]
-struct Packed {
-    values: Vec<f32>,
-    sizes: [usize; 4],
+pub(crate) struct Packed {
+    pub(crate) values: Vec<f32>,
+    pub(crate) sizes: [usize; 4],
 }
 
 impl Packed {
     /// Heads `heads` of token `at(row)` of each row.
-    fn token(&self, at: &[usize], heads: std::ops::Range<usize>) -> Vec<f32> {
+    pub(crate) fn token(&self, at: &[usize], heads: std::ops::Range<usize>) -> Vec<f32> {
         let [_, seq_len, all, width] = self.sizes;
         let of_row = |(row, &at): (usize, &usize)| {
             let token = &self.values[(row * seq_len + at) * all * width..][..all * width];
@@ -101,7 +101,7 @@ impl Packed {
     }
 
     /// The cache of heads `heads`, `[batch, heads, capacity, head_dim]`, with NaN from each row's length on.
-    fn cache(&self, lengths: &[usize], heads: std::ops::Range<usize>, capacity: usize) -> Vec<f32> {
+    pub(crate) fn cache(&self, lengths: &[usize], heads: std::ops::Range<usize>, capacity: usize) -> Vec<f32> {
         let [_, seq_len, all, width] = self.sizes;
         let mut cache = Vec::new();
         for (row, &length) in lengths.iter().enumerate() {
@@ -473,13 +473,13 @@ impl Text {
 }
 
 /// A tensor whose queries have the order of keys that steps have, too.
-fn in_epochs(x: CudaTensor) -> CudaTensor {
+pub(crate) fn in_epochs(x: CudaTensor) -> CudaTensor {
     let policy = KernelPolicy { keys: KeyOrder::Epochs, ..x.policy() };
     x.under(policy)
 }
 
 /// Fails where a token's blocks are not those of its whole row.
-fn same_choice(found: &[i32], expected: &[i32], row: usize, token: usize) -> Result<(), Wrong> {
+pub(crate) fn same_choice(found: &[i32], expected: &[i32], row: usize, token: usize) -> Result<(), Wrong> {
     if found == expected {
         return Ok(());
     }
@@ -487,7 +487,7 @@ fn same_choice(found: &[i32], expected: &[i32], row: usize, token: usize) -> Res
 }
 
 /// Fails where a token's output has not the bits of its whole row.
-fn same_bits(found: &[f32], expected: &[f32], row: usize, token: usize) -> Result<(), Wrong> {
+pub(crate) fn same_bits(found: &[f32], expected: &[f32], row: usize, token: usize) -> Result<(), Wrong> {
     let differ = found.iter().zip(expected).filter(|(a, b)| a.to_bits() != b.to_bits() || a.is_nan()).count();
     if differ == 0 {
         return Ok(());

@@ -8,7 +8,8 @@ use crate::extent::{CheckPart, Extent, GROUPS, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
 use crate::timed::BenchRows;
 use crate::{
-    biases, block_order, decode, key_order, latent, models, nsa, select, selection, sparse, step, trained_bits,
+    biases, block_order, branch_order, decode, key_order, latent, models, nsa, select, selection, sparse, step,
+    trained_bits,
 };
 use burn::backend::Autodiff;
 use burn::tensor::DType;
@@ -60,7 +61,11 @@ impl CheckPart {
             Self::Mla => latent::latent_kernels(gpu),
             Self::Sinks => token_kernels(gpu),
             Self::KeyOrder => key_order::kernels(gpu),
-            Self::BlockOrder => block_order::kernels(gpu),
+            Self::BlockOrder => {
+                let mut list = block_order::kernels(gpu);
+                list.extend(branch_order::kernels(gpu));
+                list
+            }
         };
         list.extend(models::needed_kernels(self, gpu));
         list
@@ -156,6 +161,7 @@ const STEP: Part = ("step", step::check_wrappers);
 const SINKS: Part = ("sinks", step::check_sinks);
 const KEY_ORDER: Part = ("DMA's order of keys", key_order::check);
 const BLOCK_ORDER: Part = ("steps over chosen blocks as in whole rows", block_order::check);
+const BRANCH_ORDER: Part = ("steps of native sparse attention as in whole rows", branch_order::check);
 
 /// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
 /// emulator.
@@ -171,6 +177,7 @@ const OF_A_FAMILY: &[Part] = &[
     NSA,
     KEY_ORDER,
     BLOCK_ORDER,
+    BRANCH_ORDER,
 ];
 
 /// Parts whose kernels are portable ones alone.
@@ -191,7 +198,7 @@ impl CheckPart {
             Self::Mla => &[LATENT],
             Self::Sinks => &[SINKS, DECODING],
             Self::KeyOrder => &[KEY_ORDER],
-            Self::BlockOrder => &[BLOCK_ORDER],
+            Self::BlockOrder => &[BLOCK_ORDER, BRANCH_ORDER],
         }
     }
 }
@@ -389,6 +396,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(nsa::nsa_check_kernels(gpu));
     list.extend(key_order::kernels(gpu));
     list.extend(block_order::kernels(gpu));
+    list.extend(branch_order::kernels(gpu));
     list.extend(step::rare_kernels(gpu, step::SCORED_KV_HEADS));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
     for &(head_dim, head_dim_v) in WIDTHS {

@@ -32,6 +32,7 @@ mod attention;
 mod bands;
 mod biases;
 mod block_order;
+mod branch_order;
 mod decode;
 mod key_order;
 mod latent;

@@ -21,8 +21,8 @@ use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError,
-    KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks, nsa_blocks_backward, nsa_gates,
-    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks,
+    nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -478,6 +478,13 @@ impl<'a> Run<'a> {
             qkv.q.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &result, &d_o)?;
         self.add("compressed dqkv", &dqkv)?;
         self.add("dcompressed", &d_compressed)?;
+        let q = qkv.under(KernelPolicy { keys: KeyOrder::Epochs, ..qkv.policy() }).q;
+        let (result, _) = q.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+        self.add("compressed o, in order", &result.o)?;
+        let [dqkv, d_compressed] =
+            q.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &result, &d_o)?;
+        self.add("compressed dqkv, in order", &dqkv)?;
+        self.add("dcompressed, in order", &d_compressed)?;
         self.device.ints(&indices)
     }
 

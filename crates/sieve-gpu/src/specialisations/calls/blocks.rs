@@ -3,6 +3,7 @@
 use super::{Calls, EPSILON, ROW, SCALE};
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache};
 use crate::runtime::SumOrder;
+use crate::step::linear_in_order;
 use crate::{
     IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks, TokenRotation,
     choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
@@ -133,25 +134,43 @@ fn call_gates(calls: &mut Calls, shape: &AttentionShape) {
 /// Decoding: NSA's three branches, and chosen blocks by each rule, in short and long caches.
 pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionShape) {
     for capacity in [ROW, LONG_CACHE] {
-        decode_three_branches(calls, shape, capacity);
+        decode_three_branches(calls, shape, capacity, SumOrder::Any);
         for choice in RULES.map(choice) {
             decode_by_choice(calls, shape, choice, capacity, SumOrder::Any);
         }
     }
 }
 
-/// A decoding step with the bits of whole rows, and the choice of whole rows in that order.
+/// A decoding step with the bits of whole rows, and the choice of whole rows, with NSA's compressed branch, in that
+/// order.
 pub(in crate::specialisations) fn in_order(calls: &mut Calls, shape: &AttentionShape) {
-    for choice in RULES.map(choice) {
-        for capacity in [ROW, LONG_CACHE] {
+    for capacity in [ROW, LONG_CACHE] {
+        decode_three_branches(calls, shape, capacity, SumOrder::Fixed);
+        for choice in RULES.map(choice) {
             decode_by_choice(calls, shape, choice, capacity, SumOrder::Fixed);
         }
     }
     call_choices(calls, shape, KeyOrder::Epochs);
+    call_compressed_in_order(calls, shape);
+}
+
+/// Attention over compressed blocks in one order, and the products of compression MLPs and of gates: of one row and of
+/// several, with columns that are whole words and others.
+fn call_compressed_in_order(calls: &mut Calls, shape: &AttentionShape) {
+    let row = calls.row(shape, ROW);
+    let qkv = row.qkv.under(KernelPolicy { keys: KeyOrder::Epochs, ..row.qkv.policy() });
+    let compressed = calls.bf16(&[2, BLOCKS.num_slots(ROW) * shape.num_kv_heads, shape.head_dim]);
+    calls.note(qkv.q.nsa_compressed_attention_forward(row.documents.each_ref(), &compressed, BLOCKS, SCALE));
+    for columns in [shape.head_dim, shape.head_dim + 1] {
+        let weight = calls.bf16(&[shape.head_dim, columns]);
+        for rows in [1, 2] {
+            calls.note(linear_in_order(&calls.bf16(&[rows, columns]), &weight));
+        }
+    }
 }
 
 /// Decodes one token under NSA over caches of `capacity` tokens, with blocks compressed by their means and by MLPs.
-fn decode_three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: usize) {
+fn decode_three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: usize, sums: SumOrder) {
     let Some(token) = calls.token(shape, capacity) else {
         return;
     };
@@ -161,10 +180,10 @@ fn decode_three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: us
     let (positions, up, down) =
         (calls.bf16(&[size, width]), calls.bf16(&[hidden, size * width]), calls.bf16(&[width, hidden]));
     let start = calls.i32(&[1, 1]);
-    let step = DecodeStep::new(capacity / 2, SCALE);
+    let (step, branch) = (DecodeStep::new(capacity / 2, SCALE), token.qkv.in_order(sums));
     for mlp in [None, Some([[&positions, &up, &down]; 2])] {
         let call = NsaToken {
-            branches: [&token.qkv; 3],
+            branches: [&branch; 3],
             caches: [&compressed, &token.cache, &token.cache],
             tail: (&tail, 0),
             mlp,

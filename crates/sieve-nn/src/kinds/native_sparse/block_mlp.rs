@@ -33,4 +33,9 @@ impl<B: SieveBackend> BlockMlp<B> {
     pub fn forward(&self, blocks: Tensor<B, 2>) -> Tensor<B, 2> {
         self.down_proj.forward(relu(self.up_proj.forward(blocks)))
     }
+
+    /// As [`forward`](Self::forward), in the order of sums in which a decoding step compresses a block.
+    pub fn forward_in_order(&self, blocks: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.down_proj.forward_in_order(relu(self.up_proj.forward_in_order(blocks)))
+    }
 }

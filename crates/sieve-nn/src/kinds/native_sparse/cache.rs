@@ -11,7 +11,7 @@ use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, KeyCache, NsaBlocks, RowsOf, SieveBackend, TokenCache, attention_decode,
-    cached_attention, split_heads,
+    cached_attention, kept_ends, split_heads,
 };
 
 /// Computes the compressed keys and values, `[2, slots, head_dim]`, of the packed tokens of rows.
@@ -65,6 +65,8 @@ impl<B: Backend> BlockCache<B> {
             let [_, k, v] = split_heads(qkv.clone(), spec.num_kv_heads);
             KeyCache::new(last(k, seen), last(v, seen))
         };
+        // In whole stages, as a window's own cache; a window has no first keys.
+        let [_, last_seen] = kept_ends(len, spec.kept_keys(), 0);
         let count = blocks.num_compressed_blocks(len);
         let options = (&new.selected.device(), new.selected.dtype());
         // The buffer has room for the next block.
@@ -75,7 +77,7 @@ impl<B: Backend> BlockCache<B> {
         }
         Self {
             selected: keys(&new.selected, usize::MAX),
-            window: keys(&new.window, spec.window_size.unwrap_or(usize::MAX)),
+            window: keys(&new.window, last_seen),
             compressed: of_blocks,
             tail: keys(&new.compressed, blocks.compress_block_size),
             blocks,
