@@ -9,6 +9,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeyOrder, MlaShape, ModelShape, NsaShape};
 use sieve_ops::{Documents, Residual, RowsOf, SieveBackend, TokenCache};
+use std::collections::BTreeSet;
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
     let mut init = WeightInit::new(1, 0.2);
@@ -196,6 +197,31 @@ fn a_cache_of_bands_drops_the_keys_that_no_later_token_reads() {
         assert_eq!(keys(&text.keys.k, 0, 128), keys(&cache.keys.k, 0, 128));
         assert_eq!(keys(&text.keys.v, len - 16, 16), keys(&cache.keys.v, held - 16, 16));
     }
+}
+
+#[test]
+fn caches_of_windows_drop_whole_stages_of_keys() {
+    // A kernel in order goes through stages of 128 keys, which are those of the whole row only so.
+    let mut dropping = BTreeSet::new();
+    for attention in kinds(0.5) {
+        let (layer, name) = (layer::<Flex>(attention), attention.kind().name());
+        let rows = Rows::new([1, 700], &shape(attention));
+        let x = input::<Flex, 3>([1, 700, 24], 5);
+        for parts in [vec![300], [vec![300], vec![1; 5]].concat(), vec![200, 500]] {
+            let (_, mut cache) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |_, _, _| {});
+            let len: usize = parts.iter().sum();
+            let window = cache.layers[0].as_cache_mut().and_then(|cache| match cache.for_token_step()? {
+                TokenCache::Recent(keys) | TokenCache::Branches { window: keys, .. } => Some(keys.len()),
+                _ => None,
+            });
+            let Some(held) = window else { continue };
+            assert!((len - held).is_multiple_of(128), "{name}, parts of {parts:?}: {held} of {len} keys are left");
+            if held < len {
+                dropping.insert(name);
+            }
+        }
+    }
+    assert_eq!(dropping, BTreeSet::from(["cowa", "nsa", "swa"]), "kinds whose queries read a window");
 }
 
 #[test]
