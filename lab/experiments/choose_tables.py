@@ -80,13 +80,14 @@ def choose_recall():
     """MQAR: least and most of the plain form at width 256, and the seeds that learn the hard form."""
     names = {"`msa`": "MSA", "dense": "dense", '`dma` as published (`preset = "paper"`)': "DMA as published",
              "`infllm_v2`": "InfLLM-V2", "`moba`": "MoBA", "`nsa`": "NSA", "`dma` with the slope": "DMA",
-             "window": "window"}
+             "window": "window", "`cowa`, up to 944 keys": "CoWindow", "`cowa`, 512 keys": "CoWindow, 512 keys"}
     share = lambda value: f"{fixed(100 * value, 1)} %".replace("100.0", "100")
     lines = []
     for name, kind in names.items():
         right = [row["accuracy"] for row in runs("mqar", kind=kind, width=256)]
         best = best_shares(kind, EQUAL_STEPS)
-        lines.append([name, share(min(right)), share(max(right)),
+        plain = [share(min(right)), share(max(right))] if right else ["not run"] * 2
+        lines.append([name, *plain,
                       f"{sum(right >= 0.99 for right in best)} of {len(best)}" if kind in HARD else "not run"])
     return ["kind", "plain form, width 256: least", "most",
             f"hard form, {EQUAL_STEPS} steps each: seeds that pass 99 %"], lines

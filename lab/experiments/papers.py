@@ -135,8 +135,8 @@ def figure4():
         "it has the lowest held-out loss at each size that ran",
         f"80M: {ours[last]:.4f}, dense {dense[last]:.4f}; the distance falls from {behind[first]:.3f} to "
         f"{behind[last]:.3f} nats", holds,
-        f"one seed to its end, {len(apart)} over a tenth of the steps ({apart[0]:.3f} to {apart[-1]:.3f} behind), another "
-        f"text, three masks a layer for six ({six - dense_six:.3f} behind with six, one seed); last at 2 to 20M, too",
+        f"one seed to its end, {len(apart)} over a tenth of it ({apart[0]:.3f} to {apart[-1]:.3f} behind), another text, three "
+        f"masks a layer for six ({six - dense_six:.3f} behind with six); last at 2 to 20M, too",
         "`table4`, `scaling`")
 
 

@@ -185,7 +185,7 @@ def mqar_narrow():
 
 
 HARD = {"MSA": "MSA", "MSA, 4 local blocks": "MSA, 4 of 8 blocks local", "dense": "dense",
-        "CoWindow": "CoWindow, up to 1,068 keys", "CoWindow, 512 keys": "CoWindow, 512 keys", "NSA": "NSA",
+        "CoWindow": "CoWindow, 944 keys", "CoWindow, 512 keys": "CoWindow, 512 keys", "NSA": "NSA",
         "MoBA": "MoBA", "window": "window", "InfLLM-V2": "InfLLM-V2", "DMA as published": "DMA as published"}
 EQUAL_STEPS = 4000  # of the hard form, which every kind has
 

@@ -15,6 +15,7 @@ use cubecl_runtime::storage::{ComputeStorage, StorageHandle, StorageId, StorageU
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Alignment of tensors in CubeCL's CUDA runtime, in bytes.
 const ALIGNMENT: u64 = 512;
@@ -23,12 +24,23 @@ const ALIGNMENT: u64 = 512;
 pub struct HeldMemory {
     allocator: MemoryManagement<CountedPages>,
     peak_bytes: u64,
+    /// Bytes of all tensors. The allocator adds them up anew when it is asked, over all its pages.
+    tensor_bytes: Arc<AtomicU64>,
 }
 
 /// A tensor in a [`HeldMemory`]. Its memory is free again when it is dropped.
 #[derive(Debug)]
 pub struct HeldTensor {
     _handle: ManagedMemoryHandle,
+    bytes: u64,
+    /// Those of all tensors of its memory.
+    tensor_bytes: Arc<AtomicU64>,
+}
+
+impl Drop for HeldTensor {
+    fn drop(&mut self) {
+        self.tensor_bytes.fetch_sub(self.bytes, Relaxed);
+    }
 }
 
 /// The bytes that an allocation lacked.
@@ -50,7 +62,7 @@ impl HeldMemory {
             Arc::new(ServerLogger::default()),
             MemoryManagementOptions::new("counted").mode(MemoryAllocationMode::Auto),
         );
-        Self { allocator, peak_bytes: 0 }
+        Self { allocator, peak_bytes: 0, tensor_bytes: Arc::default() }
     }
 
     /// Takes memory for a tensor of so many bytes.
@@ -58,13 +70,15 @@ impl HeldMemory {
     /// # Errors
     /// The GPU's memory is full.
     pub fn hold(&mut self, bytes: u64) -> Result<HeldTensor, MemoryFull> {
-        let reserved = self.allocator.reserve(bytes.max(1));
+        let bytes = bytes.max(1);
+        let reserved = self.allocator.reserve(bytes);
         let handle = reserved.map_err(|error| match error {
             IoError::BufferTooBig { size, .. } => MemoryFull { bytes: size },
             _ => MemoryFull { bytes },
         })?;
         self.peak_bytes = self.peak_bytes.max(self.held_bytes());
-        Ok(HeldTensor { _handle: handle })
+        self.tensor_bytes.fetch_add(bytes, Relaxed);
+        Ok(HeldTensor { _handle: handle, bytes, tensor_bytes: self.tensor_bytes.clone() })
     }
 
     /// Takes memory for `count` tensors of each size at once and gives it back to the allocator, which keeps it for
@@ -88,7 +102,7 @@ impl HeldMemory {
 
     /// Bytes of all tensors.
     pub fn tensor_bytes(&self) -> u64 {
-        self.allocator.memory_usage().bytes_in_use
+        self.tensor_bytes.load(Relaxed)
     }
 
     /// Bytes that the allocator has of the GPU.
@@ -162,6 +176,21 @@ mod tests {
             drop(tensor);
             memory.release_unused();
             assert_eq!((memory.held_bytes(), memory.peak_bytes()), (0, held));
+        }
+    }
+
+    #[test]
+    fn the_bytes_of_all_tensors_are_those_that_the_allocator_adds_up() {
+        let mut memory = HeldMemory::new(64 * GIB, 64 * GIB);
+        memory.expect(&BTreeMap::from([(3 << 20, 2), (700, 5)])).expect("it fits");
+        let mut held = Vec::new();
+        for step in 0..300 {
+            if step % 3 == 2 {
+                held.swap_remove(step * 31 % held.len());
+            }
+            let bytes = [0, 1, 511, 512, 700, 3 << 20, 5 << 20, 40_000_001][step * step % 11 % 8];
+            held.push(memory.hold(bytes).expect("it fits"));
+            assert_eq!(memory.tensor_bytes(), memory.allocator.memory_usage().bytes_in_use, "{} tensors", held.len());
         }
     }
 
