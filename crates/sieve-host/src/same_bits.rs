@@ -169,15 +169,16 @@ mod tests {
         let wide = ModelShape { head_dim: 256, ..dense.clone() };
         let chosen = tiny_dma();
         let keys = with_keys(chosen.attention, &[("keep_window_size", 4096)]);
-        let (chosen, many) =
-            (ModelShape { head_dim: 64, ..chosen }, ModelShape { head_dim: 64, attention: keys, ..tiny_dma() });
+        // Small shapes with sizes that a GPU takes.
+        let on_gpu = |shape| ModelShape { d_model: 128, d_ff: 64, vocab_size: 40, head_dim: 64, ..shape };
+        let (chosen, many) = (on_gpu(chosen), on_gpu(ModelShape { attention: keys, ..tiny_dma() }));
         let of_blocks = |rule| ModelShape { attention: kind_that_chooses_by(rule, &[]), ..dense.clone() };
         let (indexed, pooled) = (of_blocks(ChoiceRule::LargestScore), of_blocks(ChoiceRule::LargestProbability));
         let Attention::Msa(msa) = indexed.attention else { panic!("MSA scores each token") };
         let qsa = Attention::Msa(MsaShape { indexer: IndexScores::Qsa, select_block_size: 64, ..msa });
         let qsa = ModelShape { attention: qsa, ..dense.clone() };
         let large = ModelShape { num_heads: 65 * dense.num_kv_heads, ..indexed.clone() };
-        let branches = ModelShape { head_dim: 64, ..tiny_nsa() };
+        let branches = on_gpu(tiny_nsa());
         // GPT-2's vocabulary.
         let odd = ModelShape { vocab_size: 50_257, ..dense.clone() };
         for shape in [&dense, &window, &chosen, &indexed, &of_blocks(ChoiceRule::MeanKey), &pooled, &branches] {
