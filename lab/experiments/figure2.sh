@@ -13,7 +13,7 @@
 # call makes what is missing.
 set -euo pipefail
 [ $# -eq 2 ] || { echo "usage: $0 SIEVE OUT"; exit 1; }
-sieve="$(realpath "$1")" device="${DEVICE:-cuda}" texts="${TEXTS:-80000}" steps="${STEPS:-8000}" limit="${LIMIT:-150}"
+sieve="$(realpath "$(command -v "$1" || echo "$1")")" device="${DEVICE:-cuda}" texts="${TEXTS:-80000}" steps="${STEPS:-8000}" limit="${LIMIT:-150}"
 mkdir -p "$2" && out="$(realpath "$2")"
 cd "$(dirname "$0")/../.."
 tasks="copy select induce" tokenizer="$PWD/checkpoints/tiny/tokenizer.json"

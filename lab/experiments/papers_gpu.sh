@@ -17,7 +17,7 @@
 # end. A part whose JSON is there is not run again, so a second call does what is missing.
 set -uo pipefail
 [ $# -eq 2 ] || { echo "usage: $0 SIEVE OUT"; exit 1; }
-sieve="$(realpath "$1")" out="$2" limit="${LIMIT:-240}" failed=0
+sieve="$(realpath "$(command -v "$1" || echo "$1")")" out="$2" limit="${LIMIT:-240}" failed=0
 mkdir -p "$out" && out="$(realpath "$out")"
 cd "$(dirname "$0")/../.."
 "$sieve" --version > "$out/program.txt" || exit 1

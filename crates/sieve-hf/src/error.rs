@@ -54,6 +54,7 @@ pub enum CheckpointError {
     Refused(#[from] Refusal),
     /// A path holds no checkpoint.
     #[error("{} holds no checkpoint{}\n  hint: {}", path.shown(), match runs.as_slice() {
+        [] if !path.exists() => ", because there is nothing of that name".to_owned(),
         [] => String::new(),
         _ => " of its own, and runs that do".to_owned(),
     }, match (runs.as_slice(), beside.as_slice()) {

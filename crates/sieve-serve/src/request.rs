@@ -12,6 +12,9 @@ use std::sync::Arc;
 const DEFAULT_NEW_TOKENS: usize = 16;
 /// Prompts of one request, at most.
 const MOST_PROMPTS: usize = 2048;
+
+/// Most new tokens that a number of them can name; how many the context has room for is told with the prompt.
+const MOST_TOKENS: u64 = u32::MAX as u64;
 /// Texts of one prompt, at most.
 const MOST_SAMPLES: u64 = 128;
 /// Likeliest tokens that are given beside each token, at most.
@@ -84,9 +87,9 @@ impl Asked {
         if let Some(asked) = fields.string("model")?.filter(|asked| asked != name) {
             return Err(ApiError::unknown_model(&asked, name));
         }
-        let context = server.settings.context as u64;
-        let max_tokens = fields.count("max_tokens", [0, context])?;
-        let max_tokens = fields.count("max_completion_tokens", [0, context])?.or(max_tokens);
+        // More than the context is refused with the prompt's tokens, which are not counted yet.
+        let max_tokens = fields.count("max_tokens", [0, MOST_TOKENS])?;
+        let max_tokens = fields.count("max_completion_tokens", [0, MOST_TOKENS])?.or(max_tokens);
         let (echo, num_top, prompts) = match form {
             Form::Completion => {
                 let num_top = fields.count("logprobs", [0, MOST_TOP])?;
@@ -140,7 +143,8 @@ impl Asked {
         // Prompts that fit by themselves are too many by `n`.
         let param = if asked.prompts.len() > most { "prompt" } else { "n" };
         if asked.num_texts() > most {
-            return Err(ApiError::invalid(param, format!("the request asks for more than {most} completions")));
+            let message = format!("the request asks for {}, and --max-queue {most} lets fewer wait", asked.num_texts());
+            return Err(ApiError::invalid(param, message));
         }
         let num_scores = asked.num_scores();
         if num_scores > MOST_SCORES as usize {

@@ -132,7 +132,7 @@ impl TrainError {
         let (global, local) = (training.global_batch_size, training.local_batch_size);
         let share = if ranks > 1 { format!(" x {ranks} ranks") } else { String::new() };
         let hint = if ranks > 1 && global > 0 && global.is_multiple_of(ranks) {
-            format!("training.local_batch_size={} shares the same steps among {ranks}", global / ranks)
+            format!("--set training.local_batch_size={} shares the same steps among {ranks}", global / ranks)
         } else {
             "choose multiples".to_owned()
         };

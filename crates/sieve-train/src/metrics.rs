@@ -1,5 +1,5 @@
 //! Writes `metrics.jsonl` and TensorBoard files; the tags are torchtitan's.
-use crate::run_folder::is_same_file;
+use crate::run_folder::{METRICS_ASIDE, is_same_file};
 use crate::tensorboard::{TensorBoard, fenced};
 use crate::tries::Tries;
 use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
@@ -98,9 +98,11 @@ impl Metrics {
             return;
         };
         if step - last.min(step) > interval.max(most) {
+            let aside = path.with_file_name(METRICS_ASIDE);
+            let kept = if aside.exists() { format!("; {} may have them", aside.shown()) } else { String::new() };
             let path = path.shown();
             self.messages.push(format!(
-                "warning: {path} has no line of the {} steps before step {step}, from which the run goes on",
+                "warning: {path} has no line of the {} steps before step {step}, from which the run goes on{kept}",
                 step - last
             ));
         }

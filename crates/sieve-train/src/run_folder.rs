@@ -14,6 +14,8 @@ use xxhash_rust::xxh3::xxh3_64;
 const ENDING: Duration = Duration::from_secs(10);
 /// Between two looks whether the folder is free.
 const LOOK: Duration = Duration::from_millis(50);
+/// The file of a run with the lines of `metrics.jsonl` about steps of checkpoints that were set aside.
+pub(crate) const METRICS_ASIDE: &str = "metrics.aside.jsonl";
 
 /// Whether a run starts anew or resumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -303,7 +305,7 @@ impl RunFolder {
 
     /// Path of the lines of `metrics.jsonl` about steps of checkpoints that were set aside.
     pub(crate) fn metrics_aside_path(&self) -> PathBuf {
-        self.path.join("metrics.aside.jsonl")
+        self.path.join(METRICS_ASIDE)
     }
 
     /// Folder of the TensorBoard event files.

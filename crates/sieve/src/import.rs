@@ -211,7 +211,7 @@ fn check_folder(from: &Path) -> Result<()> {
 /// Prints what differs between the imported model and the one in the folder.
 fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
     if let [first, ..] = report.added.as_slice() {
-        terminal::line(&format!("{} parameters are new and start as in a new model: {first}, …", report.added.len()));
+        terminal::line(&format!("{} tensors are new and start as in a new model: {first}, …", report.added.len()));
     }
     if let Some(words) = &report.converted {
         terminal::line(&format!("note: {words}"));

@@ -169,9 +169,10 @@ impl OwnText {
         let epochs = recipe.num_tokens() as f64 / self.num_tokens;
         (epochs > EPOCHS_AS_NEW).then(|| {
             format!(
-                "the text has about {} tokens: {} steps read it about {epochs:.0} times; more text would teach more",
+                "the text has about {} tokens: {} {} it about {epochs:.0} times; more text would teach more",
                 terminal::short_count(self.num_tokens),
                 terminal::thousands(recipe.training.steps as u64),
+                if recipe.training.steps == 1 { "step reads" } else { "steps read" },
             )
         })
     }

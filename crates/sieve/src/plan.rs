@@ -110,7 +110,7 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
     let sharding = match (plan.cheapest_stage(), plan.ranks) {
         (Some(ZeroPlan { zero_stage, shard_ranks, gradient_dtype, total_bytes, .. }), Some(_)) => format!(
             "\n  --set parallelism.zero_stage={zero_stage}{} --set training.gradient_dtype={}: of the shardings that \
-             fit, the one whose transfers take least time ({})",
+             fit, with gradients in f32 where one does, the one whose transfers take least time ({})",
             match shard_ranks {
                 0 => String::new(),
                 size => format!(" --set parallelism.shard_ranks={size}"),

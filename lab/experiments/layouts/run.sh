@@ -16,7 +16,7 @@
 set -uo pipefail
 [ "$#" = 3 ] || { sed -n 2,17p "$0"; exit 2; }
 began=$SECONDS
-sieve="$(realpath "$1")" text="$(realpath -m "$2")" out="$(realpath -m "$3")"
+sieve="$(realpath "$(command -v "$1" || echo "$1")")" text="$(realpath -m "$2")" out="$(realpath -m "$3")"
 here="$(cd "$(dirname "$0")/../../.." && pwd)"
 device="${DEVICE:-cuda}"
 if [ "$device" = cuda ]; then

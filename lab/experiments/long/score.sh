@@ -54,5 +54,8 @@ lane() {
       --depths 0,25,50,75,100 --needles "$needles" --selector "$method"
   done
 }
+lines=$(wc -l < "$out/times.jsonl" 2> /dev/null || echo 0)
 for number in $(seq 0 $((gpus - 1))); do lane "$number" & done
 wait
+failed=$(tail -n +$((lines + 1)) "$out/times.jsonl" 2> /dev/null | grep -v '"exit":0,' | sed 's/{"name":"\([^"]*\)".*/\1/')
+[ -z "$failed" ] || { echo "failed, each with its words in $out/NAME.txt: "$failed; exit 1; }

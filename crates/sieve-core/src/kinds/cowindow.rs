@@ -124,8 +124,12 @@ impl Kind for CowaShape {
     }
 
     fn reads_words(&self) -> Option<String> {
-        let Self { sink_tokens, near_window, .. } = self;
-        Some(format!("attention.near_window is {near_window} and attention.sink_tokens {sink_tokens}"))
+        let Self { sink_tokens, near_window, far_reach, num_bands } = self;
+        let bands = if *num_bands == 1 { "in one band" } else { "in bands" };
+        Some(format!(
+            "attention.near_window is {near_window}, attention.sink_tokens {sink_tokens}, and each KV head reads up to \
+             {far_reach} tokens back {bands}"
+        ))
     }
 }
 

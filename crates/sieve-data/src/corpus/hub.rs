@@ -23,6 +23,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::DataError;
 use client::{Checksum, Client, Download, is_hex};
+use config::OFFLINE;
 pub use config::{DownloadProgress, HubConfig, HubLimits, SeeDownload, Surroundings};
 pub use models::{HubModel, HubModelEvent, hub_model, is_hub_model};
 use sieve_files::{temporary_name, write_atomically};
@@ -380,10 +381,14 @@ impl Hub {
             None => ("model", repo),
         };
         let what = format!("{kind} {repo} at {}: {reason}", self.config.endpoint);
-        let hint = format!(
-            "check the name, the revision and the network; 401 and 404 mean that there is no such {kind}, or that it \
-             needs a token (HF_TOKEN); what was fetched before is kept, so ask again"
-        );
+        let hint = if self.config.is_offline {
+            format!("leave {OFFLINE} out to fetch it, or name a folder on this disk")
+        } else {
+            format!(
+                "check the name, the revision and the network; 401 and 404 mean that there is no such {kind}, or that \
+                 it needs a token (HF_TOKEN); what was fetched before is kept, so ask again"
+            )
+        };
         DataError::refused(what, hint)
     }
 }

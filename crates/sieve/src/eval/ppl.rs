@@ -375,7 +375,7 @@ fn word_line(word_perplexity: Option<f64>, num_tokens: u64, num_words: u64) -> S
         None => ("-".to_owned(), "  the text has no word".to_owned()),
         Some(_) if tokens_per_word > TOKENS_PER_WORD => {
             let why = format!(
-                "  not of words of {tokens_per_word:.1} tokens, which this text has in this tokenizer; --json has it"
+                "  left out: a word has {tokens_per_word:.1} tokens here, more than {TOKENS_PER_WORD}; --json has it"
             );
             ("-".to_owned(), why)
         }
@@ -434,7 +434,7 @@ mod tests {
     fn word_perplexity_is_printed_where_words_are_about_tokens() {
         let line = |num_tokens| word_line(Some(459_799.609), num_tokens, 100);
         assert!(line(200).contains("459799.609"));
-        assert!(line(241).contains(" -  not of words of 2.4 tokens") && !line(241).contains("459799"));
+        assert!(line(241).contains(" -  left out: a word has 2.4 tokens") && !line(241).contains("459799"));
         assert!(word_line(None, 7, 0).ends_with(" -  the text has no word"));
     }
 }

@@ -115,7 +115,7 @@ pub(super) fn train_on(process: &Process<'_>, request: &RunRequest, recipe: &Rec
     let shape = recipe.model_shape(0)?;
     let device = process.args.device.for_model(&process.found, &recipe.shapes_of_stages(&shape));
     if device == Device::Cpu && process.args.profile.is_some() {
-        bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda");
+        bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda where there is one");
     }
     check_gpu(recipe, &shape, &device)?;
     let log = Log::new(process.prints(), !process.args.sweep.is_empty());

@@ -670,6 +670,7 @@ fn a_model_is_fetched_once_with_the_files_that_are_read() {
     assert_eq!(fetched("hf://some/model", offline.clone()).unwrap().0, model);
     let error = refusal(fetched("hf://some/other", offline), "not on this disk, and HF_HUB_OFFLINE forbids");
     assert!(!error.contains("given up"), "{error}");
+    assert!(error.contains("leave HF_HUB_OFFLINE out") && !error.contains("the network"), "{error}");
 }
 
 #[test]

@@ -315,8 +315,11 @@ fn by_phase(report: &RecallReport) {
     print_legend(ROWS);
     for (kind, by_phase) in &phased {
         terminal::line(&format!(
-            "\n{} tokens, the first {} of {} pairs",
-            kind.seq_len, by_phase.num_pairs, kind.num_pairs
+            "\n{} tokens, a vocabulary of {}, the first {} of {} pairs",
+            kind.seq_len,
+            terminal::thousands(kind.vocab_size as u64),
+            by_phase.num_pairs,
+            kind.num_pairs
         ));
         scored(by_phase).print();
         let distance = |phase: usize| {
