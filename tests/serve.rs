@@ -282,7 +282,7 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
         (post(completion, r#"{"prompt": "t1", "temperature": -1}"#), 400, "a number from 0 to 2"),
         (post(completion, r#"{"prompt": "t1", "top_p": 0}"#), 400, "above 0"),
         (post(completion, r#"{"prompt": "t1", "n": 3}"#), 400, r#""param":"n""#),
-        (post(completion, r#"{"prompt": ["t1", "t2"], "n": 2}"#), 400, "more than 2 completions"),
+        (post(completion, r#"{"prompt": ["t1", "t2"], "n": 2}"#), 400, "--max-queue lets 2 wait"),
         (post(completion, r#"{"prompt": ["t1", "t2", "t3"]}"#), 400, r#""param":"prompt""#),
         (post(completion, r#"{"prompt": "t1", "logit_bias": {"5": 1}}"#), 400, "has no logit_bias"),
         (post(completion, r#"{"prompt": "t1", "temprature": 1}"#), 400, "temprature"),

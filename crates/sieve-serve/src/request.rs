@@ -143,7 +143,8 @@ impl Asked {
         // Prompts that fit by themselves are too many by `n`.
         let param = if asked.prompts.len() > most { "prompt" } else { "n" };
         if asked.num_texts() > most {
-            let message = format!("the request asks for {}, and --max-queue {most} lets fewer wait", asked.num_texts());
+            let message =
+                format!("the request asks for {} completions, and --max-queue lets {most} wait", asked.num_texts());
             return Err(ApiError::invalid(param, message));
         }
         let num_scores = asked.num_scores();
