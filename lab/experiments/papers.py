@@ -121,9 +121,8 @@ def figure4():
     ours, dense = (losses[f"{name}.toml"] for name in ("dma_80m_paper", "mha_80m"))
     behind = {step: ours[step] - dense[step] for step in sorted(ours.keys() & dense.keys()) if step}
     (first, *_), last = behind, max(behind)
-    short = [{row["seed"]: row["loss"] for row in table4.main_race()[kind]} for kind in ("dma_paper", "mha")]
-    apart = sorted(short[0][seed] - short[1][seed] for seed in short[0].keys() & short[1].keys())
-    ((six,), (dense_six,)) = ([row["loss"] for row in table4.main_race()[f"{kind}/kv6"]] for kind in ("dma_paper", "mha"))
+    race = {kind: {row["seed"]: row["loss"] for row in rows} for kind, rows in table4.main_race().items()}
+    apart, six = (sorted(race[f"dma_paper{kv}"][i] - dense for i, dense in race[f"mha{kv}"].items()) for kv in ("", "/kv6"))
     holds = {f"80M by Table 4's recipe to its end: {ours[last]:.4f}, dense {dense[last]:.4f}": behind[last] < 0}
     for size, is_last in last_by_size().items():
         (run, *_) = runs("scaling", kind="DMA as published", size=size)
@@ -136,7 +135,7 @@ def figure4():
         f"80M: {ours[last]:.4f}, dense {dense[last]:.4f}; the distance falls from {behind[first]:.3f} to "
         f"{behind[last]:.3f} nats", holds,
         f"one seed to its end, {len(apart)} over a tenth of it ({apart[0]:.3f} to {apart[-1]:.3f} behind), another text, three "
-        f"masks a layer for six ({six - dense_six:.3f} behind with six); last at 2 to 20M, too",
+        f"masks a layer for six ({six[0]:.3f} behind with six); last at 2 to 20M, too",
         "`table4`, `scaling`")
 
 
