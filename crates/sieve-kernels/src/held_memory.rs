@@ -33,7 +33,7 @@ pub struct HeldMemory {
 pub struct HeldTensor {
     _handle: ManagedMemoryHandle,
     bytes: u64,
-    /// Those of all tensors of its memory.
+    /// The counter of its [`HeldMemory`], from which its bytes are taken when it is dropped.
     tensor_bytes: Arc<AtomicU64>,
 }
 

@@ -12,8 +12,7 @@ use std::sync::Arc;
 const DEFAULT_NEW_TOKENS: usize = 16;
 /// Prompts of one request, at most.
 const MOST_PROMPTS: usize = 2048;
-
-/// Most new tokens that a number of them can name; how many the context has room for is told with the prompt.
+/// New tokens that a request can name, at most. More than the context has room for are refused with the prompt.
 const MOST_TOKENS: u64 = u32::MAX as u64;
 /// Texts of one prompt, at most.
 const MOST_SAMPLES: u64 = 128;

@@ -100,7 +100,13 @@ struct Scored<'a> {
     rows: Rows,
 }
 
-impl Scored<'_> {
+impl<'a> Scored<'a> {
+    /// The queries from `first` on of whole rows.
+    fn of_rows(shape: &'a AttentionShape, (choice, first): (BlockChoice, usize), softmax_scale: f32) -> Self {
+        let (num_slots, queries) = (choice.blocks.num_slots(shape.seq_len), first..shape.seq_len);
+        Self { shape, choice, softmax_scale, num_slots, queries, rows: Rows::Whole }
+    }
+
     /// Writes the importance of each block, f32 `[batch, choosers, queries, num_blocks]`, the last of the tensors.
     fn launch(&self, q: &Heads, tensors: [&CudaTensor; 5]) -> Result<(), KernelError> {
         let [_, _, _, num_blocks] = tensors[4].dims(NAME, "importance")?;
@@ -206,8 +212,7 @@ pub(super) fn attention_of_rows(
     let [_, rows, head_dim] = pooled.dims(OUTPUT, "pooled keys and values")?;
     let values = pooled.reshaped(OUTPUT, "pooled keys and values", &[2 * rows, head_dim])?;
     let values = values.row_range(OUTPUT, "pooled values", rows, rows)?;
-    let (num_slots, queries_of_row) = (choice.blocks.num_slots(shape.seq_len), first..shape.seq_len);
-    let scored = Scored { shape, choice, softmax_scale, num_slots, queries: queries_of_row, rows: Rows::Whole };
+    let scored = Scored::of_rows(shape, (choice, first), softmax_scale);
     scored.attend(&queries.with_kernel_strides(), [pooled, &values, start, end])
 }
 
@@ -222,8 +227,7 @@ pub(super) fn log_sums_of_rows(
     (choice, first): (BlockChoice, usize),
     softmax_scale: f32,
 ) -> Result<CudaTensor, KernelError> {
-    let (num_slots, queries_of_row) = (choice.blocks.num_slots(shape.seq_len), first..shape.seq_len);
-    let scored = Scored { shape, choice, softmax_scale, num_slots, queries: queries_of_row, rows: Rows::Whole };
+    let scored = Scored::of_rows(shape, (choice, first), softmax_scale);
     scored.log_sums(&queries.with_kernel_strides(), [pooled, start, end])
 }
 

@@ -121,7 +121,7 @@ impl NsaToken<'_> {
         Ok((fine.q.clone(), [by_blocks, chosen]))
     }
 
-    /// The policy of all branches: that of the window branch's queries.
+    /// The kernel policy of all three branches, which the queries of the window branch carry.
     fn policy(&self) -> KernelPolicy {
         self.branches[2].policy()
     }
