@@ -111,7 +111,11 @@ fn keys_of_recipe(
     args.memory.check_import(&shape)?;
     let mut own_text = None;
     if !args.data.is_empty() {
-        (own_text, _) = OwnText::read(&recipe)?;
+        let has_text;
+        (own_text, has_text) = OwnText::read(&recipe)?;
+        if let Some(own) = own_text.as_ref().filter(|_| has_text) {
+            own.check_rows(&recipe)?;
+        }
     }
     let Some(own) = &own_text else {
         return Ok((sets, None));
@@ -136,7 +140,7 @@ fn print_commands(
 ) -> Result<()> {
     let recipe_file = terminal::quoted(recipe_path);
     let plan = format!("plan --recipe {recipe_file}");
-    let train = format!("train --recipe {recipe_file} --out {}", terminal::quoted(&args.out.join("run")));
+    let train = format!("train --recipe {recipe_file} --out {}", terminal::quoted(&run_folder(&args.out)));
     let is_chat = Checkpoint::peek(&report.path)?.answers_chats(&report.recipe);
     // A chat model is not asked with the beginning of a text, nor another with a message.
     let own_text = own_text.filter(|_| is_chat == report.recipe.data.messages_column.is_some());
@@ -153,6 +157,12 @@ fn print_commands(
     };
     terminal::line(&terminal::next(&commands));
     Ok(())
+}
+
+/// The folder of a run that begins with what is in `imported`: of the same name, among the runs.
+fn run_folder(imported: &Path) -> PathBuf {
+    let of_name = imported.file_name().map(|name| Path::new("out").join(name));
+    of_name.filter(|folder| folder != imported).unwrap_or_else(|| imported.join("run"))
 }
 
 /// What was imported, on one line.

@@ -1,12 +1,13 @@
 //! The text of a recipe that a command writes: how long a run of it is worth.
+use crate::epochs;
 use anyhow::{Context, Result, bail};
 use sieve_core::Recipe;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW, TokenizerSource, steps_for_answers};
-use sieve_data::{BpeConfig, Corpus, DataError, Tokenizer};
+use sieve_data::{BpeConfig, Corpus, DataError, OnChange, Tokenizer, is_hub_tokenizer};
 use sieve_host::environment::variable;
 use sieve_host::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer};
 use sieve_host::{hub, terminal};
-use sieve_train::{chat_format, corpus_configs};
+use sieve_train::{DataSource, chat_format, corpus_configs};
 use std::path::Path;
 
 /// The first characters of the text become the prompt of a run's samples: this many at most.
@@ -22,6 +23,18 @@ pub(crate) fn gives_steps(overrides: &[String]) -> bool {
         let key = set.split('=').next().unwrap_or_default().trim();
         key == "training.steps" || key.starts_with("stage.") && key.ends_with(".steps")
     })
+}
+
+/// The steps of the whole run that `--set` gives a recipe with so many stages: `training.steps`, or the sum over every
+/// stage. `None` where a stage has none, or where a value is no whole number, which loading the recipe refuses.
+pub(crate) fn given_steps(overrides: &[String], num_stages: usize) -> Option<usize> {
+    let given = |key: &str| -> Option<usize> {
+        let pairs = overrides.iter().rev().filter_map(|set| set.split_once('='));
+        let value = pairs.map(|(name, value)| (name.trim(), value)).find(|(name, _)| *name == key)?.1;
+        value.trim().replace('_', "").parse().ok()
+    };
+    let of_stages = || (1..=num_stages).map(|stage| given(&format!("stage.{stage}.steps"))).sum::<Option<usize>>();
+    given("training.steps").or_else(|| of_stages().filter(|_| num_stages > 0))
 }
 
 /// The training text of a new recipe, if it is on this machine.
@@ -58,6 +71,25 @@ fn question(text: &str) -> Option<String> {
 }
 
 impl OwnText {
+    /// Fails if the text has too few tokens for one row. Where that is in doubt, the text is tokenised as for a run.
+    pub(crate) fn check_rows(&self, recipe: &Recipe) -> Result<()> {
+        let seq_len = recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or_default();
+        // Tokens are less than twice as long as estimated. A tokenizer on the hub is not fetched.
+        let is_remote = matches!(recipe.tokenizer.source(), TokenizerSource::Path(path) if is_hub_tokenizer(path));
+        if is_remote || self.num_tokens > 2.0 * seq_len as f64 {
+            return Ok(());
+        }
+        let dir = tempfile::tempdir().context("making a folder for the text's tokens")?;
+        let source = DataSource::open(recipe, &hub::surroundings())?;
+        source.prepare(recipe, dir.path(), OnChange::Refuse, &mut |_event| {})?;
+        for text in epochs::of_run(recipe, dir.path()).into_iter().flatten() {
+            if let Some([what, hint]) = text.too_short() {
+                bail!("{what}\n  hint: {hint}");
+            }
+        }
+        Ok(())
+    }
+
     /// Reads the beginning of the recipe's text, as a run would. Returns the training text, unless it is on the hub or
     /// not there, and false if any file is not there: it may be put there after the recipe is written.
     pub(crate) fn read(recipe: &Recipe) -> Result<(Option<Self>, bool)> {

@@ -36,9 +36,9 @@ const USAGE: &str = "cargo xtask <command>
                          dist and wheel also copy what they made to target/to-publish, which holds a release with its
                          SHA256SUMS (CONTRIBUTING.md, Releases)
   book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
-  kernels [--arch A]     compile what ships with nvcc (installed into target/cuda-venv when missing), print registers,
-                         spills, stack and shared memory; fails on any spill that kernels/allowances.toml does not
-                         allow, and on a header that does not name a define";
+  kernels [sm_90a ..]    compile what ships with NVRTC (installed into target/cuda-venv when missing), for the named
+                         architectures or for all; print registers, spills, stack and shared memory; fails on any spill
+                         that kernels/allowances.toml does not allow, and on a kernel that does not ship";
 
 /// Runs the chore that the words name; other words are an error, which shows the usage.
 fn main() -> ExitCode {
@@ -49,11 +49,10 @@ fn main() -> ExitCode {
         ["check", "--gpu"] => check::run(true),
         ["check", "--gpu", program, only @ ..] => gpu::run_program(program.as_ref(), only),
         ["tidy"] => tidy::run(),
-        ["kernels"] => kernels::run(None),
+        ["kernels", only @ ..] => kernels::run(only, &words),
         ["dist"] => dist::run(),
         ["book"] => book::run(),
         ["wheel"] => wheel::run(),
-        ["kernels", "--arch", arch] => kernels::run(Some(arch)),
         [] | ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;

@@ -1,7 +1,7 @@
 //! Compiles CUDA C++ to cubins with NVRTC. Sieve's kernels include no header of the CUDA toolkit.
 mod resources;
 
-pub use resources::KernelResources;
+pub use resources::{KernelResources, NamedResources};
 
 use crate::runtime::SourceKernel;
 use crate::{CudaVersion, KernelError};
@@ -15,6 +15,15 @@ pub struct CompiledKernel {
     pub cubin: Vec<u8>,
     /// Registers and memory that the kernel uses; `None` when the compiler's log does not name them.
     pub resources: Option<KernelResources>,
+}
+
+/// What the compiler says of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompilerOutput {
+    /// Warnings, and the resources of every function ([`NamedResources::of_log`]).
+    pub log: String,
+    /// The kernel in PTX, with the lines of its source.
+    pub ptx: String,
 }
 
 /// Version of the NVRTC on this machine.
@@ -53,6 +62,33 @@ fn require_nvrtc() -> Result<(), KernelError> {
 /// # Errors
 /// [`KernelError::Installation`] without NVRTC, or [`KernelError::Compile`] with the compiler's log.
 pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledKernel, KernelError> {
+    let (program, log) = compiled(kernel, arch)?;
+    let failed = |e: nvrtc::NvrtcError| KernelError::Compile { kernel: kernel.name(), log: e.to_string() };
+    let mut size = 0;
+    // SAFETY: the program is compiled; `size` is a valid pointer.
+    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
+    let mut cubin = vec![0u8; size];
+    // SAFETY: the buffer has the size that NVRTC returned.
+    unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }.result().map_err(failed)?;
+    let resources = resources::of_entry(&log, kernel.name());
+    Ok(CompiledKernel { cubin, resources })
+}
+
+/// Compiles one kernel as [`compile_with_nvrtc`] does, and returns what there is to read about it instead of its
+/// machine code.
+///
+/// # Errors
+/// [`KernelError::Installation`] without NVRTC, or [`KernelError::Compile`] with the compiler's log.
+pub fn explain_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompilerOutput, KernelError> {
+    let (program, log) = compiled(kernel, arch)?;
+    // SAFETY: the program is alive and was compiled.
+    let ptx = unsafe { nvrtc::get_ptx(program.0) };
+    let ptx = ptx.map_err(|e| KernelError::Compile { kernel: kernel.name(), log: e.to_string() })?;
+    Ok(CompilerOutput { log, ptx: text_of(&ptx) })
+}
+
+/// A compiled program and the compiler's log.
+fn compiled(kernel: &SourceKernel, arch: &str) -> Result<(Program, String), KernelError> {
     require_nvrtc()?;
     let error = |log| KernelError::Compile { kernel: kernel.name(), log };
     let failed = |e: nvrtc::NvrtcError| error(e.to_string());
@@ -72,14 +108,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     if compiled.is_err() {
         return Err(error(log));
     }
-    let mut size = 0;
-    // SAFETY: the program is compiled; `size` is a valid pointer.
-    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
-    let mut cubin = vec![0u8; size];
-    // SAFETY: the buffer has the size that NVRTC returned.
-    unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }.result().map_err(failed)?;
-    let resources = resources::parse(&log, kernel.name());
-    Ok(CompiledKernel { cubin, resources })
+    Ok((program, log))
 }
 
 /// A handle of an NVRTC program, destroyed on drop.

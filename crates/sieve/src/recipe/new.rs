@@ -1,20 +1,18 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
-use crate::own_text::{OwnText, gives_steps};
-use crate::{epochs, shipped};
-use anyhow::{Context, Result, anyhow, bail};
+use crate::own_text::{OwnText, given_steps, gives_steps};
+use crate::shipped;
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sieve_core::recipe::{
-    AttentionKind, DataFormat, MAX_SEQ_LEN, StartingSize, TokenizerSource, TokenizerTraining, least_tokens,
-    steps_for_text, vocab_size_for_text,
+    AttentionKind, DataFormat, MAX_SEQ_LEN, StartingSize, TokenizerTraining, least_tokens, steps_for_text,
+    vocab_size_for_text,
 };
 use sieve_core::{Recipe, ShownPath};
-use sieve_data::{OnChange, is_hub_tokenizer};
 use sieve_host::out_file::OutFile;
+use sieve_host::terminal;
 use sieve_host::text_files::remark_on_missing;
-use sieve_host::{hub, terminal};
-use sieve_train::DataSource;
 
 /// Sizes for which the program holds recipes of all kinds.
 const SHIPPED_SIZES: [&str; 4] = ["80m", "200m", "680m", "1p7b"];
@@ -81,8 +79,7 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
     let Some(name) = args.recipe else {
         for name in shipped::recipe_names() {
             let text = shipped::recipe(name).unwrap_or_default();
-            let about = text.lines().next().unwrap_or_default();
-            terminal::line(&format!("{name:<22} {}", about.trim_start_matches("# ")));
+            terminal::line(&format!("{name:<22} {}", first_sentence(text)));
         }
         return Ok(());
     };
@@ -93,6 +90,15 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
         _ => terminal::text(&recipe.to_template()?),
     }
     Ok(())
+}
+
+/// The first sentence of the comment that a recipe begins with.
+fn first_sentence(recipe: &str) -> String {
+    let comment: Vec<&str> = recipe.lines().map_while(|line| line.strip_prefix("# ")).collect();
+    let comment = comment.join(" ");
+    let ends = comment.match_indices(". ").map(|(at, _)| at);
+    let end = ends.into_iter().find(|at| comment[at + 2..].starts_with(char::is_uppercase));
+    end.map_or(comment.as_str(), |at| &comment[..at]).trim_end_matches('.').to_owned()
 }
 
 /// Runs `sieve recipe new`.
@@ -142,30 +148,11 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
 }
 
 impl OwnText {
-    /// Fails if the text has too few tokens for one row. Where that is in doubt, the text is tokenised as for a run.
-    fn check_rows(&self, recipe: &Recipe) -> Result<()> {
-        let seq_len = recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or_default();
-        // Tokens are less than twice as long as estimated. A tokenizer on the hub is not fetched.
-        let is_remote = matches!(recipe.tokenizer.source(), TokenizerSource::Path(path) if is_hub_tokenizer(path));
-        if is_remote || self.num_tokens > 2.0 * seq_len as f64 {
-            return Ok(());
-        }
-        let dir = tempfile::tempdir().context("making a folder for the text's tokens")?;
-        let source = DataSource::open(recipe, &hub::surroundings())?;
-        source.prepare(recipe, dir.path(), OnChange::Refuse, &mut |_event| {})?;
-        for text in epochs::of_run(recipe, dir.path()).into_iter().flatten() {
-            if let Some([what, hint]) = text.too_short() {
-                bail!("{what}\n  hint: {hint}");
-            }
-        }
-        Ok(())
-    }
-
     /// The error of a text that is too short for a size, with the bytes that are enough.
-    fn too_little(&self, size: &str, tokens_per_step: usize, steps: &str) -> anyhow::Error {
+    fn too_little(&self, size: &str, tokens_per_step: usize) -> anyhow::Error {
         anyhow!(
             "{} of text are too little for --size {size}, which takes {} or more\n  \
-             hint: a smaller --size, more text, or --set {steps}=N",
+             hint: a smaller --size, more text, or --set training.steps=N",
             terminal::bytes(self.num_bytes),
             terminal::bytes((least_tokens(tokens_per_step) / self.num_tokens * self.num_bytes as f64).ceil() as u64)
         )
@@ -179,7 +166,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     sets.extend(own.and_then(OwnText::prompts_key));
     sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
-    let recipe = of_size(args, own.filter(|_| !gives_steps(&args.overrides)), &sets)?;
+    let recipe = of_size(args, own, &sets)?;
     // Chats and questions are read less often than a text; --set wins over these keys.
     let keys = own.map_or(Vec::new(), |own| {
         [own.keys_of_tokenizer(&recipe), own.keys_for_answers(&recipe, &args.overrides)].concat()
@@ -199,9 +186,9 @@ fn of_size(args: &NewArgs, own: Option<&OwnText>, sets: &[String]) -> Result<Rec
         if let Some(context) = context {
             size = size.with_context(context);
         }
-        if let Some(own) = own {
+        if let Some(own) = own.filter(|_| !gives_steps(&args.overrides)) {
             let fitted = size.for_text(own.num_bytes, own.num_tokens);
-            size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step(), "training.steps"))?;
+            size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step()))?;
         }
         return Ok(size.recipe(args.kind, &args.data, sets)?);
     }
@@ -218,11 +205,13 @@ fn of_size(args: &NewArgs, own: Option<&OwnText>, sets: &[String]) -> Result<Rec
     if let Some(context) = context {
         set_context(&mut recipe, context);
     }
-    if let Some(own) = own {
+    // Stages and the warm-up follow the number of steps, also where it is given.
+    if let Some(steps) = given_steps(&args.overrides, recipe.stage.len()) {
+        set_steps(&mut recipe, steps);
+    } else if let Some(own) = own {
         let tokens_per_step = recipe.training.tokens_per_step();
-        let key = if recipe.stage.is_empty() { "training.steps" } else { "stage.1.steps" };
         let fitted = steps_for_text(own.num_tokens, tokens_per_step, recipe.training.steps);
-        set_steps(&mut recipe, fitted.ok_or_else(|| own.too_little(&args.size, tokens_per_step, key))?);
+        set_steps(&mut recipe, fitted.ok_or_else(|| own.too_little(&args.size, tokens_per_step))?);
     }
     // The template, unlike the TOML, leaves out what follows from other values, which --set may change.
     Ok(Recipe::load(&recipe.to_template()?, "the new recipe", sets)?)

@@ -80,7 +80,10 @@ impl<'a> Map<'a> {
     fn of(page: &'a str) -> Option<Self> {
         let rows = page.lines().filter_map(|line| line.strip_prefix("| `"));
         let crates = rows.filter_map(|row| Some(row.split_once('`')?.0));
-        let long = |name: &str| format!("sieve-{}", name.trim());
+        let long = |name: &str| match name.trim() {
+            "xtask" => "xtask".to_owned(),
+            short => format!("sieve-{short}"),
+        };
         let (_, sentence) = page.split_once("\nArrows: ")?;
         let arrows = sentence.split('.').next()?.split(';').filter_map(|arrow| {
             let (name, uses) = arrow.split_once('→')?;

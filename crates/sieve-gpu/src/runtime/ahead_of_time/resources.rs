@@ -1,4 +1,4 @@
-//! Resources of a compiled kernel, parsed from the output of `ptxas -v`, which nvcc and NVRTC both print.
+//! Resources of a compiled kernel, parsed from the output of `ptxas -v`, which NVRTC prints.
 
 /// Registers, local memory and static shared memory of one entry point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -15,30 +15,44 @@ pub struct KernelResources {
     pub static_shared_bytes: usize,
 }
 
-/// Parses the resources of the entry point `entry` from a compiler's log; `None` when the log does not name them.
-pub(super) fn parse(log: &str, entry: &str) -> Option<KernelResources> {
-    let mut found: Option<KernelResources> = None;
-    let mut inside = false;
-    for line in log.lines() {
-        if let Some((_, name)) = line.split_once("Function properties for ") {
-            inside = name.trim() == entry;
-        } else if !inside {
-            continue;
-        } else if line.contains("bytes stack frame") {
-            found = Some(KernelResources {
-                stack_bytes: number_before(line, " bytes stack frame")?,
-                spill_store_bytes: number_before(line, " bytes spill stores")?,
-                spill_load_bytes: number_before(line, " bytes spill loads")?,
-                ..KernelResources::default()
-            });
-        } else if line.contains("Used ") && line.contains(" registers") {
-            let resources = found.get_or_insert_default();
-            resources.registers = number_before(line, " registers")?;
-            resources.static_shared_bytes = number_before(line, " bytes smem").unwrap_or(0);
-            return found;
+/// A function of a compiled kernel: its entry point, or a function that was not inlined.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NamedResources {
+    /// The function's name; mangled, unless it is the entry point.
+    pub name: String,
+    /// What it uses. Registers and static shared memory are 0 for a function that is no entry point.
+    pub resources: KernelResources,
+}
+
+impl NamedResources {
+    /// All functions that a compiler's log names, in its order; `None` where a number cannot be read.
+    pub fn of_log(log: &str) -> Option<Vec<Self>> {
+        let mut functions: Vec<Self> = Vec::new();
+        for line in log.lines() {
+            if let Some((_, name)) = line.split_once("Function properties for ") {
+                functions.push(Self { name: name.trim().to_owned(), ..Self::default() });
+                continue;
+            }
+            let Some(Self { resources, .. }) = functions.last_mut() else {
+                continue; // Messages before the first function.
+            };
+            if line.contains("bytes stack frame") {
+                resources.stack_bytes = number_before(line, " bytes stack frame")?;
+                resources.spill_store_bytes = number_before(line, " bytes spill stores")?;
+                resources.spill_load_bytes = number_before(line, " bytes spill loads")?;
+            } else if line.contains("Used ") && line.contains(" registers") {
+                resources.registers = number_before(line, " registers")?;
+                resources.static_shared_bytes = number_before(line, " bytes smem").unwrap_or(0);
+            }
         }
+        Some(functions)
     }
-    None
+}
+
+/// The resources of the entry point `entry`; `None` when the log does not name them.
+pub(super) fn of_entry(log: &str, entry: &str) -> Option<KernelResources> {
+    let functions = NamedResources::of_log(log)?.into_iter();
+    functions.map(|function| (function.name, function.resources)).find(|(name, _)| name == entry).map(|(_, used)| used)
 }
 
 fn number_before(line: &str, label: &str) -> Option<usize> {
@@ -60,7 +74,7 @@ ptxas info    : Used 168 registers, used 9 barriers, 16 bytes cumulative stack s
 ";
 
     #[test]
-    fn the_entry_point_is_read_and_no_other_function() {
+    fn every_function_is_read_and_the_entry_point_is_found() {
         let expected = KernelResources {
             registers: 168,
             spill_store_bytes: 12,
@@ -68,8 +82,17 @@ ptxas info    : Used 168 registers, used 9 barriers, 16 bytes cumulative stack s
             stack_bytes: 16,
             static_shared_bytes: 49152,
         };
-        assert_eq!(parse(LOG, "decode"), Some(expected));
-        assert_eq!(parse(LOG, "other"), None);
+        assert_eq!(of_entry(LOG, "decode"), Some(expected));
+        assert_eq!(of_entry(LOG, "other"), None);
+        let all = NamedResources::of_log(LOG).expect("the usual lines");
+        let helper =
+            KernelResources { stack_bytes: 8, spill_store_bytes: 1, spill_load_bytes: 2, ..Default::default() };
+        assert_eq!(
+            all,
+            [("helper", helper), ("decode", expected)]
+                .map(|(name, resources)| NamedResources { name: name.to_owned(), resources })
+        );
+        assert_eq!(NamedResources::of_log(&LOG.replace("12 bytes spill", "many bytes spill")), None);
     }
 
     #[test]
@@ -78,7 +101,7 @@ ptxas info    : Used 168 registers, used 9 barriers, 16 bytes cumulative stack s
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 31 registers, used 0 barriers, 384 bytes cmem[0]
 ";
-        let resources = parse(log, "f").expect("the usual lines");
+        let resources = of_entry(log, "f").expect("the usual lines");
         assert_eq!((resources.registers, resources.static_shared_bytes), (31, 0));
     }
 }
