@@ -21,9 +21,12 @@ use sieve_kernels::{
     SumOrder,
 };
 use sieve_ops::{Cuda, TrainBackend};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::Instant;
 
 /// Random calls of attention in a short check; selections and caches get a fifth of them.
@@ -122,7 +125,8 @@ impl CheckSettings {
 
 /// Runs the portable kernels on the CPU emulator and compares them with references: the wrappers of attention,
 /// selection, decoding and the training step, at one head width. Needs g++ and no GPU. The folder `programs` keeps the
-/// compiled kernels. Also returns the names of the kernels that ran; `on_part` is called after each part.
+/// compiled kernels. Also returns the names of the kernels that ran; `on_part` is called after each part. Each processor
+/// runs a part at a time, on an emulator of its own.
 ///
 /// # Errors
 /// A folder that cannot be written; a wrong result is a row of the report.
@@ -131,18 +135,61 @@ pub fn check_emulated(
     programs: &Path,
     on_part: &mut dyn FnMut(CheckedPart),
 ) -> Result<(Report, Vec<&'static str>)> {
-    let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
-    let mut progress = Progress::new(on_part);
     let extent =
         Extent { magnitude: settings.magnitude, ..Extent::emulated(settings.cases, settings.longest, settings.seed) };
-    let parts: &[&[Part]] = match settings.part {
-        CheckPart::All => &[&OF_A_FAMILY[1..], ONLY_PORTABLE],
-        part => &[part.of_a_family()],
+    let parts = match settings.part {
+        CheckPart::All => [&OF_A_FAMILY[1..], ONLY_PORTABLE].concat(),
+        part => part.of_a_family().to_vec(),
     };
-    for parts in parts {
-        progress.wrappers("emulated", parts, &emulator, &extent)?;
+    let next = AtomicUsize::new(0);
+    let (send, receive) = mpsc::channel();
+    let mut done = Vec::new();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(parts.len()) {
+            let (send, next, parts, extent) = (send.clone(), &next, &parts, &extent);
+            scope.spawn(move || {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(part) = parts.get(index) else {
+                        // Another thread has taken the last part.
+                        break;
+                    };
+                    // The receiver is gone where the caller panicked.
+                    if send.send((index, emulated(part, programs, extent))).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        drop(send);
+        for (index, outcome) in receive {
+            if let Ok((_, Some(part), _)) = &outcome {
+                on_part(part.clone());
+            }
+            done.push((index, outcome));
+        }
+    });
+    // In the order of the parts, whichever was done first.
+    done.sort_by_key(|(index, _)| *index);
+    let (mut report, mut kernels) = (Report::default(), BTreeSet::new());
+    for (_, outcome) in done {
+        let (of_part, _, ran) = outcome?;
+        report.merge(of_part);
+        kernels.extend(ran);
     }
-    Ok((progress.report, emulator.kernels()))
+    Ok((report, kernels.into_iter().collect()))
+}
+
+/// What one part found on an emulator of its own, and the names of the kernels that ran.
+type Emulated = (Report, Option<CheckedPart>, Vec<&'static str>);
+
+fn emulated(part: &Part, programs: &Path, extent: &Extent) -> Result<Emulated> {
+    let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
+    let mut checked = None;
+    let mut keep = |part| checked = Some(part);
+    let mut progress = Progress::new(&mut keep);
+    progress.wrappers("emulated", &[*part], &emulator, extent)?;
+    Ok((progress.report, checked, emulator.kernels()))
 }
 
 /// A part's name and its check of the launch wrappers.
@@ -204,7 +251,7 @@ impl CheckPart {
 }
 
 /// A part of a check that has ended.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct CheckedPart {
     /// Names of the kernels or ops that the part checked.
     pub name: String,

@@ -92,6 +92,17 @@ impl Report {
         }
     }
 
+    /// Adds all rows of another report.
+    pub(crate) fn merge(&mut self, other: Report) {
+        for mut theirs in other.rows {
+            let ours = self.row(&theirs.name, &theirs.path);
+            ours.cases += theirs.cases;
+            ours.not_on_this_device += theirs.not_on_this_device;
+            ours.worst = ours.worst.max(theirs.worst);
+            ours.failures.append(&mut theirs.failures);
+        }
+    }
+
     /// Counts a case that no kernel of this device takes; the row's path is the reason.
     pub(crate) fn add_missing(&mut self, name: &str, reason: &str) {
         self.row(name, reason).not_on_this_device += 1;
