@@ -4,7 +4,6 @@ mod bound_and_zero;
 mod nvrtc;
 
 use crate::tidy::headers;
-use crate::workspace;
 use allowances::Allowances;
 use anyhow::{Context, Result, bail};
 use nvrtc::Messages;
