@@ -14,8 +14,8 @@ use sieve_gpu::{NeededKernels, SourceKernel};
 /// A specialisation to compile for an architecture.
 type Job<'a> = (&'a SourceKernel, &'a str);
 
-/// Compiles the shipped kernels, from the text that a launch sends, for the named architectures, or for all. `words` are
-/// this chore's words, by which it starts itself again.
+/// Compiles the shipped kernels, from the text that a launch sends, for the named architectures, or for all. `words`
+/// are this chore's words, by which it starts itself again.
 pub(crate) fn run(only: &[&str], words: &[&str]) -> Result<()> {
     if nvrtc::started_with_it(words)?.is_some() {
         return Ok(());

@@ -40,6 +40,7 @@ impl Allowances {
         Self::parse(&workspace::read(file)?).context(file)
     }
 
+    /// Reads the text of the file.
     fn parse(text: &str) -> Result<Self> {
         let all: Self = toml::from_str(text)?;
         for allowance in &all.allow {

@@ -1,4 +1,4 @@
-//! The run-time compiler of CUDA, installed from its wheel if missing, and its messages for each kernel, which are kept.
+//! The run-time compiler of CUDA, installed from its wheel if missing, and its messages for each kernel.
 use super::bound_and_zero;
 use crate::workspace;
 use anyhow::{Context, Result, bail, ensure};
@@ -49,8 +49,8 @@ impl Messages {
         Ok(Self { folder: workspace::target_folder(&name)? })
     }
 
-    /// The messages of an earlier run, or of compiling the kernel now: the compiler's, then a warning for each comparison
-    /// that ptxas may compile wrongly.
+    /// The messages of an earlier run, or of compiling the kernel now: the compiler's, then a warning for each
+    /// comparison that ptxas may compile wrongly.
     pub(crate) fn of(&self, kernel: &SourceKernel, arch: &str) -> Result<String> {
         let file = self.folder.join(format!("{}-{arch}-{:032x}.log", kernel.name(), kernel.code_key()?));
         if let Ok(messages) = fs::read_to_string(&file) {

@@ -125,8 +125,8 @@ impl CheckSettings {
 
 /// Runs the portable kernels on the CPU emulator and compares them with references: the wrappers of attention,
 /// selection, decoding and the training step, at one head width. Needs g++ and no GPU. The folder `programs` keeps the
-/// compiled kernels. Also returns the names of the kernels that ran; `on_part` is called after each part. Each processor
-/// runs a part at a time, on an emulator of its own.
+/// compiled kernels. Also returns the names of the kernels that ran; `on_part` is called after each part. Each
+/// processor runs a part at a time, on an emulator of its own.
 ///
 /// # Errors
 /// A folder that cannot be written; a wrong result is a row of the report.
@@ -183,6 +183,7 @@ pub fn check_emulated(
 /// What one part found on an emulator of its own, and the names of the kernels that ran.
 type Emulated = (Report, Option<CheckedPart>, Vec<&'static str>);
 
+/// Runs one part.
 fn emulated(part: &Part, programs: &Path, extent: &Extent) -> Result<Emulated> {
     let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
     let mut checked = None;
