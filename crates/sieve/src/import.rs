@@ -111,11 +111,11 @@ fn keys_of_recipe(
     args.memory.check_import(&shape)?;
     let mut own_text = None;
     if !args.data.is_empty() {
-        let has_text;
-        (own_text, has_text) = OwnText::read(&recipe)?;
-        if let Some(own) = own_text.as_ref().filter(|_| has_text) {
+        let (read, has_text) = OwnText::read(&recipe)?;
+        if let Some(own) = read.as_ref().filter(|_| has_text) {
             own.check_rows(&recipe)?;
         }
+        own_text = read;
     }
     let Some(own) = &own_text else {
         return Ok((sets, None));

@@ -17,13 +17,13 @@ type Job<'a> = (&'a SourceKernel, &'a str);
 /// Compiles the shipped kernels, from the text that a launch sends, for the named architectures, or for all. `words`
 /// are this chore's words, by which it starts itself again.
 pub(crate) fn run(only: &[&str], words: &[&str]) -> Result<()> {
-    if nvrtc::started_with_it(words)?.is_some() {
-        return Ok(());
-    }
     let shipped = NeededKernels::shipped();
     let unknown = only.iter().find(|arch| !shipped.iter().any(|(_, of_kernel)| of_kernel.contains(arch)));
     if let Some(arch) = unknown {
         bail!("nothing to compile: no specialisation names {arch}");
+    }
+    if nvrtc::started_with_it(words)?.is_some() {
+        return Ok(());
     }
     let messages = Messages::of_installed()?;
     let jobs: Vec<Job> = shipped

@@ -32,7 +32,10 @@ pub(crate) fn started_with_it(words: &[&str]) -> Result<Option<()>> {
     let folders = std::env::join_paths([folder].into_iter().chain(std::env::split_paths(&before)))?;
     let program = std::env::current_exe().context("this program's path")?;
     let status = Command::new(&program).args(words).env(LIBRARIES, folders).status();
-    ensure!(status.with_context(|| format!("cannot start {}", program.display()))?.success(), "see above");
+    ensure!(
+        status.with_context(|| format!("cannot start {}", program.display()))?.success(),
+        "the kernels have problems, which are printed above"
+    );
     Ok(Some(()))
 }
 
@@ -42,7 +45,7 @@ pub(crate) struct Messages {
 }
 
 impl Messages {
-    /// Those of the compiler that this program finds.
+    /// The messages of the NVRTC that this program finds.
     pub(crate) fn of_installed() -> Result<Self> {
         // The last number counts the checks whose warnings the messages contain.
         let name = format!("cuda-kernels/nvrtc{}-2", installed_nvrtc()?);

@@ -183,7 +183,7 @@ pub fn check_emulated(
 /// What one part found on an emulator of its own, and the names of the kernels that ran.
 type Emulated = (Report, Option<CheckedPart>, Vec<&'static str>);
 
-/// Runs one part.
+/// Runs one part on an emulator of its own.
 fn emulated(part: &Part, programs: &Path, extent: &Extent) -> Result<Emulated> {
     let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
     let mut checked = None;
@@ -572,7 +572,7 @@ mod tests {
     /// Names and defines of what the parts of a family launch on a Hopper GPU under a policy.
     fn launched(policy: KernelPolicy) -> Vec<String> {
         let device = Noted { recorder: Recorder::new(Hardware::HOPPER), kernels: RefCell::default(), policy };
-        let (mut report, extent) = (Report::default(), Extent::all(4, 60, 1));
+        let (mut report, extent) = (Report::default(), Extent::all(20, 60, 1));
         for (_, check) in [ATTENTION, SELECTIONS, MASKS, LATENT, NSA] {
             check(&mut report, &device, &extent).expect("cases can be drawn");
         }

@@ -331,7 +331,7 @@ fn attention_by_key(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<f
 
 #[test]
 fn the_emulated_selections_are_the_stored_ones() {
-    // A method a processor: a launch takes one.
+    // Methods run side by side, because a launch of the emulator takes one processor.
     METHODS.par_iter().for_each(|&(method, calls)| {
         emulated(method, AMPERE, 1, |emulator, report| {
             // Only whole prompts of one model, and decoded tokens: all stored calls would take some ten minutes.
