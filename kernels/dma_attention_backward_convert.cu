@@ -1,17 +1,18 @@
 // dma_attention_backward_convert: dk or dv, summed in f32 in the column order of dma_attention_backward, to strided
 // bf16 rows.
-// Math       grad = scale * sum (softmax_scale for dk, 1 for dv)
+// Math       grad = scale * sum (softmax_scale for dk, 1 for dv); ONTO: added to what grad holds
 // Layout     sums f32 [batch, num_kv_heads, seq_len, ROW_DIM] (JOINED: [batch, num_sums, seq_len, ROW_DIM], added up in
 //            their order, for num_kv_heads 1), groups of 16 columns in the order {2t, 2t+1, 2t+8,
 //            2t+9}, t = 0 .. 3;
 //            grad bf16 [batch, seq_len, num_kv_heads, ROW_DIM], any strides that are multiples of 8
 //            summed i32 [batch, num_kv_heads, seq_len]: rows of 0 are neither read nor written
 // Buffers    sums, (SOME_ROWS: summed,) grad
-// Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv); JOINED (0), SOME_ROWS (0) 0|1
+// Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv); JOINED (0), SOME_ROWS (0), ONTO (0) 0|1
 // Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a warp turns 2 KiB of
 //            sums into 32 groups of 16 columns
-// Numerics   one rounding; memory-bound; without SOME_ROWS writes every element of grad
+// Numerics   one rounding, ONTO a second of the sum; memory-bound; without SOME_ROWS writes every element of grad
 // Edges      rows of never-active keys hold zeros and stay zeros
+#include "common/bf16x8.cuh"
 #include "common/mma.cuh"
 #include "common/quad.cuh"
 
@@ -20,6 +21,21 @@
 #endif
 #ifndef SOME_ROWS
 #define SOME_ROWS 0
+#endif
+#ifndef ONTO
+#define ONTO 0
+#endif
+
+#if ONTO
+// What eight columns hold, and these eight numbers added.
+DEVICE uint4 added(const uint4& held, const uint4& words) {
+  float sum[8], more[8];
+  unpack_bf16x8(held, sum);
+  unpack_bf16x8(words, more);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] += more[i];
+  return pack_bf16x8(sum);
+}
 #endif
 
 struct DmaAttentionBackwardConvertParams {
@@ -75,6 +91,11 @@ extern "C" __global__ void __launch_bounds__(256)
             batch = head_row / num_heads, head = head_row - batch * num_heads;
   uint4* to = (uint4*)(grad + params.grad_offset + batch * params.grad_batch_stride + key * params.grad_token_stride +
                        head * ROW_DIM + (u32)(at % GROUPS) * 16);
-  to[0] = make_uint4(low[0], low[1], low[2], low[3]);
-  to[1] = make_uint4(high[0], high[1], high[2], high[3]);
+  uint4 words[2] = {make_uint4(low[0], low[1], low[2], low[3]), make_uint4(high[0], high[1], high[2], high[3])};
+#if ONTO
+#pragma unroll
+  for (int i = 0; i < 2; ++i) words[i] = added(to[i], words[i]);
+#endif
+  to[0] = words[0];
+  to[1] = words[1];
 }

@@ -2,7 +2,7 @@
 // dq, in the order of the blocks.
 // Math       GRADIENT 0: o = sum_s w_s part_s / sum_s w_s, w_s = 2^part_lse_s, lse = log sum_s w_s; a query that chose
 //            nothing gets o = 0, lse = -inf; LSE_ONLY 1: lse alone;
-//            GRADIENT 1: dq = softmax_scale * sum_s part_s
+//            GRADIENT 1: dq = softmax_scale * sum_s part_s; ONTO 1: o and its lse, or dq, hold a first part already
 // Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected], none below 0 and behind the others; parts
 //            bf16 [batch, num_kv_heads, num_queries * num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of
 //            the queries from first_query on; o bf16 [batch, seq_len, num_heads, HEAD_DIM], any token and batch stride
@@ -11,17 +11,21 @@
 //            taken any more, so that another pass can walk the lists
 // Buffers    block_indices, num_items, (LSE_ONLY 0: parts,) (GRADIENT 0: part_lse,) (LSE_ONLY 0: o or dq,)
 //            (GRADIENT 0: lse)
-// Defines    HEAD_DIM 64|128, GRADIENT 0|1, LSE_ONLY (0) 0|1
+// Defines    HEAD_DIM 64|128, GRADIENT 0|1, LSE_ONLY (0) 0|1, ONTO (0) 0|1
 // Tiling     grid (ceil(num_queries * num_heads / (2048 / HEAD_DIM)), batch); 256 threads, a lane 8 columns of a row;
 //            no shared memory
-// Numerics   f32 sums in a fixed order, one rounding; every element of these queries written; memory-bound
+// Numerics   f32 sums in a fixed order, the part of ONTO first, one rounding; every element of these queries written;
+//            memory-bound
 // Edges      any num_selected
 #include "common/bf16x8.cuh"
 
 #ifndef LSE_ONLY
 #define LSE_ONLY 0
 #endif
-static_assert(!LSE_ONLY || !GRADIENT, "gradients have no log-sum-exp");
+#ifndef ONTO
+#define ONTO 0
+#endif
+static_assert(!LSE_ONLY || (!GRADIENT && !ONTO), "log-sum-exps alone are those of the parts");
 constexpr u32 LANES = HEAD_DIM / 8, BLOCK_ROWS = 256 / LANES;
 
 struct NsaSelectedCombineParams {
@@ -64,6 +68,14 @@ extern "C" __global__ void __launch_bounds__(256)
   // The number of blocks that the query chose and the largest of their log-sum-exps; a lane reads every LANES-th.
   int count = 0;
   [[maybe_unused]] float largest = -INFINITY_F32, total = 0.0f;
+#if !GRADIENT
+  float* const result_lse = lse + (blockIdx.y * params.num_heads + head) * params.seq_len + query;
+#if ONTO
+  // Every lane of the row reads it here, before the lanes join `largest`, because lane 0 overwrites it.
+  const float before = inside ? *result_lse * LOG2_E : -INFINITY_F32;
+  largest = before;
+#endif
+#endif
   for (int s = (int)lane; s < most; s += LANES) {
     if (chosen[s] < 0) break;
     ++count;
@@ -79,14 +91,26 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
   }
   if (!inside) return;
+#if !LSE_ONLY
+  bf16* const result = output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride +
+                       (u64)head * HEAD_DIM + lane * 8;
+#endif
 
   // Sum the parts of the row's chosen blocks, in the order of the blocks.
   [[maybe_unused]] float sum[8] = {};
+#if ONTO
+  unpack_bf16x8(load_16_bytes(result), sum);
+#if !GRADIENT
+  total = exp2f(before - largest);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] *= total;
+#endif
+#endif
 #pragma unroll 4
   for (int s = 0; s < count; ++s) {
     const u64 at = first + (u64)s * group;
 #if GRADIENT
-    const float weight = 1.0f;
+    const float weight = ONTO ? f32_word(params.softmax_scale) : 1.0f;
 #else
     const float weight = exp2f(part_lse[at] - largest);
     total += weight;
@@ -98,19 +122,18 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = 0; i < 8; ++i) sum[i] += weight * part[i];
 #endif
   }
-#if GRADIENT
+#if !GRADIENT
+  const bool reads = ONTO || count > 0;  // a key at least
+  [[maybe_unused]] const float factor = reads ? 1.0f / total : 0.0f;
+  if (lane == 0) *result_lse = reads ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
+#elif !ONTO
   const float factor = f32_word(params.softmax_scale);
 #else
-  [[maybe_unused]] const float factor = count > 0 ? 1.0f / total : 0.0f;
-  if (lane == 0)
-    lse[(blockIdx.y * params.num_heads + head) * params.seq_len + query] =
-        count > 0 ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
+  const float factor = 1.0f;
 #endif
 #if !LSE_ONLY
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] *= factor;
-  store_16_bytes(output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride +
-                     (u64)head * HEAD_DIM + lane * 8,
-                 pack_bf16x8(sum));
+  store_16_bytes(result, pack_bf16x8(sum));
 #endif
 }

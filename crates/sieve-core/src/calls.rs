@@ -18,7 +18,9 @@ mod score_matrix;
 
 pub use adamw_step::AdamWStep;
 pub use attention_shape::AttentionShape;
-pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks, SCORES_AT_ONCE, SELECTED_SIZES, selected_pieces};
+pub use block_choice::{
+    BlockChoice, ChoiceRule, ForcedBlocks, LocalBlocks, SCORES_AT_ONCE, SELECTED_SIZES, selected_pieces,
+};
 pub use block_selection::{
     BlockScores, BlockSelection, HeadRule, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, Rescue,
     ScoredBlocks, SlotOrder, TokenKeys,

@@ -11,7 +11,7 @@ pub(crate) mod scores;
 pub(crate) mod scores_backward;
 pub(crate) mod select;
 
-pub(crate) use attention_backward::{SumRows, convert_rows, listed_key_sums};
+pub(crate) use attention_backward::{ConvertedSums, SumRows, convert_rows, listed_key_sums};
 pub(crate) use attention_forward::{listed_attention_forward, listed_bias, listed_source, require_lists};
 pub(crate) use backward_lists::{BackwardLists, with_whole_keys};
 pub(crate) use decode::{DmaSlots, slots_decode};

@@ -11,7 +11,8 @@
 //! passed to the choice for some queries at a time.
 //!
 //! In the selected branch a thread block holds the K and V of one block and streams the queries that chose it, from
-//! lists made by a counting sort. dk and dv are f32 sums with one addition for each piece of a list. With
+//! lists made by a counting sort. Where every query reads many blocks next to itself, dense attention's kernels read
+//! these, and lists have the others. dk and dv are f32 sums with one addition for each piece of a list. With
 //! `deterministic` a semaphore per key orders the additions on Hopper; elsewhere each list is one piece.
 //!
 //! The list of a row's blocks lies in shared memory, so with blocks of 64 a row has at most 1,851,392 tokens on an
@@ -27,6 +28,7 @@ mod hopper;
 mod index_gradient;
 mod index_scores;
 mod lists;
+mod local_blocks;
 mod selected;
 mod selected_blocks;
 
@@ -39,6 +41,7 @@ pub use gates::{nsa_gates, nsa_gates_backward};
 pub use index_gradient::IndexGradient;
 pub use index_scores::IndexedToken;
 pub use lists::ChoiceLists;
+pub use local_blocks::BlocksWithLocal;
 pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 
 use crate::KernelError;

@@ -29,7 +29,7 @@ use crate::{
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata};
-use sieve_core::{BlockChoice, NsaBlocks};
+use sieve_core::{BlockChoice, LocalBlocks, NsaBlocks};
 
 /// The blocks whose tokens each query reads, chosen by means of keys; without gradient. A block of more than 64 tokens
 /// is listed as its pieces of 64 tokens, the attended blocks ([`BlockChoice::attended`]).
@@ -117,7 +117,8 @@ pub fn choose_token_blocks<B: Backend>(
     sieve_cpu::nsa::choose_token_blocks(shape, choice, &host(q.into_data()), &keys, num_tokens)
 }
 
-/// Causal attention of each query over the tokens of its blocks, which [`choose_key_blocks`] chose.
+/// Causal attention of each query over the tokens of its blocks, which [`choose_key_blocks`] chose: every query has its
+/// local blocks among them.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -130,7 +131,22 @@ pub fn chosen_attention<B: SieveBackend>(
     spec: AttentionSpec,
     choice: BlockChoice,
 ) -> Tensor<B, 4> {
+    let first = 0;
+    chosen_attention_of_last(qkv, block_indices, documents, spec, (choice, first))
+}
+
+/// As [`chosen_attention`] for the tokens from `first` on in each row; those before them chose no block, and their
+/// output is 0.
+pub fn chosen_attention_of_last<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    block_indices: Tensor<B, 4, Int>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+    (choice, first): (BlockChoice, usize),
+) -> Tensor<B, 4> {
     let reads = Reads::<B::Inner>::new(documents.bounds(), Some(block_indices.into_primitive()), choice);
+    // A run of local blocks would be read for the first tokens, too.
+    let reads = if first == 0 { reads.with_local(choice) } else { reads };
     let qkv = primitive(qkv);
     let x = B::value(qkv.clone());
     let read = reads.forward(x.clone(), spec);
@@ -144,6 +160,8 @@ struct Reads<D: DeviceBackend> {
     /// `[batch, seq_len, choosers, attended blocks]`; `None`: all tokens up to the query.
     chosen: Option<Ints<D>>,
     blocks: NsaBlocks,
+    /// See [`NsaCall::local`].
+    local: Option<LocalBlocks>,
 }
 
 /// Output of [`Reads::forward`], which the backward pass needs.
@@ -165,7 +183,12 @@ impl<D: DeviceBackend> Read<D> {
 
 impl<D: DeviceBackend> Reads<D> {
     fn new(documents: DocumentBounds<D>, chosen: Option<Ints<D>>, choice: BlockChoice) -> Self {
-        Self { documents, chosen, blocks: choice.attended() }
+        Self { documents, chosen, blocks: choice.attended(), local: None }
+    }
+
+    /// The same reads where every query's blocks hold the local ones of `choice`.
+    fn with_local(self, choice: BlockChoice) -> Self {
+        Self { local: choice.local(), ..self }
     }
 
     /// The chosen blocks, the repetition of KV heads that gives each chooser keys of its own, and the attention call
@@ -174,7 +197,7 @@ impl<D: DeviceBackend> Reads<D> {
         let chosen = self.chosen.clone()?;
         let heads = Heads { num_kv_heads: spec.num_kv_heads, group: chosen.shape()[2] / spec.num_kv_heads };
         let repeated = AttentionSpec { num_kv_heads: spec.num_kv_heads * heads.group, ..spec };
-        let call = NsaCall::new(self.documents.clone(), repeated, self.blocks);
+        let call = NsaCall { local: self.local, ..NsaCall::new(self.documents.clone(), repeated, self.blocks) };
         Some((chosen, heads, call))
     }
 

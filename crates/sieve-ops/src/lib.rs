@@ -45,8 +45,8 @@ pub use block::{
 };
 pub use chosen::{
     ChoiceCall, IndexGradientCall, IndexedCall, SelectedBlocks, attended_blocks, block_positions, choose_key_blocks,
-    choose_key_blocks_of_last, choose_scored_blocks, choose_token_blocks, chosen_attention, chosen_by_last,
-    index_statistics, indexed_attention, indexer_spec, selected_attention,
+    choose_key_blocks_of_last, choose_scored_blocks, choose_token_blocks, chosen_attention, chosen_attention_of_last,
+    chosen_by_last, index_statistics, indexed_attention, indexer_spec, selected_attention,
 };
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{

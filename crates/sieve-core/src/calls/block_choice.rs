@@ -62,6 +62,25 @@ impl ForcedBlocks {
     }
 }
 
+/// The blocks that end with a query's own, where every query reads as many of them: its latest keys, in one run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LocalBlocks {
+    /// Tokens of a block as it was chosen.
+    pub size: usize,
+    /// Number of local blocks of a query late enough to see all of them.
+    pub count: usize,
+}
+
+impl LocalBlocks {
+    /// The most keys of a query in its local blocks.
+    pub fn tokens(self) -> usize {
+        self.size * self.count
+    }
+}
+
+/// Fewest keys in the local blocks of a query for which [`BlockChoice::local`] has attention read them as a run.
+const FEWEST_LOCAL_KEYS: usize = 256;
+
 /// How queries choose blocks: the forced ones, then those with the highest scores; of equal scores the later block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockChoice {
@@ -124,6 +143,14 @@ impl BlockChoice {
             ChoiceRule::SumOfHeads => heads[1],
             _ => self.num_choosers(num_heads, num_kv_heads),
         }
+    }
+
+    /// The forced local blocks, where they are enough keys for attention to read them faster as a run of neighbours, by
+    /// the kernels of dense attention, than block by block; some blocks are chosen beside them.
+    pub fn local(&self) -> Option<LocalBlocks> {
+        let local = LocalBlocks { size: self.blocks.select_block_size, count: self.forced.local };
+        let pays = local.tokens() >= FEWEST_LOCAL_KEYS && local.count < self.blocks.num_selected_blocks;
+        pays.then_some(local)
     }
 
     /// Number of pieces in which attention reads a chosen block: a multiple of 64 tokens is cut into pieces of 64, and

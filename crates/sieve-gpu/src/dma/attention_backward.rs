@@ -44,11 +44,14 @@ impl AttentionGradients<'_> {
         };
         let (dk_sum, dv_sum) = (sums(shape.head_dim), sums(shape.head_dim_v));
         let (ddelta, own_lists) = listed_key_sums(&self, Some(delta), lists, [&dk_sum, &dv_sum], SumRows::Undefined)?;
-        let summed = own_lists.as_ref().map(|lists| &lists.summed);
+        let converted = match &own_lists {
+            Some(lists) => ConvertedSums::Marked(&lists.summed),
+            None => ConvertedSums::All,
+        };
         let [_, dk, dv] = self.grads.head_words(NAME)?;
         // The softmax scale is a factor of dk, not of dv.
-        convert_rows(&dk_sum, summed, &self.grads.k, dk, self.softmax_scale)?;
-        convert_rows(&dv_sum, summed, &self.grads.v, dv, 1.0)?;
+        convert_rows(&dk_sum, converted, &self.grads.k, dk, self.softmax_scale)?;
+        convert_rows(&dv_sum, converted, &self.grads.v, dv, 1.0)?;
         ddelta.ok_or_else(|| KernelError::empty(NAME, "the gradient of the bias"))
     }
 }
@@ -297,35 +300,35 @@ impl ListedPass<'_> {
     }
 }
 
-/// Which of the f32 sums of dk or dv are converted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ConvertedSums {
+/// Which of the f32 sums of dk or dv are converted, and where they go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ConvertedSums<'a> {
     /// The sums of all keys.
     All,
     /// The sums of the keys that [`BackwardLists::summed`] marks.
-    Marked,
-    /// The sums of all keys, after several heads' sums of a key are added up.
-    Joined,
+    Marked(&'a CudaTensor),
+    /// The sums of all keys, added to what the gradient holds.
+    Onto,
 }
 
 /// The kernel that converts f32 sums of dk or dv, `row_dim` columns a key (the head's width, or that of its values), to
 /// bf16 rows.
-fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
-    let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
-    let kernel = match sums {
+fn dma_attention_backward_convert_kernel(row_dim: usize, converted: ConvertedSums, is_joined: bool) -> SourceKernel {
+    let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim).threads(256);
+    let kernel = if is_joined { kernel.define("JOINED", 1) } else { kernel };
+    match converted {
         ConvertedSums::All => kernel,
-        ConvertedSums::Marked => kernel.define("SOME_ROWS", 1),
-        ConvertedSums::Joined => kernel.define("JOINED", 1),
-    };
-    kernel.threads(256)
+        ConvertedSums::Marked(_) => kernel.define("SOME_ROWS", 1),
+        ConvertedSums::Onto => kernel.define("ONTO", 1),
+    }
 }
 
-/// Converts a gradient's f32 sums to bf16 rows: all, or those that `summed` marks. The sums have as many heads as the
-/// gradient; or the gradient has one head and is the sum over the heads of `sums`, added in their order. `layout` is
-/// the gradient's `{offset, token stride, batch stride}`; `scale` is a factor on every sum.
+/// Converts a gradient's f32 sums to bf16 rows. The sums have as many heads as the gradient; or the gradient has one
+/// head and is the sum over the heads of `sums`, added in their order. `layout` is the gradient's `{offset, token
+/// stride, batch stride}`; `scale` is a factor on every sum.
 pub(crate) fn convert_rows(
     sums: &CudaTensor,
-    summed: Option<&CudaTensor>,
+    converted: ConvertedSums,
     grad: &Heads,
     layout: [usize; 3],
     scale: f32,
@@ -342,14 +345,11 @@ pub(crate) fn convert_rows(
         scale,
         num_sums,
     });
-    let converted = match summed {
-        Some(_) => ConvertedSums::Marked,
-        None if kv_heads != num_sums => ConvertedSums::Joined,
-        None => ConvertedSums::All,
-    };
-    let kernel = dma_attention_backward_convert_kernel(row_dim, converted);
+    let kernel = dma_attention_backward_convert_kernel(row_dim, converted, kv_heads != num_sums);
     let mut tensors = vec![sums];
-    tensors.extend(summed);
+    if let ConvertedSums::Marked(summed) = converted {
+        tensors.push(summed);
+    }
     tensors.push(grad.tensor());
     // SAFETY: reads the sums, writes their rows of the gradient's heads; require_gradients checked their shape.
     unsafe { kernel.launch([threads.div_ceil(256), 1, 1], &tensors, &params) }

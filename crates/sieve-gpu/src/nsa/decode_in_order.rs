@@ -109,6 +109,7 @@ impl KvCache {
                 block_size,
                 num_selected,
                 softmax_scale: step.softmax_scale,
+                onto: false,
             };
             // Entries name a token by its position, at which all rows read their documents' bounds; a row has one
             // query.

@@ -5,7 +5,7 @@ use super::selected::{Joined, Work};
 use super::{Bounds, lists::ChoiceLists};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads, Qkv, arriving};
-use crate::dma::convert_rows;
+use crate::dma::{ConvertedSums, convert_rows};
 use crate::runtime::{CudaTensor, DType, SumOrder, operands, params, require};
 use crate::step::empty_zero;
 
@@ -99,9 +99,9 @@ impl IndexGradient<'_> {
             unsafe { work.launch(&kernel, lists, &operands, &results, &params) }?;
             index_work.combine(lists, (Joined::QueryGradient, &[&parts, &gradient]), d_query, range)?;
         }
-        convert_rows(&key_sum, None, &out.k, d_key, index_work.softmax_scale)?;
+        convert_rows(&key_sum, ConvertedSums::All, &out.k, d_key, index_work.softmax_scale)?;
         // A scale of 0 writes the zero gradient of the value.
-        convert_rows(&key_sum, None, &out.v, d_value, 0.0)?;
+        convert_rows(&key_sum, ConvertedSums::All, &out.v, d_value, 0.0)?;
         Ok(Some(gradient))
     }
 }

@@ -1,12 +1,13 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
 use super::lists::ChoiceLists;
+use super::local_blocks::{BlocksWithLocal, Divided};
 use super::{BLOCK_KEYS, Bounds, hopper, no_gap, require_bounds, require_row};
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,
     require_scale, row_stats,
 };
-use crate::dma::convert_rows;
+use crate::dma::{ConvertedSums, convert_rows};
 use crate::runtime::{
     CudaTensor, DType, NsaSelectedAttentionForwardParams, Params, SourceKernel, SumOrder, operands, params, ranges,
     require, require_non_empty,
@@ -43,6 +44,8 @@ pub(super) struct Work {
     /// Blocks of a query.
     pub(super) num_selected: usize,
     pub(super) softmax_scale: f32,
+    /// Whether the results hold a part already, that of the local blocks, to which these blocks' parts are added.
+    pub(super) onto: bool,
 }
 
 impl Work {
@@ -84,6 +87,7 @@ impl Work {
             block_size,
             num_selected,
             softmax_scale,
+            onto: false,
         })
     }
 
@@ -185,7 +189,7 @@ impl Work {
         let rows = queries.len() * shape.num_heads;
         // A thread block of 256 threads joins 2048 columns, 8 a thread.
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
-        let kernel = nsa_selected_combine_kernel(shape.head_dim, joined);
+        let kernel = nsa_selected_combine_kernel(shape.head_dim, joined, self.onto);
         // SAFETY: every choice of these queries has a partial result; writes the range's rows of the outputs.
         unsafe { kernel.launch(grid, &tensors, &params) }
     }
@@ -220,6 +224,26 @@ impl Qkv {
         let work = Work::new(self, documents, block_indices, block_size, softmax_scale)?;
         work.forward(|_| Ok(()))
     }
+
+    /// [`nsa_selected_attention_forward`](Self::nsa_selected_attention_forward) where each query's blocks hold its
+    /// local ones. These are read as a run of neighbours by the kernels of dense attention, and lists hold the other
+    /// blocks alone; so sums have another order.
+    ///
+    /// # Errors
+    /// Those of [`nsa_selected_attention_forward`](Self::nsa_selected_attention_forward); local blocks that are not
+    /// whole blocks, or are all that a query has.
+    pub fn local_and_selected_attention_forward(
+        &self,
+        documents: Bounds,
+        blocks: BlocksWithLocal,
+        softmax_scale: f32,
+    ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        let (bias, window) = (None, Some(blocks.local.tokens()));
+        let Divided { far, first_key, .. } = blocks.divided(documents)?;
+        let work = Work::new(self, documents, &far, blocks.size, softmax_scale)?;
+        let local = self.attention_forward(&first_key, window, softmax_scale, bias)?;
+        Work { onto: true, ..work }.forward_into(local, |_| Ok(()))
+    }
 }
 
 /// The log-sum-exps of a range of queries whose results were joined.
@@ -238,10 +262,19 @@ impl Work {
         &self,
         behind: impl Fn(JoinedRange<'_>) -> Result<(), KernelError>,
     ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
-        let (work, shape) = (self, &self.shape);
-        let q = work.qkv.q.tensor();
-        let o = q.empty_contiguous(&shape.output(), DType::BF16);
-        let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+        let q = self.qkv.q.tensor();
+        let o = q.empty_contiguous(&self.shape.output(), DType::BF16);
+        let lse = q.empty_contiguous(&self.shape.lse(), DType::F32);
+        self.forward_into(AttentionResult { o, lse, o_low: None, base: None }, behind)
+    }
+
+    /// [`forward`](Self::forward), written into these results.
+    fn forward_into(
+        &self,
+        result: AttentionResult,
+        behind: impl Fn(JoinedRange<'_>) -> Result<(), KernelError>,
+    ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        let (work, shape, AttentionResult { o, lse, .. }) = (self, &self.shape, &result);
         let token = shape.num_heads * shape.head_dim;
         // Offset, token stride and batch stride of o.
         let layout = [0, token, token * shape.seq_len];
@@ -249,11 +282,10 @@ impl Work {
         for range in work.ranges() {
             let lists = work.lists(&range, work.item_queries())?;
             // SAFETY: sizes, strides and types were checked; the lists name queries of the range.
-            let part_lse = unsafe { work.attend(&lists, &work.params(&lists)?, ([&o, &lse], layout), range.clone()) }?;
-            behind(JoinedRange { queries: range, part_lse: &part_lse, lse: &lse })?;
+            let part_lse = unsafe { work.attend(&lists, &work.params(&lists)?, ([o, lse], layout), range.clone()) }?;
+            behind(JoinedRange { queries: range, part_lse: &part_lse, lse })?;
             all_lists.push(lists);
         }
-        let result = AttentionResult { o, lse, o_low: None, base: None };
         Ok((result, all_lists))
     }
 
@@ -300,17 +332,41 @@ impl AttentionGradients<'_> {
         block_size: usize,
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
-        let work = Work::new(self.qkv, documents, block_indices, block_size, self.softmax_scale)?;
-        let shape = &work.shape;
-        require_gradients(NAME, &self, shape)?;
-        let d_o = self.d_o.contiguous();
-        let stats = row_stats(&self, &d_o, shape)?;
+        Work::new(self.qkv, documents, block_indices, block_size, self.softmax_scale)?.backward(self, lists)
+    }
+
+    /// Gradients of [`local_and_selected_attention_forward`](crate::Qkv::local_and_selected_attention_forward), which
+    /// returned `lists`; otherwise as [`nsa_selected_attention_backward`](Self::nsa_selected_attention_backward).
+    ///
+    /// # Errors
+    /// The errors of the forward pass.
+    pub fn local_and_selected_attention_backward(
+        self,
+        documents: Bounds,
+        blocks: BlocksWithLocal,
+        lists: &[ChoiceLists],
+    ) -> Result<(), KernelError> {
+        let (bias, window) = (None, Some(blocks.local.tokens()));
+        let Divided { far, first_key, end_query } = blocks.divided(documents)?;
+        let work = Work::new(self.qkv, documents, &far, blocks.size, self.softmax_scale)?;
+        self.attention_backward([&first_key, &end_query], window, bias)?;
+        Work { onto: true, ..work }.backward(self, lists)
+    }
+}
+
+impl Work {
+    /// The gradients of a forward pass, which returned `lists`.
+    fn backward(&self, call: AttentionGradients, lists: &[ChoiceLists]) -> Result<(), KernelError> {
+        let (work, shape) = (self, &self.shape);
+        require_gradients(NAME, &call, shape)?;
+        let d_o = call.d_o.contiguous();
+        let stats = row_stats(&call, &d_o, shape)?;
         let [batch, heads, seq_len] = shape.per_key();
         let sums = empty_zero(&d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
         let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
         let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
-        let [dq, dk, dv] = self.grads.head_words(NAME)?;
-        let policy = self.qkv.policy();
+        let [dq, dk, dv] = call.grads.head_words(NAME)?;
+        let policy = call.qkv.policy();
         let is_hopper = work.is_hopper();
         let kernel = if is_hopper {
             arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy)
@@ -339,12 +395,13 @@ impl AttentionGradients<'_> {
             });
             // SAFETY: as in the forward pass; the sums were cleared.
             unsafe { work.launch(&kernel, &lists, &operands, &results, &params) }?;
-            let grad = self.grads.q.tensor();
+            let grad = call.grads.q.tensor();
             work.combine(&lists, (Joined::QueryGradient, &[&parts, grad]), dq, range)?;
         }
         // The softmax scale is a factor of dk, not of dv.
-        convert_rows(&dk_sum, None, &self.grads.k, dk, self.softmax_scale)?;
-        convert_rows(&dv_sum, None, &self.grads.v, dv, 1.0)
+        let converted = if work.onto { ConvertedSums::Onto } else { ConvertedSums::All };
+        convert_rows(&dk_sum, converted, &call.grads.k, dk, self.softmax_scale)?;
+        convert_rows(&dv_sum, converted, &call.grads.v, dv, 1.0)
     }
 }
 
@@ -376,12 +433,13 @@ fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
         .shared_bytes(shared)
 }
 
-/// The kernel that joins the partial results of each query.
-fn nsa_selected_combine_kernel(head_dim: usize, joined: Joined) -> SourceKernel {
+/// The kernel that joins the partial results of each query; `onto` the part that its results hold.
+fn nsa_selected_combine_kernel(head_dim: usize, joined: Joined, onto: bool) -> SourceKernel {
     let kernel = SourceKernel::new("nsa_selected_combine")
         .define("HEAD_DIM", head_dim)
         .define("GRADIENT", u8::from(matches!(joined, Joined::QueryGradient)))
         .threads(256);
+    let kernel = if onto { kernel.define("ONTO", 1) } else { kernel };
     match joined {
         Joined::LogSumExp => kernel.define("LSE_ONLY", 1),
         Joined::Output | Joined::QueryGradient => kernel,

@@ -209,7 +209,10 @@ impl<B: SieveBackend> KindAttention<B> for ChosenBlocksAttention<B> {
         let Some(index) = self.learning_index(&packed, block_keys, context, state) else {
             let qkv = packed.qkv;
             let o = match chosen {
-                Some(chosen) => sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
+                Some(chosen) => {
+                    let last = (self.choice, cached);
+                    sieve_ops::chosen_attention_of_last(qkv, chosen, documents, spec, last)
+                }
                 None => sieve_ops::attention(qkv, documents, spec),
             };
             return (o, None);

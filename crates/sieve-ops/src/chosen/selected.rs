@@ -77,7 +77,7 @@ pub fn selected_attention<B: SieveBackend>(
     let counts = selected.counts.clone().map(Tensor::into_primitive);
     let bounds = documents.bounds();
     let chosen = B::Inner::selected_blocks(selected.indices.clone().into_primitive(), counts, &bounds, selected.block);
-    let reads = Reads::<B::Inner> { documents: bounds, chosen: Some(chosen), blocks: selected.attended() };
+    let reads = Reads::<B::Inner> { documents: bounds, chosen: Some(chosen), blocks: selected.attended(), local: None };
     let qkv = primitive(qkv);
     let x = B::value(qkv.clone());
     let read = reads.forward(x.clone(), spec);

@@ -2,7 +2,7 @@
 use crate::tensors::Ints;
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds};
 use burn::tensor::backend::Backend;
-use sieve_core::NsaBlocks;
+use sieve_core::{LocalBlocks, NsaBlocks};
 
 /// Operands of NSA's ops other than tensors.
 #[derive(Clone, Debug)]
@@ -15,12 +15,15 @@ pub struct NsaCall<B: Backend> {
     pub blocks: NsaBlocks,
     /// Blocks that tokens before this one of each row choose are not read, and may be anything.
     pub first: usize,
+    /// The local blocks that every query's choice holds, where attention may read them in another order than the other
+    /// chosen blocks.
+    pub local: Option<LocalBlocks>,
 }
 
 impl<B: Backend> NsaCall<B> {
     /// The call inside these documents.
     pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
-        Self { documents, spec, blocks, first: 0 }
+        Self { documents, spec, blocks, first: 0, local: None }
     }
 
     /// The same call for the tokens from `first` on in each row.

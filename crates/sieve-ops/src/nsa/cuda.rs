@@ -4,7 +4,10 @@ use crate::attention::cuda::{bounds, output, packed, result, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
 use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
-use sieve_kernels::{ChoiceLists, CudaPrimitive as Float, KernelError, PackedGradient, ToBurn, kernel_tensor};
+use sieve_core::{KeyOrder, LocalBlocks};
+use sieve_kernels::{
+    BlocksWithLocal, ChoiceLists, CudaPrimitive as Float, KernelError, PackedGradient, ToBurn, kernel_tensor,
+};
 
 /// `positions` are the learned vectors of keys and of values, `[compress_block_size, head_dim]` each, which the kernel
 /// adds to a block's keys and values.
@@ -32,16 +35,26 @@ pub(crate) fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &Nsa
     })
 }
 
+/// The local blocks, where they are read as a run of neighbours. With [`KeyOrder::Epochs`] all blocks are read one by
+/// one, in the order of a step that decodes one token.
+fn run_of_local(call: &NsaCall<Cuda>) -> Option<LocalBlocks> {
+    call.local.filter(|_| call.spec.policy.keys == KeyOrder::Leaving)
+}
+
 /// Attention over the chosen blocks, whose numbers `block_indices` holds as integers: shapes as in
 /// [its reference](reference::nsa_selected_attention), which is warned of with the size of its score matrix.
 pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &NsaCall<Cuda>) -> NsaSelected<Cuda> {
     let [start, end] = bounds(&call.documents);
-    let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
-        [&start, &end],
-        &kernel_tensor(block_indices.clone()),
-        call.blocks.select_block_size,
-        call.spec.softmax_scale as f32,
-    );
+    let (heads, documents) = (packed(&qkv, call.spec), [&start, &end]);
+    let (indices, size) = (kernel_tensor(block_indices.clone()), call.blocks.select_block_size);
+    let scale = call.spec.softmax_scale as f32;
+    let attempt = match run_of_local(call) {
+        Some(local) => {
+            let blocks = BlocksWithLocal { indices: &indices, size, local };
+            heads.local_and_selected_attention_forward(documents, blocks, scale)
+        }
+        None => heads.nsa_selected_attention_forward(documents, &indices, size, scale),
+    };
     let score_matrix = scores(&qkv, call.spec.num_heads);
     let attempt = attempt.map(|(result, lists)| NsaSelected {
         output: output(result),
@@ -103,10 +116,14 @@ pub(crate) fn nsa_selected_attention_backward(
     d_o: Float,
 ) -> Float {
     let [start, end] = bounds(&call.documents);
-    let chosen = kernel_tensor(block_indices.clone());
+    let (indices, size) = (kernel_tensor(block_indices.clone()), call.blocks.select_block_size);
     let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
-    let attempt = with_gradients(&qkv, call.spec, &selected.output, &d_o, |gradients| {
-        gradients.nsa_selected_attention_backward([&start, &end], &chosen, call.blocks.select_block_size, &lists)
+    let attempt = with_gradients(&qkv, call.spec, &selected.output, &d_o, |gradients| match run_of_local(call) {
+        Some(local) => {
+            let blocks = BlocksWithLocal { indices: &indices, size, local };
+            gradients.local_and_selected_attention_backward([&start, &end], blocks, &lists)
+        }
+        None => gradients.nsa_selected_attention_backward([&start, &end], &indices, size, &lists),
     });
     // The launch returns nothing beside dqkv.
     let attempt = attempt.map(|(dqkv, ())| dqkv);

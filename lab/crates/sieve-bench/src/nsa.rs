@@ -17,12 +17,12 @@ use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexDevice};
 use expected::Expected;
-use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, LocalBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError,
-    KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder, nsa_blocks,
-    nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    AttentionGradients, AttentionNeeds, AttentionShape, BlocksWithLocal, CudaTensor, DeviceReport, IndexGradient,
+    KernelError, KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder,
+    nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -67,6 +67,9 @@ struct Inputs {
     index: Vec<f32>,
     /// Blocks of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     chosen: Vec<i32>,
+    /// The local blocks of every query in `with_local`, which has the shape of `chosen`.
+    local: LocalBlocks,
+    with_local: Vec<i32>,
 }
 
 impl Inputs {
@@ -99,6 +102,11 @@ impl Inputs {
             inputs.tokens.fill(0.0);
         }
         magnify(&mut inputs.compressed[..keys], magnitude);
+        if blocks.num_selected_blocks > 2 && random.chance(0.5) {
+            // Blocks that attention reads in two pieces, as those of 128 tokens.
+            inputs.local =
+                LocalBlocks { size: 2 * blocks.select_block_size, count: (blocks.num_selected_blocks / 4).max(1) };
+        }
         let label = format!("{shape:?} {blocks:?} {cuts:?} ties {ties} q, k x {magnitude} seed {seed}");
         Ok((inputs, label))
     }
@@ -123,6 +131,8 @@ impl Inputs {
             index: normals(shape.batch * shape.seq_len * (shape.num_kv_heads + 2) * head_dim),
             tokens: normals(2 * shape.batch * shape.seq_len * shape.num_kv_heads * head_dim),
             chosen: Vec::new(),
+            local: LocalBlocks { size: blocks.select_block_size, count: (blocks.num_selected_blocks / 2).max(1) },
+            with_local: Vec::new(),
             case,
             blocks,
         }
@@ -145,7 +155,25 @@ impl Inputs {
             self.chosen.extend(row.iter().filter(|&&block| block >= 0 && block % 3 != 1));
             self.chosen.resize(first + count, -1);
         }
+        self.with_local = self.choice_with_local(&choices[0].blocks);
         Expected::of(self, choices)
+    }
+
+    /// The local blocks of each query, and of `blocks` as many earlier ones as there is room for.
+    fn choice_with_local(&self, blocks: &[i32]) -> Vec<i32> {
+        let (count, size, groups) =
+            (self.blocks.num_selected_blocks, self.blocks.select_block_size, self.case.shape.num_kv_heads);
+        let most_far = count - self.local.tokens() / size;
+        let of_list = |(list, row): (usize, &[i32])| {
+            let token = list / groups;
+            let position = token % self.case.shape.seq_len - self.case.doc_start[token] as usize;
+            let first = (position / self.local.size + 1).saturating_sub(self.local.count) * self.local.size / size;
+            let earlier = row.iter().copied().filter(|&block| (0..first as i32).contains(&block)).take(most_far);
+            let mut all: Vec<i32> = earlier.chain(first as i32..=(position / size) as i32).collect();
+            all.resize(count, -1);
+            all
+        };
+        blocks.chunks_exact(count).enumerate().flat_map(of_list).collect()
     }
 
     fn call(&self) -> NsaCall<Flex> {
@@ -406,6 +434,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
         chosen.push(device.ints(&indices)?);
     }
     run.selected()?;
+    run.with_local()?;
     run.gates()?;
     Ok(Found { outputs: run.outputs, chosen })
 }
@@ -540,6 +569,37 @@ impl<'a> Run<'a> {
             if let Some(gradient) = call.index_gradient(documents, block_size, scale)? {
                 self.add(name, &gradient)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Attention over `inputs.with_local`, which reads the local blocks as a run of neighbours, with its gradients.
+    fn with_local(&mut self) -> Result<(), KernelError> {
+        let (inputs, scale, documents) = (self.inputs, self.scale, self.documents.clone());
+        let (shape, documents) = (inputs.case.shape, documents.each_ref());
+        let sizes = [shape.batch, shape.seq_len, shape.num_kv_heads, inputs.blocks.num_selected_blocks];
+        let indices = self.device.int(&inputs.with_local, &sizes);
+        let blocks = BlocksWithLocal { indices: &indices, size: inputs.blocks.select_block_size, local: inputs.local };
+        let qkv = self.packed(&self.bf16(&inputs.qkv, &packed_of(shape)));
+        let (result, lists) = qkv.local_and_selected_attention_forward(documents, blocks, scale)?;
+        self.add("with local o", &result.o)?;
+        self.add("with local lse", &result.lse)?;
+        for (name, order, lists) in [
+            ("with local dqkv", SumOrder::Any, &lists[..]),
+            ("with local dqkv, new lists", SumOrder::Any, &[][..]),
+            ("with local dqkv, fixed order", SumOrder::Fixed, &lists[..]),
+        ] {
+            self.device.poison(shape);
+            let dqkv = indices.empty_contiguous(&packed_of(shape), sieve_kernels::DType::BF16);
+            let call = AttentionGradients {
+                qkv: &qkv.in_order(order),
+                result: &result,
+                d_o: &self.d_o,
+                grads: &self.packed(&dqkv),
+                softmax_scale: scale,
+            };
+            call.local_and_selected_attention_backward(documents, blocks, lists)?;
+            self.add(name, &dqkv)?;
         }
         Ok(())
     }

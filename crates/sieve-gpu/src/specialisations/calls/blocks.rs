@@ -5,11 +5,11 @@ use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache};
 use crate::runtime::SumOrder;
 use crate::step::linear_in_order;
 use crate::{
-    IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks, TokenRotation,
-    choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    BlocksWithLocal, IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks,
+    TokenRotation, choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
     nsa_mean_pool_backward,
 };
-use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, KernelPolicy, KeyOrder, NsaBlocks};
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, KernelPolicy, KeyOrder, LocalBlocks, NsaBlocks};
 
 /// The usual sizes of blocks.
 const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
@@ -78,6 +78,12 @@ fn call_selected(calls: &mut Calls, shape: &AttentionShape) {
     let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, size, SCALE);
     if let Some((result, lists)) = calls.note(forward) {
         calls.note(row.gradients(&result).nsa_selected_attention_backward(bounds, &indices, size, &lists));
+    }
+    let local = LocalBlocks { size, count: BLOCKS.num_selected_blocks / 2 };
+    let blocks = BlocksWithLocal { indices: &indices, size, local };
+    let forward = row.qkv.local_and_selected_attention_forward(bounds, blocks, SCALE);
+    if let Some((result, lists)) = calls.note(forward) {
+        calls.note(row.gradients(&result).local_and_selected_attention_backward(bounds, blocks, &lists));
     }
     let counts = calls.i32(&per_query);
     for counts in [None, Some(&counts)] {

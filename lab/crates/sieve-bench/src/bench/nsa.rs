@@ -5,10 +5,11 @@ use crate::error::Result;
 use crate::shape::packed_of;
 use crate::timed::{Bench, Inputs, NO_BIAS, NO_WINDOW, Work, forward_flops};
 use burn::tensor::Tensor;
-use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
+use sieve_core::{BlockChoice, InfllmV2Shape, LocalBlocks, MobaShape, MsaShape};
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError, PackedGradient, Qkv,
-    SumOrder, ToBurn, kernel_tensor, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    AttentionResult, AttentionShape, BlocksWithLocal, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError,
+    PackedGradient, Qkv, SumOrder, ToBurn, kernel_tensor, nsa_blocks, nsa_blocks_backward, nsa_gates,
+    nsa_gates_backward, nsa_mean_pool,
 };
 use sieve_ops::{Cuda, Documents, NsaBlocks, attended_blocks};
 
@@ -183,22 +184,40 @@ impl Chooser<'_> {
         Ok(kernel_tensor(chosen.into_primitive()))
     }
 
-    /// Attention of some heads over chosen blocks.
-    fn attend(&self, inputs: &Inputs, chosen: &CudaTensor) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
-        inputs.qkv.nsa_selected_attention_forward(inputs.documents(), chosen, self.block_size(), inputs.scale)
+    /// Attention of some heads over chosen blocks; the local ones of these, if given, are read as a run of neighbours.
+    fn attend(
+        &self,
+        inputs: &Inputs,
+        chosen: &CudaTensor,
+        local: Option<LocalBlocks>,
+    ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        let (documents, size, scale) = (inputs.documents(), self.block_size(), inputs.scale);
+        match local {
+            Some(local) => {
+                let blocks = BlocksWithLocal { indices: chosen, size, local };
+                inputs.qkv.local_and_selected_attention_forward(documents, blocks, scale)
+            }
+            None => inputs.qkv.nsa_selected_attention_forward(documents, chosen, size, scale),
+        }
     }
 
     /// The backward pass of [`attend`](Self::attend), which returned `result` and `lists`.
     fn attend_backward(
         &self,
         inputs: &Inputs,
-        chosen: &CudaTensor,
+        (chosen, local): (&CudaTensor, Option<LocalBlocks>),
         (result, lists): &(AttentionResult, Vec<ChoiceLists>),
         order: SumOrder,
     ) -> Result<(), KernelError> {
         let qkv = inputs.qkv.in_order(order);
-        let call = inputs.call(&qkv, result);
-        call.nsa_selected_attention_backward(inputs.documents(), chosen, self.block_size(), lists)
+        let (call, documents, size) = (inputs.call(&qkv, result), inputs.documents(), self.block_size());
+        match local {
+            Some(local) => {
+                let blocks = BlocksWithLocal { indices: chosen, size, local };
+                call.local_and_selected_attention_backward(documents, blocks, lists)
+            }
+            None => call.nsa_selected_attention_backward(documents, chosen, size, lists),
+        }
     }
 
     /// Times what an indexer's loss adds to a backward pass: on Hopper one kernel for the loss's gradient; elsewhere
@@ -206,8 +225,8 @@ impl Chooser<'_> {
     /// layer's.
     fn time_loss(&self, bench: &mut Bench<'_>, names: (&str, AttentionShape), indexer: &Inputs) -> Result<()> {
         let (name, shape) = names;
-        let chosen = self.choose()?;
-        let (attention, lists) = self.attend(self.read, &chosen)?;
+        let (chosen, local) = (self.choose()?, None);
+        let (attention, lists) = self.attend(self.read, &chosen, local)?;
         let attended = self.choice.attended();
         let tokens = attended.num_selected_blocks * attended.select_block_size;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
@@ -228,7 +247,7 @@ impl Chooser<'_> {
                     return Ok(());
                 }
                 for inputs in [indexer, self.read] {
-                    self.attend_backward(inputs, &chosen, &self.attend(inputs, &chosen)?, order)?;
+                    self.attend_backward(inputs, (&chosen, local), &self.attend(inputs, &chosen, local)?, order)?;
                 }
                 Ok(())
             });
@@ -259,16 +278,21 @@ fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice:
     if let Some(indexer) = indexer {
         chooser.time_loss(bench, (name, shape), &indexer)?;
     }
-    passes(
-        bench,
-        (name, shape),
-        [scores + flops, BACKWARD * flops],
-        &ORDERS,
-        || {
-            let chosen = chooser.choose()?;
-            let forward = chooser.attend(&read, &chosen)?;
-            Ok((chosen, forward))
-        },
-        |(chosen, forward), order| chooser.attend_backward(&read, chosen, forward, order),
-    )
+    // As models run it; where they read local blocks as a run of neighbours, block by block too.
+    let block_by_block = choice.local().map(|_| (format!("{name}block by block "), None));
+    for (name, local) in std::iter::once((name.to_owned(), choice.local())).chain(block_by_block) {
+        passes(
+            bench,
+            (&name, shape),
+            [scores + flops, BACKWARD * flops],
+            &ORDERS,
+            || {
+                let chosen = chooser.choose()?;
+                let forward = chooser.attend(&read, &chosen, local)?;
+                Ok((chosen, forward))
+            },
+            |(chosen, forward), order| chooser.attend_backward(&read, (chosen, local), forward, order),
+        )?;
+    }
+    Ok(())
 }

@@ -42,7 +42,10 @@ impl Expected {
         });
         let mut outputs: Vec<Output> = outputs.collect();
         outputs.extend(compressed(inputs));
-        outputs.extend(selected(inputs));
+        let of_selected = ["selected o", "selected lse", "selected dqkv"];
+        outputs.extend(selected(inputs, &inputs.chosen, of_selected));
+        let of_local = ["with local o", "with local lse", "with local dqkv"];
+        outputs.extend(selected(inputs, &inputs.with_local, of_local));
         outputs.push(index_gradient(inputs));
         Self { outputs, choices }
     }
@@ -134,11 +137,11 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     outputs_of_branch(["compressed o", "compressed lse"], exact, plain, gradients)
 }
 
-/// The selected branch by the definition of attention over the blocks `inputs.chosen`.
-fn selected(inputs: &Inputs) -> Vec<Output> {
+/// Output, log-sum-exp and gradient of attention over these blocks, by its definition.
+fn selected(inputs: &Inputs, indices: &[i32], [o, lse, dqkv]: [&'static str; 3]) -> Vec<Output> {
     let (shape, d) = (shape_of(&inputs.case), inputs.case.shape.head_dim);
     let mask = Mask::Chosen(ChosenBlocks {
-        indices: &inputs.chosen,
+        indices,
         count: inputs.blocks.num_selected_blocks,
         block_size: inputs.blocks.select_block_size,
     });
@@ -147,8 +150,8 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
     let gradient = |x: &Results| packed(*shape, [&x.dq, &x.dk, &x.dv], d);
     let terms = &exact.terms;
     let terms = packed(*shape, [&terms.dq, &terms.dk, &terms.dv], 1);
-    let gradients = [("selected dqkv", [gradient(&exact), gradient(&plain), terms])];
-    outputs_of_branch(["selected o", "selected lse"], exact, plain, gradients)
+    let gradients = [(dqkv, [gradient(&exact), gradient(&plain), terms])];
+    outputs_of_branch([o, lse], exact, plain, gradients)
 }
 
 /// The gradient of an indexer's loss over the blocks `inputs.chosen`, by its definition: `dS = I - mean_h P^h` over the
