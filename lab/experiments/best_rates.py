@@ -42,6 +42,7 @@ KINDS = {
     "dense + slope": "dense + slope",
     "dense + slope, 1 of 4 without": "dense + slope, 1 of 4 dense",
     "window, 1 of 4 dense": "window 1024, 1 of 4 dense",
+    "CoWindow, 1 of 4 dense": "CoWindow, 1 of 4 dense",
 }
 
 

@@ -33,7 +33,8 @@ CONTROLS = ("dense + slope", "dense + slope, 1 of 4 without", "window, 1 of 4 de
 # Entry: its settings on top of RECIPE. The two hybrids are the best kinds of the longest runs in lab/docs/results.md.
 SIEVE = {
     **{kind: [*ROWS["8192"][NAMES[kind]], f"optimizer.lr={best_rate(kind, 8192)}"]
-       for kind in ("dense", "window + slope, 1 of 4 dense", "DMA, 1 of 4 dense", "window + slope", "DMA", *CONTROLS)},
+       for kind in ("dense", "window + slope, 1 of 4 dense", "DMA, 1 of 4 dense", "window + slope", "DMA",
+                    "CoWindow, 1 of 4 dense", *CONTROLS)},
     "DMA, 1 of 4 dense, Muon": [*ROWS["8192"][NAMES["DMA, 1 of 4 dense"]], "optimizer.name=Muon", "optimizer.beta1=0.95",
                                 "optimizer.lr=3e-3"],
 }

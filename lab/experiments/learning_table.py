@@ -116,6 +116,8 @@ ROWS = {
         "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, *ONE_DENSE),
         "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, *ONE_DENSE),
         "window 1024, 1 of 4 dense": [*window(1024), *ONE_DENSE],
+        # As `sieve recipe new` has it: the first 64 tokens, 1024 neighbours, and the rest of the row in a band a KV head.
+        "CoWindow, 1 of 4 dense": ["attention.kind=cowa", *ONE_DENSE],
         "NSA": NSA,
         "MLA": MLA,
         "InfLLM-V2": INFLLM_V2,
