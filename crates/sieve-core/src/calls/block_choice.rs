@@ -79,7 +79,7 @@ impl LocalBlocks {
 }
 
 /// Fewest keys in the local blocks of a query for which [`BlockChoice::local`] has attention read them as a run.
-const FEWEST_LOCAL_KEYS: usize = 256;
+const FEWEST_LOCAL_KEYS: usize = 512;
 
 /// How queries choose blocks: the forced ones, then those with the highest scores; of equal scores the later block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -145,11 +145,13 @@ impl BlockChoice {
         }
     }
 
-    /// The forced local blocks, where they are enough keys for attention to read them faster as a run of neighbours, by
-    /// the kernels of dense attention, than block by block; some blocks are chosen beside them.
+    /// The forced local blocks, where attention reads them faster as a run of neighbours, by the kernels of dense
+    /// attention, than block by block: where they are half of a query's blocks at least, and enough keys. MoBA's, a
+    /// third, cost its backward pass more than its forward pass gains.
     pub fn local(&self) -> Option<LocalBlocks> {
         let local = LocalBlocks { size: self.blocks.select_block_size, count: self.forced.local };
-        let pays = local.tokens() >= FEWEST_LOCAL_KEYS && local.count < self.blocks.num_selected_blocks;
+        let chosen = self.blocks.num_selected_blocks;
+        let pays = local.tokens() >= FEWEST_LOCAL_KEYS && (chosen.div_ceil(2)..chosen).contains(&local.count);
         pays.then_some(local)
     }
 
@@ -210,6 +212,20 @@ mod tests {
             rule: ChoiceRule::LargestProbability,
             forced,
         }
+    }
+
+    #[test]
+    fn local_blocks_are_a_run_where_they_are_many_keys_and_half_of_the_blocks() {
+        let local = |size, count, chosen| {
+            let choice = choice(size, ForcedBlocks { first: true, local: count });
+            let blocks = NsaBlocks { num_selected_blocks: chosen, ..choice.blocks };
+            BlockChoice { blocks, ..choice }.local().map(LocalBlocks::tokens)
+        };
+        assert_eq!(local(64, 32, 64), Some(2048), "InfLLM-V2 as published");
+        assert_eq!(local(64, 8, 16), Some(512), "InfLLM-V2 in recipes");
+        assert_eq!(local(512, 1, 3), None, "MoBA as published");
+        assert_eq!(local(64, 7, 14), None, "too few keys");
+        assert_eq!(local(64, 8, 8), None, "nothing is chosen beside them");
     }
 
     #[test]

@@ -38,7 +38,18 @@ impl AttentionGradients<'_> {
         window: Option<usize>,
         bias: Option<&CudaTensor>,
     ) -> Result<Option<CudaTensor>, KernelError> {
-        self.backward(documents, (window, None), bias)
+        self.backward(documents, (window, None), (bias, None))
+    }
+
+    /// [`attention_backward`](Self::attention_backward) of a part of each query's keys, a window of `window` keys at
+    /// most. `stats` are [`row_stats`] of all of them.
+    pub(crate) fn part_backward(
+        self,
+        documents: [&CudaTensor; 2],
+        window: usize,
+        stats: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        self.backward(documents, (Some(window), None), (None, Some(stats))).map(drop)
     }
 
     /// Gradients of [`far_attention_forward`](crate::Qkv::far_attention_forward) with the same `documents`, `window`
@@ -52,15 +63,16 @@ impl AttentionGradients<'_> {
         window: usize,
         far: FarKeys,
     ) -> Result<(), KernelError> {
-        self.backward(documents, (Some(window), Some(far)), None).map(drop)
+        self.backward(documents, (Some(window), Some(far)), (None, None)).map(drop)
     }
 
-    /// Gradients of attention over a window of consecutive keys, and over keys beyond it or with a bias.
+    /// Gradients of attention over a window of consecutive keys, and over keys beyond it or with a bias. Without
+    /// [`row_stats`] they are computed.
     fn backward(
         self,
         documents: [&CudaTensor; 2],
         (window, far): (Option<usize>, Option<FarKeys>),
-        bias: Option<&CudaTensor>,
+        (bias, stats): (Option<&CudaTensor>, Option<&CudaTensor>),
     ) -> Result<Option<CudaTensor>, KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let qkv = self.qkv.with_kernel_strides();
@@ -81,7 +93,10 @@ impl AttentionGradients<'_> {
         let d_o = self.d_o.contiguous();
         let pass =
             PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source, list_queries: SUPER_BLOCK };
-        let stats = row_stats(&self, &d_o, &shape)?;
+        let stats = match stats {
+            Some(stats) => stats.clone(),
+            None => row_stats(&self, &d_o, &shape)?,
+        };
         let far_words = FarWords::new(NAME, far)?;
         let steps = match far {
             Some(_) => KeySteps::Bands { documents: [&doc_start, &doc_end], window, far: far_words },

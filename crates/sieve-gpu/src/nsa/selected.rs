@@ -332,7 +332,11 @@ impl AttentionGradients<'_> {
         block_size: usize,
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
-        Work::new(self.qkv, documents, block_indices, block_size, self.softmax_scale)?.backward(self, lists)
+        let work = Work::new(self.qkv, documents, block_indices, block_size, self.softmax_scale)?;
+        require_gradients(NAME, &self, &work.shape)?;
+        let d_o = self.d_o.contiguous();
+        let stats = row_stats(&self, &d_o, &work.shape)?;
+        work.backward(self, [&d_o, &stats], lists)
     }
 
     /// Gradients of [`local_and_selected_attention_forward`](crate::Qkv::local_and_selected_attention_forward), which
@@ -346,23 +350,27 @@ impl AttentionGradients<'_> {
         blocks: BlocksWithLocal,
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
-        let (bias, window) = (None, Some(blocks.local.tokens()));
         let Divided { far, first_key, end_query } = blocks.divided(documents)?;
         let work = Work::new(self.qkv, documents, &far, blocks.size, self.softmax_scale)?;
-        self.attention_backward([&first_key, &end_query], window, bias)?;
-        Work { onto: true, ..work }.backward(self, lists)
+        require_gradients(NAME, &self, &work.shape)?;
+        let d_o = self.d_o.contiguous();
+        let stats = row_stats(&self, &d_o, &work.shape)?;
+        self.part_backward([&first_key, &end_query], blocks.local.tokens(), &stats)?;
+        Work { onto: true, ..work }.backward(self, [&d_o, &stats], lists)
     }
 }
 
 impl Work {
-    /// The gradients of a forward pass, which returned `lists`.
-    fn backward(&self, call: AttentionGradients, lists: &[ChoiceLists]) -> Result<(), KernelError> {
+    /// The gradients of a forward pass, which returned `lists`; `d_o` has no gaps, and `stats` are [`row_stats`].
+    fn backward(
+        &self,
+        call: AttentionGradients,
+        [d_o, stats]: [&CudaTensor; 2],
+        lists: &[ChoiceLists],
+    ) -> Result<(), KernelError> {
         let (work, shape) = (self, &self.shape);
-        require_gradients(NAME, &call, shape)?;
-        let d_o = call.d_o.contiguous();
-        let stats = row_stats(&call, &d_o, shape)?;
         let [batch, heads, seq_len] = shape.per_key();
-        let sums = empty_zero(&d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
+        let sums = empty_zero(d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
         let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
         let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
         let [dq, dk, dv] = call.grads.head_words(NAME)?;
@@ -382,12 +390,12 @@ impl Work {
             };
             // Semaphores that order the adds to dk and dv of each key and quarter of its columns.
             let semaphores = match (policy.sums, is_hopper) {
-                (SumOrder::Fixed, true) => Some(empty_zero(&d_o, &[batch, heads, seq_len, 4])?),
+                (SumOrder::Fixed, true) => Some(empty_zero(d_o, &[batch, heads, seq_len, 4])?),
                 _ => None,
             };
             let parts = work.parts(&lists, shape.head_dim, DType::BF16);
             let [q, k, v] = [&work.qkv.q, &work.qkv.k, &work.qkv.v].map(Heads::tensor);
-            let (operands, mut results) = ([q, k, v, &d_o, &stats], vec![&parts, &dk_sum, &dv_sum]);
+            let (operands, mut results) = ([q, k, v, d_o, stats], vec![&parts, &dk_sum, &dv_sum]);
             results.extend(&semaphores);
             let params = params!(NsaSelectedAttentionBackwardParams {
                 base: work.params(&lists)?,

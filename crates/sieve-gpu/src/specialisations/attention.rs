@@ -214,10 +214,12 @@ mod tests {
                 "dma_attention_backward",
                 "dma_attention_backward_convert",
                 "column_sums",
+                "nsa_local_blocks",
+                "attention_backward_prepare",
             ] {
                 assert!(needed.contains(name), "{arch} {name}");
             }
-            assert!(!needed.contains("dma_select") && !needed.contains("attention_forward"));
+            assert!(!needed.contains("dma_select") && !needed.contains("attention_decode"));
             let hopper = needed.contains("hopper_nsa_selected_attention_backward");
             assert_eq!(hopper, arch == "sm_90a");
         }
