@@ -219,7 +219,7 @@ mod tests {
             ] {
                 assert!(needed.contains(name), "{arch} {name}");
             }
-            assert!(!needed.contains("dma_select") && !needed.contains("attention_decode"));
+            assert!(!needed.contains("dma_select") && !needed.contains("dma_scores"));
             let hopper = needed.contains("hopper_nsa_selected_attention_backward");
             assert_eq!(hopper, arch == "sm_90a");
         }
