@@ -339,14 +339,24 @@ impl<'a> Documents<'a> {
                     more => format!(" and {} files more", more - 1),
                 };
                 let what = format!("no document in {}{more} ({summary})", first.unwrap_or_default());
-                let hint = "check the paths and the format, and what limits them: data.max_document_bytes for files \
-                    of folders and globs, data.max_bytes for all";
-                Err(DataError::refused(what, hint))
+                Err(DataError::refused(what, no_document(self.report())))
             }
             next => next,
         };
         self.done = next.is_err() || self.is_at_end() && matches!(next, Ok(None));
         next.transpose()
+    }
+}
+
+/// What to do about a text of which no document was taken.
+fn no_document(report: &CorpusReport) -> &'static str {
+    if report.reached_max_bytes {
+        "the first document alone is longer than data.max_bytes: raise it"
+    } else if report.num_blank > 0 && report.num_duplicates + report.num_invalid == 0 {
+        "all documents are empty or blank: check the paths, and the key of the text where the files are JSON or Parquet"
+    } else {
+        "check the paths and the format, and what limits them: data.max_document_bytes for files of folders and globs, \
+         data.max_bytes for all"
     }
 }
 

@@ -260,7 +260,7 @@ fn max_bytes_is_never_passed() {
 fn a_corpus_without_documents_or_paths_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
-    refusal(texts(text(&path)), "a.txt (1 blank");
+    refusal(texts(text(&path)), "a.txt (1 blank | all documents are empty or blank");
     refusal(Corpus::open(CorpusConfig::text(vec![])), "no data paths");
 }
 
