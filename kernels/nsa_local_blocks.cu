@@ -1,4 +1,4 @@
-// nsa_local_blocks: divides each query's blocks into the run of local ones, which end with its own block, and the others.
+// nsa_local_blocks: divides each query's blocks into the run of local ones, which ends with its own, and the others.
 // Math       first = start_i + max(floor((i - start_i) / local_size) + 1 - local_count, 0) * local_size;
 //            first_key_i = first; end_query_j = where the last query that has key j among its local blocks ends, or its
 //            document; far = the listed blocks that begin before first
@@ -10,7 +10,8 @@
 // Tiling     grid (ceil(tokens * num_choosers / 8)), tokens = batch * seq_len; 256 threads, a warp a query and chooser;
 //            no shared memory
 // Numerics   integers; every element written
-// Edges      a query that has all of its local blocks has at most num_far others; local_size is a multiple of block_size
+// Edges      a query that has all of its local blocks has at most num_far others; local_size is a multiple of
+//            block_size
 #include "common/types.cuh"
 
 constexpr int WARPS = 8;
