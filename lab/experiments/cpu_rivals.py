@@ -9,8 +9,8 @@ the median of three means (llama-bench). Ours is a new process in each round, so
 rivals' prompt is the best of three in a process. With --isa, transformers and ours run once more without AMX.
 
 A line a program, weight type and round is added to OUT/cpu.jsonl. lab/docs/cpu.md has the table of
-lab/rows/cpu.jsonl: medians of the rounds that all programs have, the slowest and the fastest. Its lines of
-llama.cpp have tokens behind an empty cache (`depth` 0), which the table does not compare.
+lab/rows/cpu.jsonl: medians of the rounds that all programs have, the slowest and the fastest, and ours over the better
+of transformers' two. Rounds of older programs stay there unread; their tokens of llama.cpp had an empty cache (`depth` 0).
 """
 
 import argparse
@@ -28,6 +28,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests/python"))  # what tests share with experiments
 import gguf_files  # noqa: E402
 from cpu_bench import random_model  # noqa: E402
 
@@ -142,47 +143,22 @@ def rounds_of(programs):
     return [row for row in rows if measured[round_of(row)] == set(programs)]
 
 
-def tiles_table():
-    """Head and lines: medians of the rounds with and without the tile unit, ours and transformers'."""
-    programs = ["sieve", "sieve, without AMX", "transformers", "transformers, AVX512_CORE_BF16"]
+def table():
+    """Head and lines: medians of the rounds that have all programs, with the slowest and the fastest; ours over rivals'."""
+    programs = ["sieve", "sieve, without AMX", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
     by_case = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rounds_of(programs):
         for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
-            by_case[what, row["model"]][row["program"]].append(row[key])
+            by_case[what, row["dtype"], row["model"]][row["program"]].append(row[key])
     lines = []
-    for (what, model), by_program in sorted(by_case.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1])):
+    for (what, dtype, model), by_program in sorted(by_case.items(), key=lambda item: (*item[0][:2], len(item[0][2]), item[0][2])):
         middle = {program: statistics.median(rates) for program, rates in by_program.items()}
         cells = [f"{middle[program]:,.0f} ({min(by_program[program]):,.0f} to {max(by_program[program]):,.0f})"
                  for program in programs]
-        lines.append([f"{what}, {model}", str(len(by_program["sieve"])), *cells, f"{middle['sieve'] / middle[programs[1]]:.2f}",
-                      f"{middle['sieve'] / middle['transformers']:.2f}"])
-    return ["bf16, tokens/s", "rounds", "ours", "ours without AMX", "transformers", "transformers without AMX",
-            "ours over ours without", "over transformers"], lines  # fmt: skip
-
-
-def table():
-    """Head and lines: medians of the stored rounds with the slowest and the fastest, and ours over the best rival."""
-    programs = ["sieve", "transformers", "transformers, AVX512_CORE_BF16", "llama.cpp"]
-    whole = rounds_of(programs)
-    by_case = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in whole:
-        for what, key in (("prompt", "prompt_tokens_per_second"), ("token", "tokens_per_second")):
-            by_case[row["model"], row["dtype"], what][row["program"]].append(row[key])
-    is_behind_it = {row["program"]: row["depth"] == row["prompt"] for row in whole}
-    lines = []
-    for (model, dtype, what), by_program in sorted(by_case.items(), key=lambda item: [item[0][2], item[0][1], -len(item[0][0]), item[0][0]]):
-        middle = {program: statistics.median(by_program[program]) for program in programs}
-        compared = [program for program in programs[1:] if what == "prompt" or is_behind_it[program]]
-        cells = ["-"] * len(programs)
-        for at, program in enumerate(programs):
-            if program == "sieve" or program in compared:
-                cells[at] = f"{middle[program]:.0f} ({min(by_program[program]):.0f} to {max(by_program[program]):.0f})"
-        over = [middle["sieve"] / max(middle[program] for program in compared if program != left_out)
-                for left_out in ("transformers", None)]  # fmt: skip
-        rounds = str(len(by_program["sieve"]))
-        lines.append([f"{what}, {model}, {dtype}", rounds, *cells, *(f"{ratio:.2f}" for ratio in over)])
-    return ["tokens/s", "rounds", "ours", "transformers", "without AMX", "llama.cpp", "ours over the best without AMX",
-            "with AMX"], lines  # fmt: skip
+        over = [middle["sieve"] / max(middle[rival] for rival in rivals) for rivals in (programs[2:4], programs[4:])]
+        lines.append([f"{what}, {model}, {dtype}", str(len(by_program["sieve"])), *cells, *(f"{ratio:.2f}" for ratio in over)])
+    return ["tokens/s", "rounds", "ours", "ours without AMX", "transformers", "transformers without AMX", "llama.cpp",
+            "ours over transformers", "over llama.cpp"], lines  # fmt: skip
 
 
 def torch_version():

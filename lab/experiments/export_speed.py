@@ -9,12 +9,15 @@ they are the clock's.
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 import torch
-from dma_expiry import SOURCE, exported
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/python"))  # what tests share with experiments
+from dma_expiry import SOURCE, exported  # noqa: E402
 
 SIZES = {
     "hidden_size": 768,

@@ -189,7 +189,7 @@ COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_t
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
     "board_times": board_times, "board_passes": board_passes, "table4": table_4, "speed": speeds.table, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
-    "cpu_rivals": cpu_rivals.table, "cpu_tiles": cpu_rivals.tiles_table, **load_tables.TABLES,
+    "cpu_rivals": cpu_rivals.table, **load_tables.TABLES,
     "tiny8k_needles": lambda: tiny8k.needle_table(tiny8k.json_lines(tiny8k.ROWS)),
     "tiny8k_loss": lambda: tiny8k.loss_table(tiny8k.json_lines(tiny8k.ROWS)),
     "long_memory": memory.table, "long_streams": lambda: long_prompts.streams(long_prompts.stored())} | {

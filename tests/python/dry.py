@@ -3,7 +3,7 @@
     python3 tests/python/dry.py target/release/sieve
 
 Of tests/gpu, lab/experiments and lab/rivals each shell script is parsed by `bash -n`, and each Python file is compiled, and what it
-imports from beside it has the names that it takes. Each call of the program in a shell script is looked up in the
+imports of ours is on its path when it starts, and has the names that it takes. Each call of the program in a shell script is looked up in the
 program's own help: the command is there, and every flag that it is given. Flags that a script collects in an array, as
 `train=(train --recipe ..)`, are flags of the command that the array begins with. Rivals (torch, FlashAttention and
 others) are imported by none of this, so a machine without them can run it.
@@ -22,6 +22,8 @@ GROUPS = ("eval", "data", "recipe", "tokenizer", "kernels")
 # `"$sieve" train ..` and `"$program" ..`, and arrays of a command's words: `train=(train --recipe ..`.
 CALL = re.compile(r'"?\$\{?(?:sieve|SIEVE|program)\}?"? +([a-z].*)')
 ARRAY = re.compile(r"\b[a-z_]+=\(([a-z]+(?: [a-z]+)? --.*)")
+# Of a line that adds to sys.path: `.parents[2]`, and `"tests/python"` behind that or behind the repository's root.
+PARENT, FOLDER = re.compile(r"\.parents\[(\d+)\]"), re.compile(r'"([^"]+)"')
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -96,25 +98,47 @@ def defined(tree):
     return names
 
 
+def imported(tree):
+    """(module, line, names taken from it) of each import that names its module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module, node.lineno, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno, []) for alias in node.names)
+
+
+def search_path(path, seen=()):
+    """Folders where a script finds modules of ours: its own, and those that it, or a module that it imports, adds to
+    sys.path."""
+    text = path.read_text(encoding="utf-8")
+    folders = {path.parent}
+    for line in (line for line in text.splitlines() if "sys.path" in line):
+        bases = [ROOT, *(path.parents[int(up)] for up in PARENT.findall(line))]
+        folders |= {base / folder for base in bases for folder in FOLDER.findall(line) or [""]}
+    for module, _, _ in imported(ast.parse(text)):
+        for file in [folder / f"{module}.py" for folder in folders]:
+            if file.is_file() and file not in seen:
+                folders |= search_path(file, (*seen, path, file)) - {file.parent}
+    return folders
+
+
 def python_problems(path):
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError as error:
         return [f"{path.relative_to(ROOT)}:{error.lineno}: {error.msg}"]
     problems = []
-    places = [path.parent, *path.parents[1].glob("*/"), ROOT / "tests/python", ROOT / "python/tests", ROOT / "lab/experiments"]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node.level:
-            continue
-        beside = [place / f"{node.module}.py" for place in places]
-        beside = [file for file in beside if file.is_file()]
-        if beside:
-            names = defined(ast.parse(beside[0].read_text(encoding="utf-8")))
-            problems += [
-                f"{path.relative_to(ROOT)}:{node.lineno}: {beside[0].name} has no {alias.name}"
-                for alias in node.names
-                if alias.name not in names and alias.name != "*"
-            ]
+    known = {path.parent, *path.parents[1].glob("*/"), *(ROOT / folder for folder in ("tests/python", "python/tests", *FOLDERS))}
+    searched = search_path(path)
+    for module, line, names in imported(tree):
+        files = [folder / f"{module}.py" for folder in known if (folder / f"{module}.py").is_file()]
+        within = [file for file in files if file.parent in searched]
+        place = f"{path.relative_to(ROOT)}:{line}"
+        if files and not within:
+            problems.append(f"{place}: {module}.py is in {files[0].parent.relative_to(ROOT)}, which is not on its path")
+        elif within:
+            has = defined(ast.parse(within[0].read_text(encoding="utf-8")))
+            problems += [f"{place}: {within[0].name} has no {name}" for name in names if name not in has and name != "*"]
     return problems
 
 

@@ -46,6 +46,23 @@ class Dry(unittest.TestCase):
             path.write_text("from beside import one, two\nimport torch\n")
             self.assertEqual([p.split(": ")[-1] for p in dry.python_problems(path)], ["beside.py has no two"])
 
+    def test_an_imported_file_that_is_not_on_the_script_s_path_is_found(self):
+        with tempfile.TemporaryDirectory(dir=dry.ROOT / "target") as folder:
+            path = pathlib.Path(folder) / "planted.py"
+            adds = 'import sys, pathlib\nsys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests/python"))\n'
+            for script in ("import dry\n", "def late():\n    from dry import imported\n", "import beside, dry\n"):
+                (pathlib.Path(folder) / "beside.py").write_text("import re\n")
+                path.write_text(script)
+                problems = dry.python_problems(path)
+                self.assertEqual([p.split(": ")[-1] for p in problems],
+                                 ["dry.py is in tests/python, which is not on its path"], script)  # fmt: skip
+                path.write_text(adds + script)
+                self.assertEqual(dry.python_problems(path), [], script)
+            # A module beside it adds the folder for both.
+            (pathlib.Path(folder) / "beside.py").write_text(adds)
+            path.write_text("import beside, dry\n")
+            self.assertEqual(dry.python_problems(path), [])
+
 
 if __name__ == "__main__":
     unittest.main()
