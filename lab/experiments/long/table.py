@@ -168,6 +168,8 @@ def main():
         for row in rows(pathlib.Path(sys.argv[2]), *sys.argv[3:6]):
             print(json.dumps(row))
         return
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(__doc__)
     rows_of_all = stored()
     for what in CELLS:
         head, lines = table(rows_of_all, what)
