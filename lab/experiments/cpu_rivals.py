@@ -10,7 +10,7 @@ rivals' prompt is the best of three in a process. With --isa, transformers and o
 
 A line a program, weight type and round is added to OUT/cpu.jsonl. lab/docs/cpu.md has the table of
 lab/rows/cpu.jsonl: medians of the rounds that all programs have, the slowest and the fastest, and ours over the better
-of transformers' two. Rounds of older programs stay there unread; their tokens of llama.cpp had an empty cache (`depth` 0).
+of transformers' two. The table leaves rounds of fewer programs out; in these llama.cpp's tokens began with an empty cache.
 """
 
 import argparse

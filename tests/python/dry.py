@@ -2,11 +2,12 @@
 
     python3 tests/python/dry.py target/release/sieve
 
-Of tests/gpu, lab/experiments and lab/rivals each shell script is parsed by `bash -n`, and each Python file is compiled, and what it
-imports of ours is on its path when it starts, and has the names that it takes. Each call of the program in a shell script is looked up in the
-program's own help: the command is there, and every flag that it is given. Flags that a script collects in an array, as
-`train=(train --recipe ..)`, are flags of the command that the array begins with. Rivals (torch, FlashAttention and
-others) are imported by none of this, so a machine without them can run it.
+Of tests/gpu, lab/experiments and lab/rivals each shell script is parsed by `bash -n`, and each Python file is compiled.
+The modules of this repository that it imports are on its path when it starts, and have the names that it takes. Each
+call of the program in a shell script is looked up in the program's own help: the command is there, and every flag that
+it is given. Flags that a script collects in an array, as `train=(train --recipe ..)`, are flags of the command that the
+array begins with. Rivals (torch, FlashAttention and others) are imported by none of this, so a machine without them can
+run it.
 """
 
 import argparse
@@ -108,13 +109,14 @@ def imported(tree):
 
 
 def search_path(path, seen=()):
-    """Folders where a script finds modules of ours: its own, and those that it, or a module that it imports, adds to
+    """Folders where a script finds this repository's modules: its own, and those that it, or a module that it imports, adds to
     sys.path."""
     text = path.read_text(encoding="utf-8")
     folders = {path.parent}
-    for line in (line for line in text.splitlines() if "sys.path" in line):
-        bases = [ROOT, *(path.parents[int(up)] for up in PARENT.findall(line))]
-        folders |= {base / folder for base in bases for folder in FOLDER.findall(line) or [""]}
+    for line in text.splitlines():
+        if "sys.path" in line:
+            bases = [ROOT, *(path.parents[int(up)] for up in PARENT.findall(line))]
+            folders |= {base / folder for base in bases for folder in FOLDER.findall(line) or [""]}
     for module, _, _ in imported(ast.parse(text)):
         for file in [folder / f"{module}.py" for folder in folders]:
             if file.is_file() and file not in seen:
