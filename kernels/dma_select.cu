@@ -51,7 +51,17 @@ struct DmaSelectParams {
   u64 local_window_size;
 };
 
+// Where the keys before the arriving ones lie: survivors of the last boundary, then all keys from `first` on. Shared
+// memory holds the order keys of the first of them, up to `staged_end`; the others, which only a window of more than
+// PREFIX_BLOCK keys has, are reloaded in each pass.
+struct OldKeys {
+  const u64* survivors;
+  const u32 *staged, *z;
+  i32 num_survivors, first, staged_end, end;
+};
+
 struct Shared {
+  OldKeys old_keys;                    // here, since they would not fit into registers
   RadixSelect<2> select;               // 0: the keys before s, 1: the keys before s and the arriving ones
   u64 pool[BLOCK];                     // keys that leave in this block
   u32 present[NUM_ROWS][NUM_WORDS];    // bit r of row k: the pool's key of rank r is born before time 32 k
@@ -66,20 +76,18 @@ struct Shared {
 
 // Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
 
-// The keys before the arriving ones: survivors of the last boundary, then all keys from `first` on. Shared memory holds
-// the order keys of the first of them; the others, which only a window of more than PREFIX_BLOCK keys has, are reloaded
-// in each pass.
+// The keys before the arriving ones.
 struct KeysBefore {
-  const u64* survivors;
-  i32 num_survivors;
-  const u32* staged;
-  const u32* z;
-  i32 first, staged_end, end;
+  const Shared& shared;
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
-    for_each_pair<BLOCK, 1>(survivors, num_survivors, [&](u32 position, u32 order) { visit(order, position); });
-    for_each_word<BLOCK, 1>(staged, 0, staged_end - first, [&](u32 order, i32 at) { visit(order, (u32)(first + at)); });
-    for_each_word<BLOCK, 1>(z, staged_end, end,
+    const OldKeys& keys = shared.old_keys;
+    for_each_pair<BLOCK, 1>(keys.survivors, keys.num_survivors,
+                            [&](u32 position, u32 order) { visit(order, position); });
+    const i32 first = keys.first;
+    for_each_word<BLOCK, 1>(keys.staged, 0, keys.staged_end - first,
+                            [&](u32 order, i32 at) { visit(order, (u32)(first + at)); });
+    for_each_word<BLOCK, 1>(keys.z, keys.staged_end, keys.end,
                             [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
   }
 };
@@ -174,9 +182,10 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     }
     for_each_word<BLOCK, 4>(row_z, first, staged_end,
                             [&](u32 bits, i32 at) { staged_keys[at - first] = order_of_bits(bits); });
+    if (thread == 0) shared.old_keys = {old_keys, staged_keys, row_z, num_old, first, staged_end, s};
     radix_begin<2>(shared.select, full ? window : 0, window);  // its barrier also completes what was staged
     const OwnArrival own = {arrives, my_order, position};
-    const KeysBefore for_each_before = {old_keys, num_old, staged_keys, row_z, first, staged_end, s};
+    const KeysBefore for_each_before = {shared};
     radix_select<2>(shared.select, 0, for_each_before, own);
     const u64 before = shared.select.threshold[0], after = shared.select.threshold[1];
 

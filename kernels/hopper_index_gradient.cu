@@ -17,12 +17,13 @@
 // Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; 128 queries of one head a tile, 64 a
 //            consumer warpgroup; dynamic shared bytes = (256 + ROW_STAGES * 128) * HEAD_DIM * 2 + 16384 + ROW_STAGES *
-//            2064 + 80 + 1024
+//            1552 + 80 + 1024
 // Numerics   bf16 products, f32 sums; dS rounded to bf16 once; dk_sum: two f32 adds per key and item, in any order, or
 //            ORDERED piece after piece of a list, each piece's first half of rows first; parts rounded to bf16
-// Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
+// Edges      select_size <= 64 or 128: two pieces of 64 keys, each with parts of dq of its own; any group; keys of a
+//            block that no query chose are neither read nor written
 // The mean over the heads is formed in registers before any further product, so that a group of G heads costs G + 1
-// products with keys and two with dS, and one part a choice.
+// products with keys and two with dS, and one part a piece of a choice.
 #define GRADIENT 1
 #define INDEXED 1
 #include "common/attention_params.cuh"
@@ -40,8 +41,6 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
     const RunInWork run(shared, runs);
     const int num_rows = run.num_rows();
     if (num_rows == 0) break;
-    // A row of this token or a later one sees all 64 keys. In a short block no row does.
-    const int whole_from = run.num_keys() < KEYS ? 0x7fffffff : run.first_key() + KEYS - 1;
     // The second half of the last tile is often empty: the warpgroups take it alternately.
     const int half = (warpgroup + runs) % 2;
     float dk[HEAD_DIM / 2] = {};
@@ -73,8 +72,9 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
       }
       if (first >= num_rows) continue;
       const u32 slot = (tiles - 1) % ROW_STAGES, q = stage_at(shared, slot) + half * 64 * 128,
-                places = places_at(shared, slot) + half * 64 * 8;
-      if (load_shared_int(places) < whole_from) zero_hidden(ds, run, places);  // tokens ascend
+                places = places_at(shared, slot) + half * 64 * 4;
+      // A later row sees as many keys or more.
+      if (place_seen(load_shared_int(places)) < KEYS) zero_hidden(ds, places);
       // Accumulate: dK += dS^T Q, dQ = dS K.
       u32 gradient[4][4];
       pack_operand(gradient, ds);

@@ -12,10 +12,11 @@
 // Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk and dv; ROW_STAGES, CONSUMER_REGISTERS,
 //            PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
-//            ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064 + 80 + 1024
+//            ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 1552 + 80 + 1024
 // Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order, or
 //            ORDERED piece after piece of a list, each piece's first half of rows first; parts rounded to bf16
-// Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
+// Edges      select_size <= 64 or 128: two pieces of 64 keys, each with parts of dq of its own; any group; keys of a
+//            block that no query chose are neither read nor written
 // Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's
 // products:
 // S, dP | exp S | dV | dS | dK, dQ.
@@ -34,8 +35,6 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
     const RunInWork run(shared, runs);
     const int num_rows = run.num_rows();
     if (num_rows == 0) break;
-    // A row of this token or a later one sees all 64 keys. In a short block no row does.
-    const int whole_from = run.num_keys() < KEYS ? 0x7fffffff : run.first_key() + KEYS - 1;
     // The second half of the last tile is often empty: the warpgroups take it alternately.
     const int half = (warpgroup + runs) % 2;
     float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {};
@@ -47,9 +46,9 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
         continue;
       }
       const u32 q = stage_at(shared, slot) + half * 64 * 128, d_out = q + ROW_TILE_BYTES,
-                places = places_at(shared, slot) + half * 64 * 8;
+                places = places_at(shared, slot) + half * 64 * 4;
       fence_async_proxy();  // keys and rows were copied by cp.async
-      const bool partial = load_shared_int(places) < whole_from;  // tokens ascend
+      const bool partial = place_seen(load_shared_int(places)) < KEYS;  // a later row sees as many keys or more
       float scores[32], dp[32];
       wgmma_fence();
       multiply_rows<KEYS, ROWS>(scores, run.keys(), q);
@@ -65,7 +64,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
         for (int x = 0; x < 4; ++x)
           scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
       }
-      if (partial) zero_hidden(scores, run, places);
+      if (partial) zero_hidden(scores, places);
       u32 weights[4][4];
       pack_operand(weights, scores);
       wgmma_fence();

@@ -5,12 +5,12 @@
 // Layout     as nsa_selected_attention_forward; a seq_len of q takes less than 32 GiB
 // Buffers    q, k, (KEYS_ONLY 0: v,) doc_start, doc_end, entries, items, num_items, (KEYS_ONLY 0: parts,) part_lse; the
 //            number behind num_items' last counts items taken
-// Defines    HEAD_DIM 64|128; KEYS_ONLY (0): 1: k has one head for all KV heads, and part_lse alone is computed;
-//            ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
-//            ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
+// Defines    HEAD_DIM 64|128; BLOCK_KEYS (64): 128 for blocks of 128 keys; KEYS_ONLY (0): 1: k has one head for all KV
+//            heads, and part_lse alone is computed; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (4 * BLOCK_KEYS +
+//            ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 528 + 80 + 1024
 // Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of unused choices (-1) stay unwritten
-// Edges      select_size <= 64; any group; a block that no query chose is never read
+// Edges      select_size <= BLOCK_KEYS; any group; a block that no query chose is never read
 #define GRADIENT 0
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen.cuh"
@@ -24,13 +24,13 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
   RingPlace<ROW_STAGES> place;
   for (u32 runs = 0;; ++runs) {
     const RunInWork run(shared, runs);
-    const int num_rows = run.num_rows(), first_key = run.first_key(), num_keys = run.num_keys();
+    const int num_rows = run.num_rows();
     if (num_rows == 0) break;
     // The second half of the last tile is often empty: the warpgroups take it alternately.
     const int half = (warpgroup + runs) % 2;
     const int num_tiles = ceil_div(num_rows, ROWS),
               work = num_rows > half * 64 ? ceil_div(num_rows - half * 64, ROWS) : 0;
-    float score[32];
+    float score[KEYS / 2];
     const auto multiply = [&](const RingPlace<ROW_STAGES>& rows) {
       barrier_wait(barrier_at(shared, FULL_ROWS + rows.slot), rows.phase);
       fence_async_proxy();  // keys and queries were copied by cp.async
@@ -42,20 +42,20 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
       RingPlace<ROW_STAGES> next = place;
       if (tile + 1 < work) next.advance();
       [[maybe_unused]] const u32 q = stage_at(shared, place.slot) + half * 64 * 128;
-      const u32 places = places_at(shared, place.slot) + half * 64 * 8;
-      int2 row[2];
+      const u32 places = places_at(shared, place.slot) + half * 64 * 4;
+      int row[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) row[r] = load_shared_int2(places + (warp_row + g + 8 * r) * 8);
+      for (int r = 0; r < 2; ++r) row[r] = load_shared_int(places + (warp_row + g + 8 * r) * 4);
       // Partial: the block is short, or is the own block of one of the warp's queries, which ascend.
-      const bool partial = num_keys < KEYS || load_shared_int(places + warp_row * 8) < first_key + KEYS - 1;
+      const bool partial = place_seen(load_shared_int(places + warp_row * 4)) < KEYS;
       wgmma_wait<0>();
 
       if (partial) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int seen = min(row[r].x + 1 - first_key, num_keys) - 2 * t;
+          const int seen = place_seen(row[r]) - 2 * t;
 #pragma unroll
-          for (int n = 0; n < 8; ++n)
+          for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int x = 0; x < 2; ++x)
               if (8 * n + x >= seen) score[4 * n + 2 * r + x] = -INFINITY_F32;
@@ -66,7 +66,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(score[2 * r], score[2 * r + 1]);
 #pragma unroll
-      for (int n = 1; n < 8; ++n)
+      for (int n = 1; n < KEYS / 8; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           largest[r] = fmaxf(largest[r], fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
@@ -75,17 +75,17 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
 #pragma unroll
         for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], step));
 #pragma unroll
-      // no key: a row past the end
+      // scores of -inf alone
       for (int r = 0; r < 2; ++r) largest[r] = largest[r] > -INFINITY_F32 ? largest[r] * scale_log2 : 0.0f;
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+      for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
           score[4 * n + x] = exp2_fast(score[4 * n + x] * scale_log2 - largest[x / 2]);
           sum[x / 2][x % 2] += score[4 * n + x];
         }
 #if !KEYS_ONLY
-      u32 weights[4][4];
+      u32 weights[KEYS / 16][4];
       pack_operand(weights, score);
       float output[HEAD_DIM / 2];
       wgmma_fence();
@@ -103,7 +103,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
         for (int r = 0; r < 2; ++r) total[r] += __shfl_xor_sync(~0u, total[r], step);
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (t == 0 && row[r].x >= 0) part_lse[(u32)row[r].y] = largest[r] + log2f(total[r]);
+        if (t == 0 && row[r] != NO_PLACE) part_lse[place_part(row[r])] = largest[r] + log2f(total[r]);
 #if !KEYS_ONLY
       const float inverse[2] = {1.0f / total[0], 1.0f / total[1]};
       wgmma_wait<1>();

@@ -1,8 +1,8 @@
 // nsa_list_counts: how many queries of each part chose a block; nsa_lists makes lists of them.
 // Math       counts[part, cell] = choices of the part's queries in the cell; a cell of select_size positions holds the
 //            first token of at most one block of a document
-// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected]; doc_start i32 [batch, seq_len]; counts i32
-//            [batch, num_kv_heads, parts, num_cells]
+// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected * per_cell], in pairs where per_cell is 2;
+//            doc_start i32 [batch, seq_len]; counts i32 [batch, num_kv_heads, parts, num_cells]
 // Buffers    block_indices, doc_start, counts
 // Defines    none
 // Tiling     grid (parts, num_kv_heads, batch), a part is 256 queries from first_query on; 256 threads; dynamic shared

@@ -3,12 +3,12 @@
 // Math       GRADIENT 0: o = sum_s w_s part_s / sum_s w_s, w_s = 2^part_lse_s, lse = log sum_s w_s; a query that chose
 //            nothing gets o = 0, lse = -inf; LSE_ONLY 1: lse alone;
 //            GRADIENT 1: dq = softmax_scale * sum_s part_s; ONTO 1: o and its lse, or dq, hold a first part already
-// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected], none below 0 and behind the others; parts
-//            bf16 [batch, num_kv_heads, num_queries * num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of
-//            the queries from first_query on; o bf16 [batch, seq_len, num_heads, HEAD_DIM], any token and batch stride
-//            and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len]
-//            num_items i32 [num_lists + 1]: the last number, behind the lists', is set to 0: no piece of a list is
-//            taken any more, so that another pass can walk the lists
+// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected * per_part], none below 0 and behind the
+//            others, a part for each (per_part 1) or for each pair (2); parts bf16 [batch, num_kv_heads, num_queries *
+//            num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of the queries from first_query on; o bf16
+//            [batch, seq_len, num_heads, HEAD_DIM], any token and batch stride and an element offset, all multiples of
+//            8; lse f32 [batch, num_heads, seq_len]; num_items i32 [num_lists + 1]: the last number, behind the lists',
+//            is set to 0: no piece of a list is taken any more, so that another pass can walk the lists
 // Buffers    block_indices, num_items, (LSE_ONLY 0: parts,) (GRADIENT 0: part_lse,) (LSE_ONLY 0: o or dq,)
 //            (GRADIENT 0: lse)
 // Defines    HEAD_DIM 64|128, GRADIENT 0|1, LSE_ONLY (0) 0|1, ONTO (0) 0|1
@@ -29,10 +29,11 @@ static_assert(!LSE_ONLY || (!GRADIENT && !ONTO), "log-sum-exps alone are those o
 constexpr u32 LANES = HEAD_DIM / 8, BLOCK_ROWS = 256 / LANES;
 
 struct NsaSelectedCombineParams {
-  u64 seq_len, num_heads, num_kv_heads, num_selected, first_query, num_queries;
+  u64 seq_len, num_heads, num_kv_heads, num_selected, first_query, num_queries;  // num_selected: parts of a query
   u64 offset, token_stride, batch_stride;  // of the output, elements
   u64 softmax_scale;                       // f32 bits
   u64 num_lists;
+  u64 per_part;  // block_indices of a part
 };
 
 // A group of LANES lanes has one row, a query head of a token; a lane has eight of its columns.
@@ -59,13 +60,14 @@ extern "C" __global__ void __launch_bounds__(256)
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) num_items[params.num_lists] = 0;
   const bool inside = in_range < (u32)params.num_queries && query < params.seq_len;
   const int most = inside ? (int)params.num_selected : 0;
-  const i32* chosen =
-      block_indices + ((blockIdx.y * params.seq_len + query) * params.num_kv_heads + kv_head) * params.num_selected;
+  const int per_part = (int)params.per_part;
+  const i32* chosen = block_indices + ((blockIdx.y * params.seq_len + query) * params.num_kv_heads + kv_head) *
+                                          params.num_selected * params.per_part;
   const u64 choice =
       (((u64)blockIdx.y * params.num_kv_heads + kv_head) * params.num_queries + in_range) * params.num_selected;
   const u64 first = choice * group + head % group;  // index of the first part; the next part is `group` further
 
-  // The number of blocks that the query chose and the largest of their log-sum-exps; a lane reads every LANES-th.
+  // The number of the query's parts and the largest of their log-sum-exps; a lane reads every LANES-th.
   int count = 0;
   [[maybe_unused]] float largest = -INFINITY_F32, total = 0.0f;
 #if !GRADIENT
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
 #endif
   for (int s = (int)lane; s < most; s += LANES) {
-    if (chosen[s] < 0) break;
+    if (chosen[s * per_part] < 0) break;
     ++count;
 #if !GRADIENT
     largest = fmaxf(largest, part_lse[first + (u64)s * group]);

@@ -3,7 +3,7 @@
 // Math       sums[i] = sum over the group's heads of sum_j p_j, over the keys j of the block of index i; 0 where the
 //            index counts as none; a block that is given twice has its sum at each place
 // Layout     indices, counts, block_indices as selected_blocks; part_lse f32 [batch, num_choosers, num_queries *
-//            num_indices * pieces, group], base 2, of the queries from first_query on, as
+//            num_indices * pieces / per_part, group], base 2, of the queries from first_query on, as
 //            nsa_selected_attention_forward writes it; lse f32 [batch, num_choosers * group, seq_len]; sums f32
 //            [batch, seq_len, num_choosers, num_indices]
 // Buffers    indices, (COUNTS 1: counts,) block_indices, part_lse, lse, sums
@@ -18,6 +18,7 @@ constexpr int WARPS = 8;
 
 struct SelectedBlockSumsParams {
   u64 seq_len, num_choosers, num_indices, pieces, group, first_query, num_queries;
+  u64 per_part;  // pieces that have one log-sum-exp: 1 or 2
 };
 
 // A warp has one list: the indices of one query and chooser. A lane has every 32nd index.
@@ -32,12 +33,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             in_range = list / num_choosers, chooser = list % num_choosers;
   if (in_range >= (u32)params.num_queries) return;
   const int lane = (int)threadIdx.x % 32, num_indices = (int)params.num_indices, pieces = (int)params.pieces,
-            group = (int)params.group, num_selected = num_indices * pieces;
+            per_part = (int)params.per_part, group = (int)params.group, num_selected = num_indices * pieces;
   const u64 query = params.first_query + in_range, row = (blockIdx.y * params.seq_len + query) * num_choosers + chooser,
             head = ((u64)blockIdx.y * num_choosers + chooser) * group;
   indices += row * num_indices;
   block_indices += row * num_selected;
-  part_lse += (((u64)blockIdx.y * num_choosers + chooser) * params.num_queries + in_range) * num_selected * group;
+  part_lse += (((u64)blockIdx.y * num_choosers + chooser) * params.num_queries + in_range) * (num_selected / per_part) *
+              group;
   lse += head * params.seq_len + query;
 #if COUNTS
   const int count = max(min(counts[row], num_indices), 0);
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   for (int at = lane; at < num_indices; at += 32) {
     const i64 first = at < count ? (i64)indices[at] * pieces : -1;
     float sum = 0.0f;
-    for (i64 piece = first; piece >= 0 && piece < first + pieces; ++piece) {
+    for (i64 piece = first; piece >= 0 && piece < first + pieces; piece += per_part) {
       int low = 0, high = num_selected;
       while (low < high) {
         const int middle = (low + high) / 2, block = block_indices[middle];
@@ -55,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
       }
       if (low == num_selected || block_indices[low] != piece) continue;
       for (int i = 0; i < group; ++i)
-        sum += exp2f(part_lse[(u64)low * group + i] - lse[(u64)i * params.seq_len] * LOG2_E);
+        sum += exp2f(part_lse[(u64)(low / per_part) * group + i] - lse[(u64)i * params.seq_len] * LOG2_E);
     }
     sums[row * num_indices + at] = sum;
   }

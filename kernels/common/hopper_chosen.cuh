@@ -1,16 +1,18 @@
-// hopper_chosen: attention over chosen blocks on Hopper (sm_90a) by blocks of 64 keys, each with the rows of the
+// hopper_chosen: attention over chosen blocks on Hopper (sm_90a) by blocks of 64 or 128 keys, each with the rows of the
 // queries that chose it (nsa_rows.cuh): shared memory, barriers and the producer of its forward and backward kernels.
-// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics are loaded beside the queries, and dS^T has a place;
-//            INDEXED (0): with GRADIENT, 0: output gradients are loaded beside the queries; 1: for the indexer's
-//            gradient, where a row is a query, a tile of queries is loaded once for each head of the group and then for
-//            the indexer's head, and the indexer's key head takes the place of the values; ORDERED (0): with GRADIENT,
-//            1: the items of a list add to its keys' gradients in a fixed order; KEYS_ONLY (0): without GRADIENT, 1:
-//            all KV heads read the one key head, and no values are loaded; ROW_STAGES tiles of rows;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Defines    HEAD_DIM (64, 128); BLOCK_KEYS (64): without GRADIENT the keys of a tile, 64|128, which hold a block; with
+//            GRADIENT a tile has 64, and a larger block is read in two pieces; GRADIENT 0|1: row statistics are loaded
+//            beside the queries, and dS^T has a place; INDEXED (0): with GRADIENT, 0: output gradients are loaded
+//            beside the queries; 1: for the indexer's gradient, where a row is a query, a tile of queries is loaded
+//            once for each head of the group and then for the indexer's head, and the indexer's key head takes the
+//            place of the values; ORDERED (0): with GRADIENT, 1: the items of a list add to its keys' gradients in a
+//            fixed order; KEYS_ONLY (0): without GRADIENT, 1: all KV heads read the one key head, and no values are
+//            loaded; ROW_STAGES tiles of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // An item is a part of the list of queries that chose the blocks of one cell; a run is the part of an item that is of
-// one document, so that all its queries chose the same block. Thread blocks are persistent and take items from a shared
-// counter. The producer warpgroup loads a run's keys and values, one run ahead, and gathers tiles of 128 rows. The two
-// consumer warpgroups work on the same keys, each on 64 rows of a tile, without waiting for each other.
+// one document, so that all its queries chose the same block, with one piece of that block. Thread blocks are
+// persistent and take items from a shared counter. The producer warpgroup loads a run's keys and values, one run ahead,
+// and gathers tiles of 128 rows. The two consumer warpgroups work on the same keys, each on 64 rows of a tile, without
+// waiting for each other.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -27,9 +29,13 @@
 #ifndef KEYS_ONLY
 #define KEYS_ONLY 0
 #endif
+#ifndef BLOCK_KEYS
+#define BLOCK_KEYS 64
+#endif
 static_assert(!KEYS_ONLY || !GRADIENT, "gradients read values, or the indexer's key in their place");
+static_assert(BLOCK_KEYS == 64 || (BLOCK_KEYS == 128 && !GRADIENT), "gradients of 128 keys would not fit registers");
 constexpr int NUM_CONSUMERS = 2, THREADS = 128 + NUM_CONSUMERS * 128;
-constexpr int KEYS = 64, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
+constexpr int KEYS = BLOCK_KEYS, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sums of 64 rows are 32 or 64 registers of a thread");
 static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168,
               "a block cannot hand out more registers than it is launched with");
@@ -40,8 +46,8 @@ constexpr int STAGE_BYTES = ROW_TILE_BYTES * (GRADIENT && !INDEXED ? 2 : 1);  //
 constexpr int STAGES_AT = KEY_SLOTS * 2 * KEY_TILE_BYTES;     // after the keys and values of all slots
 constexpr int DS_BYTES = GRADIENT ? KEYS * 64 * 2 : 0;        // dS^T of a warpgroup
 constexpr int DS_AT = STAGES_AT + ROW_STAGES * STAGE_BYTES;
-constexpr int PLACES_AT = DS_AT + NUM_CONSUMERS * DS_BYTES;   // {token or -1, part} of each row of a tile
-constexpr int STATS_AT = PLACES_AT + ROW_STAGES * ROWS * 8;   // GRADIENT: lse * log2(e) of each row, then D
+constexpr int PLACES_AT = DS_AT + NUM_CONSUMERS * DS_BYTES;   // of each row of a tile
+constexpr int STATS_AT = PLACES_AT + ROW_STAGES * ROWS * 4;   // GRADIENT: lse * log2(e) of each row, then D
 constexpr int RUNS_AT = STATS_AT + GRADIENT * ROW_STAGES * ROWS * 8;
 // The item taken by the producer's first warp, for the other producer warps; two places, used alternately.
 constexpr int ITEMS_AT = RUNS_AT + KEY_SLOTS * 16;
@@ -104,9 +110,18 @@ DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, c
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 // The shared address of the tile of 128 rows in slot `slot`, 0 .. ROW_STAGES - 1.
 DEVICE u32 stage_at(u32 shared, u32 slot) { return shared + STAGES_AT + slot * STAGE_BYTES; }
-// The shared address of {token or -1, part} of the rows in slot `slot`, 8 bytes a row; `part` is the row of the partial
-// results to which the row's are written.
-DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 8; }
+// The shared address of the places of the rows in slot `slot`, a word a row: see place_word.
+DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 4; }
+// The place of a row of query `token`: the row of the partial results to which its own are written, and how many of the
+// run's keys it sees, from the first on.
+DEVICE int place_word(int part, int token, int first_key, int num_keys) {
+  return part << 8 | max(min(token + 1 - first_key, num_keys), 0);
+}
+// The place of a row past the end of a run. It counts as one that sees all keys.
+constexpr int NO_PLACE = -1;
+// The keys that the row of a place sees, and the row of its partial results.
+DEVICE int place_seen(int place) { return place & 0xff; }
+DEVICE u32 place_part(int place) { return (u32)place >> 8; }
 // The shared address of the log-sum-exps of the rows in slot `slot`, 4 bytes a row; after them stand their D.
 DEVICE u32 stats_at(u32 shared, u32 slot) { return shared + STATS_AT + slot * ROWS * 8; }
 
@@ -165,10 +180,10 @@ constexpr int UNIT = 8;  // elements of a 16-byte copy; offsets of rows count th
 
 #if INDEXED
 // Loads the tiles of a run of KV head `kv_head`: 128 queries, once for each head of the group and once for the
-// indexer's head, each time with their log-sum-exp. `first_part` is the row of dq_parts of the list's choice 0. All 128
-// threads of the producer call it, and thread t loads row t.
+// indexer's head, each time with their log-sum-exp. `first_part` is the row of dq_parts of this piece of the list's
+// choice 0; a choice has `pieces` rows. All 128 threads of the producer call it, and thread t loads row t.
 DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPlace<ROW_STAGES>& place,
-                                 const ChosenRun& run, int batch, int kv_head, int first_part) {
+                                 const ChosenRun& run, int batch, int kv_head, int first_part, int pieces) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
   const u64 first_head = ((u64)batch * inputs.num_kv_heads + kv_head) * group;
   const bf16* q = inputs.q + batch * inputs.q_batch_stride + (u64)kv_head * group * HEAD_DIM;
@@ -186,7 +201,9 @@ DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPla
       const float* lse = is_index ? inputs.index_lse + ((u64)batch * inputs.num_kv_heads + kv_head) * inputs.seq_len
                                   : inputs.lse + (first_head + head) * inputs.seq_len;
       copy_async_4(stats_at(shared, place.slot) + thread * 4, lse + (present ? entry.x : 0), present ? 4 : 0);
-      store_shared_int2(places_at(shared, place.slot) + thread * 8, present ? entry.x : -1, first_part + entry.y);
+      const int part = first_part + entry.y * pieces;
+      store_shared_int(places_at(shared, place.slot) + thread * 4,
+                       present ? place_word(part, entry.x, run.first_key, run.end_key - run.first_key) : NO_PLACE);
       barrier_arrive_copies(full);
       barrier_arrive(full);
       place.advance();
@@ -217,33 +234,45 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
     // take the next item early: the atomic's latency overlaps the work on this one
     if (thread == 0) taken = atomicAdd(inputs.num_items + inputs.num_lists, 1);
     if (ORDERED && where.y < 0) continue;
-    const int4 item = inputs.items[where.x * inputs.max_items + where.y];
-    for (int first = 0, next; first < item.y; first = next) {
+    // A run is named by its first entry in the item and the piece of its block, 2 * entry + piece; -1 follows the last.
+    for (int run_at = 0, next_at; run_at >= 0; run_at = next_at) {
       // Recomputed for each run: kept, these would not fit into registers.
       const int list = load_shared_int(announced), batch = list / inputs.num_kv_heads,
                 kv_head = list % inputs.num_kv_heads;
-      const ChosenRun run = chosen_run(inputs.entries + list * inputs.choices + item.x, first, item.y, item.z,
-                                       inputs.select_size, row_heads, inputs.doc_start + (u64)batch * inputs.seq_len,
-                                       inputs.doc_end + (u64)batch * inputs.seq_len, next);
+      const int4 item = inputs.items[list * inputs.max_items + load_shared_int(announced + 4)];
+      int next;
+      ChosenRun run = chosen_run(inputs.entries + list * inputs.choices + item.x, run_at / 2, item.y, item.z,
+                                 inputs.select_size, row_heads, inputs.doc_start + (u64)batch * inputs.seq_len,
+                                 inputs.doc_end + (u64)batch * inputs.seq_len, next);
+      next_at = next < item.y ? 2 * next : -1;
+      if (GRADIENT) {
+        run.first_key += run_at % 2 * KEYS;
+        if (run.first_key + KEYS < run.end_key) next_at = run_at + 1;  // another piece has keys
+        run.end_key = min(run.end_key, run.first_key + KEYS);
+      }
       const int last_row = run.num_rows - 1;
       int2 entry = run.entries[min(thread, last_row) / row_heads];  // {query, choice} of this thread's next row
 
-      // Two warps load the keys, two the values.
-      const int num_keys = run.end_key - run.first_key, key = thread % 64;
+      // Two warps load 64 keys, two their values; or all load 128 keys, then their values.
+      const int num_keys = run.end_key - run.first_key, key = thread % KEYS;
       barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
-      const bool is_value = warp >= 2;
-      const bf16* from = is_value ? inputs.v + batch * inputs.v_batch_stride : inputs.k + batch * inputs.k_batch_stride;
-      if (!KEYS_ONLY || !is_value)
-        copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES,
-                                              from + (KEYS_ONLY || INDEXED && is_value ? 0 : (u64)kv_head * HEAD_DIM),
-                                              (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
-                                              key < num_keys ? run.first_key + key : -1, warp % 2);
+#pragma unroll
+      for (int turn = 0; turn < KEYS / 64; ++turn) {
+        const bool is_value = KEYS == 64 ? warp >= 2 : turn == 1;
+        const bf16* from =
+            is_value ? inputs.v + batch * inputs.v_batch_stride : inputs.k + batch * inputs.k_batch_stride;
+        if (!KEYS_ONLY || !is_value)
+          copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES,
+                                                from + (KEYS_ONLY || INDEXED && is_value ? 0 : (u64)kv_head * HEAD_DIM),
+                                                (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
+                                                key < num_keys ? run.first_key + key : -1, warp % (KEYS / 32));
+      }
       if (thread == 0) {
         int keys_and_turn = num_keys;
 #if ORDERED
         // The item's index in the order of adds, and whether this run is the first that adds to its keys: it is, unless
         // the preceding item ends with a query of the same document.
-        const bool follows = first == 0 && item.w > 0 &&
+        const bool follows = run_at / 2 == 0 && item.w > 0 &&
                              run.entries[-1].x >= inputs.doc_start[(u64)batch * inputs.seq_len + run.entries[0].x];
         keys_and_turn |= item.w << 9 | (follows ? 0 : 1 << 8);
 #endif
@@ -255,12 +284,14 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       barrier_arrive(barrier_at(shared, FULL_KEYS + keys_place.slot));
       keys_place.advance();
 
+      const int pieces = GRADIENT ? ceil_div(inputs.select_size, KEYS) : 1,  // rows of partial results of a choice
+          first_row = (int)(list * inputs.choices) * pieces + run_at % 2;
 #if INDEXED
-      produce_indexed_rows(inputs, shared, place, run, batch, kv_head, (int)(list * inputs.choices));
+      produce_indexed_rows(inputs, shared, place, run, batch, kv_head, first_row, pieces);
 #else
       const bf16* q = inputs.q + batch * inputs.q_batch_stride + (u64)kv_head * group * HEAD_DIM;
       const u32 q_stride = (u32)(inputs.q_token_stride / UNIT);
-      const int first_part = (int)(list * inputs.choices) * group;
+      const int first_part = first_row * group;
 #if GRADIENT
       const int num_heads = inputs.num_kv_heads * group;
       const bf16* d_out = inputs.d_out + ((u64)batch * inputs.seq_len * num_heads + (u64)kv_head * group) * HEAD_DIM;
@@ -282,8 +313,9 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
         copy_async_4(stats_at(shared, place.slot) + thread * 4, &stat->x, present ? 4 : 0);
         copy_async_4(stats_at(shared, place.slot) + ROWS * 4 + thread * 4, &stat->y, present ? 4 : 0);
 #endif
-        store_shared_int2(places_at(shared, place.slot) + thread * 8, present ? here.x : -1,
-                          first_part + here.y * group + head);
+        const int part = first_part + here.y * pieces * group + head;
+        store_shared_int(places_at(shared, place.slot) + thread * 4,
+                         present ? place_word(part, here.x, run.first_key, num_keys) : NO_PLACE);
         barrier_arrive_copies(full);
         barrier_arrive(full);
         place.advance();
@@ -312,23 +344,23 @@ struct RunInWork {
   DEVICE RunInWork(u32 shared, u32 runs) : shared(shared), slot(runs % KEY_SLOTS) {
     barrier_wait(barrier_at(shared, FULL_KEYS + slot), runs / KEY_SLOTS % 2);
   }
-  // The shared address of the tile of 64 keys.
+  // The shared address of the tile of keys.
   DEVICE u32 keys() const { return shared + slot * 2 * KEY_TILE_BYTES; }
-  // The shared address of the tile of 64 values; INDEXED: of the indexer's keys.
+  // The shared address of the tile of values; INDEXED: of the indexer's keys.
   DEVICE u32 values() const { return keys() + KEY_TILE_BYTES; }
   // The shared address of K of dQ = dS K.
   DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }
-  // The position of the block's first key in its row of the batch.
+  // The position of the run's first key in its row of the batch.
   DEVICE int first_key() const { return load_shared_int(shared + RUNS_AT + slot * 16); }
 #if ORDERED
-  // Keys of the block, 1 .. 64.
+  // Keys of the run, 1 .. KEYS.
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) & 0xff; }
   // The item's index among those that add to the block's gradients, in the order of adds.
   DEVICE int piece() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 9; }
   // Whether no run before it adds to its keys' gradients.
   DEVICE bool is_first() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 8 & 1; }
 #else
-  // Keys of the block, 1 .. 64.
+  // Keys of the run, 1 .. KEYS.
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4); }
 #endif
   // Rows of the run, in tiles of 128; 0 after the last run.
@@ -339,18 +371,19 @@ struct RunInWork {
   DEVICE u32 done() const { return barrier_at(shared, EMPTY_KEYS + slot); }
 };
 
-// d = a b^T over HEAD_DIM columns: 64 rows of a tile of A_ROWS at shared address `a_tile` against 64 of a tile of
+// d = a b^T over HEAD_DIM columns: 64 rows of a tile of A_ROWS at shared address `a_tile` against 2 N of a tile of
 // B_ROWS at `b_tile`. Starts the GEMM and closes its group; all 128 threads of a consumer call it.
-template <int A_ROWS, int B_ROWS>
-DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
+template <int A_ROWS, int B_ROWS, int N>
+DEVICE void multiply_rows(float (&d)[N], u32 a_tile, u32 b_tile) {
   wgmma_rows<HEAD_DIM, A_ROWS, B_ROWS>(d, wgmma_along(a_tile), wgmma_along(b_tile), false);
   wgmma_commit();
 }
 
-// sums = weights rows, or with `accumulate` sums += weights rows: 64 x 64 weights in registers, 64 rows of a tile of
-// TILE_ROWS at shared address `rows`. Starts the GEMM and closes its group; all 128 threads of a consumer call it.
-template <int TILE_ROWS>
-DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[4][4], u32 rows, bool accumulate) {
+// sums = weights rows, or with `accumulate` sums += weights rows: 64 x 16 STEPS weights in registers, 16 STEPS rows of
+// a tile of TILE_ROWS at shared address `rows`. Starts the GEMM and closes its group; all 128 threads of a consumer
+// call it.
+template <int TILE_ROWS, int STEPS>
+DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[STEPS][4], u32 rows, bool accumulate) {
   wgmma_weigh<TILE_ROWS>(sums, weights, rows, accumulate);
   wgmma_commit();
 }
@@ -365,9 +398,9 @@ DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
   for (int i = 0; i < 4; ++i) store_matrix_x4(row ^ (i << 5), packed[i]);
 }
 
-// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on, each in the row that its {token, part}
-// at `places` names. `tile` is 64 rows of 128 bytes of shared memory that no other warp uses any more; through it whole
-// cache lines are stored, with an evict-first hint so that rows of q stay in the cache. All 32 lanes call it.
+// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on, each in the row that its place, a word
+// at `places`, names. `tile` is 64 rows of 128 bytes of shared memory that no other warp uses any more; through it
+// whole cache lines are stored, with an evict-first hint so that rows of q stay in the cache. All 32 lanes call it.
 DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)[4][4]) {
   store_warp_rows(tile, packed);
   __syncwarp();  // a lane reads what others stored
@@ -375,11 +408,11 @@ DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = first + 4 * i;
-    const int2 place = load_shared_int2(places + row * 8);
+    const int place = load_shared_int(places + row * 4);
     const uint4 x = load_shared_128(tile + row * 128 + ((chunk ^ (row % 8)) << 4));
-    if (place.x >= 0)
+    if (place != NO_PLACE)
       asm volatile(
-          "st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(columns + (u64)(u32)place.y * HEAD_DIM + chunk * 8),
+          "st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(columns + (u64)place_part(place) * HEAD_DIM + chunk * 8),
           "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
           : "memory");
   }

@@ -13,18 +13,16 @@ DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
   wgmma_commit();
 }
 
-// Zeros the thread's values of a tile of 64 keys x 64 rows of queries, P^T or dS^T, where the key is not one of the
-// run's, or comes after the token of the row. `places` is the shared address of the 64 rows' {token or -1, part}.
-DEVICE void zero_hidden(float (&values)[32], const RunInWork& run, u32 places) {
-  const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
-            num_keys = run.num_keys(), first_key = run.first_key();
+// Zeros the thread's values of a tile of 64 keys x 64 rows of queries, P^T or dS^T, where the row does not see the key.
+// `places` is the shared address of the 64 rows' places.
+DEVICE void zero_hidden(float (&values)[32], u32 places) {
+  const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);  // {token, part} of two columns
+    const int2 two = load_shared_int2(places + (8 * n + thread % 4 * 2) * 4);  // of two columns
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key)) values[4 * n + x] = 0.0f;
-    }
+    for (int x = 0; x < 4; ++x)
+      if (key + x / 2 * 8 >= place_seen(x % 2 ? two.y : two.x)) values[4 * n + x] = 0.0f;
   }
 }
 

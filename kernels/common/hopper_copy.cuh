@@ -76,12 +76,15 @@ DEVICE void keep_here(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Each of these four reads or writes one value of the calling thread at a byte address of shared memory that is a
+// Each of these five reads or writes one value of the calling thread at a byte address of shared memory that is a
 // multiple of the value's size: here an i32.
 DEVICE int load_shared_int(u32 shared) {
   int x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
   return x;
+}
+DEVICE void store_shared_int(u32 shared, int x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 // Reads two i32, such as a key's {position, expire}.
 DEVICE int2 load_shared_int2(u32 shared) {

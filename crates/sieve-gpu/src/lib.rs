@@ -45,9 +45,9 @@ pub use error::{CudaVersion, KernelError};
 pub use mla::decode::{LatentKeys, LatentToken, mla_decode};
 pub use mla::pack::{MlaNorm, MlaPack, MlaPackGradients};
 pub use nsa::{
-    BlocksWithLocal, ChoiceLists, IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, SelectedAttention,
-    SelectedBlocks, choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
-    nsa_mean_pool_backward, require_chosen_decode,
+    AttendedBlocks, BlocksWithLocal, ChoiceLists, IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep,
+    SelectedAttention, SelectedBlocks, choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates,
+    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, require_chosen_decode,
 };
 pub use runtime::checks::{require_non_empty, uniform_rows};
 pub use runtime::compiled::{DeviceLaunch, LoadedKernel, on_device};

@@ -11,7 +11,8 @@
 //! passed to the choice for some queries at a time.
 //!
 //! In the selected branch a thread block holds the K and V of one block and streams the queries that chose it, from
-//! lists made by a counting sort. Where every query reads many blocks next to itself, dense attention's kernels read
+//! lists made by a counting sort. Two neighbours of 64 that are chosen together are one block of 128 in Hopper's
+//! forward pass. Where every query reads many blocks next to itself, dense attention's kernels read
 //! these, and lists have the others. dk and dv are f32 sums with one addition for each piece of a list. With
 //! `deterministic` a semaphore per key orders the additions on Hopper; elsewhere each list is one piece.
 //!
@@ -42,6 +43,7 @@ pub use index_gradient::IndexGradient;
 pub use index_scores::IndexedToken;
 pub use lists::ChoiceLists;
 pub use local_blocks::BlocksWithLocal;
+pub use selected::AttendedBlocks;
 pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 
 use crate::KernelError;

@@ -162,6 +162,8 @@ struct Reads<D: DeviceBackend> {
     blocks: NsaBlocks,
     /// See [`NsaCall::local`].
     local: Option<LocalBlocks>,
+    /// See [`NsaCall::in_pairs`].
+    in_pairs: bool,
 }
 
 /// Output of [`Reads::forward`], which the backward pass needs.
@@ -183,7 +185,7 @@ impl<D: DeviceBackend> Read<D> {
 
 impl<D: DeviceBackend> Reads<D> {
     fn new(documents: DocumentBounds<D>, chosen: Option<Ints<D>>, choice: BlockChoice) -> Self {
-        Self { documents, chosen, blocks: choice.attended(), local: None }
+        Self { documents, chosen, blocks: choice.attended(), local: None, in_pairs: choice.in_pairs() }
     }
 
     /// The same reads where every query's blocks hold the local ones of `choice`.
@@ -197,7 +199,8 @@ impl<D: DeviceBackend> Reads<D> {
         let chosen = self.chosen.clone()?;
         let heads = Heads { num_kv_heads: spec.num_kv_heads, group: chosen.shape()[2] / spec.num_kv_heads };
         let repeated = AttentionSpec { num_kv_heads: spec.num_kv_heads * heads.group, ..spec };
-        let call = NsaCall { local: self.local, ..NsaCall::new(self.documents.clone(), repeated, self.blocks) };
+        let call = NsaCall::new(self.documents.clone(), repeated, self.blocks);
+        let call = NsaCall { local: self.local, in_pairs: self.in_pairs, ..call };
         Some((chosen, heads, call))
     }
 

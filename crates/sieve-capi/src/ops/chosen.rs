@@ -3,7 +3,7 @@ use super::{Inputs, Outputs, result};
 use crate::request::{Choice, PlanError};
 use serde::{Deserialize, Serialize};
 use sieve_core::{BlockChoice, ForcedBlocks};
-use sieve_gpu::{CudaTensor, Heads, KernelError, nsa_mean_pool};
+use sieve_gpu::{AttendedBlocks, CudaTensor, Heads, KernelError, nsa_mean_pool};
 
 /// q, k, doc_start, doc_end → block_indices
 #[derive(Debug, Clone, Deserialize, Serialize)]
@@ -34,8 +34,8 @@ impl ChosenForward {
             None => ["q", "k"],
         };
         let (chosen, [start, end]) = (t.chosen(choice, by, &documents)?, &documents);
-        let size = choice.blocks.checked()?.select_block_size;
-        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([start, end], &chosen, size, choice.scale)?;
+        let blocks = AttendedBlocks::single(&chosen, choice.blocks.checked()?.select_block_size);
+        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([start, end], blocks, choice.scale)?;
         let mut outputs = result(forward, choice.only_o);
         outputs.extend((!choice.only_o).then_some(("block_indices", chosen)));
         Ok(outputs)

@@ -4,7 +4,8 @@ use crate::request::{Blocks, PlanError};
 use serde::{Deserialize, Serialize};
 use sieve_core::NsaBlocks;
 use sieve_gpu::{
-    CudaTensor, Heads, PackedGradient, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    AttendedBlocks, CudaTensor, Heads, PackedGradient, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    nsa_mean_pool_backward,
 };
 
 /// k, v, doc_start, doc_end → compressed
@@ -125,8 +126,8 @@ impl NsaSelectedForward {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let Self { scale, blocks } = self;
         let (indices, size) = t.chosen_blocks(*blocks)?;
-        let [start, end] = t.documents()?;
-        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([&start, &end], &indices, size, *scale)?;
+        let (blocks, [start, end]) = (AttendedBlocks::single(&indices, size), t.documents()?);
+        let (forward, _) = t.qkv()?.nsa_selected_attention_forward([&start, &end], blocks, *scale)?;
         let only_o = false;
         Ok(result(forward, only_o))
     }
@@ -152,7 +153,7 @@ impl NsaSelectedBackward {
         let (indices, size) = t.chosen_blocks(*blocks)?;
         let [start, end] = t.documents()?;
         t.gradients(*scale, *fixed_order, |call| {
-            call.nsa_selected_attention_backward([&start, &end], &indices, size, &[])?;
+            call.nsa_selected_attention_backward([&start, &end], AttendedBlocks::single(&indices, size), &[])?;
             Ok(None)
         })
     }
@@ -205,8 +206,8 @@ impl NsaForward {
         let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);
         let (documents, compressed) = ([&start, &end], t.compressed("compressed", blocks)?);
         let (coarse, indices) = qkv.q.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
-        let size = blocks.select_block_size;
-        let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, size, scale)?;
+        let chosen = AttendedBlocks::single(&indices, blocks.select_block_size);
+        let (selected, _) = qkv.nsa_selected_attention_forward(documents, chosen, scale)?;
         let near = qkv.attention_forward(&start, Some(window), scale, None)?;
         let [logits, bias] = t.gates()?;
         let o = nsa_gates([&coarse.o, &selected.o, &near.o], &logits, &bias)?;

@@ -161,6 +161,11 @@ impl BlockChoice {
         selected_pieces(self.blocks.select_block_size)
     }
 
+    /// Whether the pieces of a chosen block make pairs of neighbours, which a kernel may read as one block of 128.
+    pub fn in_pairs(&self) -> bool {
+        self.pieces().is_multiple_of(2)
+    }
+
     /// Sizes of the blocks as attention reads them, with the pieces of a chosen block as blocks.
     pub fn attended(&self) -> NsaBlocks {
         let pieces = self.pieces();
@@ -240,9 +245,10 @@ mod tests {
 
     #[test]
     fn blocks_beyond_64_tokens_are_read_in_pieces_of_64() {
-        for (size, pieces) in [(16, 1), (64, 1), (96, 1), (128, 2), (512, 8)] {
+        for (size, pieces) in [(16, 1), (64, 1), (96, 1), (128, 2), (192, 3), (512, 8)] {
             let choice = choice(size, ForcedBlocks::NSA);
             assert_eq!(choice.pieces(), pieces, "{size}");
+            assert_eq!(choice.in_pairs(), size == 128 || size == 512, "{size}");
             let attended = choice.attended();
             assert_eq!(attended.select_block_size * pieces, size);
             assert_eq!(attended.num_selected_blocks, 4 * pieces);

@@ -1,7 +1,7 @@
 //! Launch of `kernels/nsa_token_lists.cu`: a token behind a cache attends over its blocks by the kernels of whole rows.
 //! A block's partial result sees no other query, and a query's results are joined in the order of its blocks, so that
 //! the token has the bits of its row.
-use super::lists::ChoiceLists;
+use super::lists::{ChoiceLists, Listed};
 use super::no_gap;
 use super::selected::Work;
 use crate::KernelError;
@@ -106,7 +106,7 @@ impl KvCache {
                 qkv: Qkv { q: Heads::some(&of_q, member * group, group), k: k.clone(), v: v.clone() },
                 documents: documents.clone(),
                 indices: of_member(&indices, rows)?,
-                block_size,
+                listed: Listed { block_size, per_list: 1 },
                 num_selected,
                 softmax_scale: step.softmax_scale,
                 onto: false,

@@ -8,7 +8,7 @@
 //! | importance by probabilities; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
 //! | log-sum-exps over pooled keys in one order; groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
-//! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
+//! | selected attention | `hopper_nsa_selected_attention_forward.cu`, with blocks in pairs 128 keys at a time |
 //! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
 //! | log-sum-exps of an indexer's scores | `hopper_nsa_selected_attention_forward.cu`, keys alone |
 //! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
@@ -16,6 +16,7 @@
 //!
 //! A counter behind the lists hands out the work items. Lists of compressed blocks have no bias here.
 use super::BLOCK_KEYS;
+use super::lists::Listed;
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};
@@ -28,6 +29,10 @@ const IMPORTANCE_SLOTS: usize = 128;
 const BLOCK_STRIDES: usize = 4;
 /// Blocks of keys and values in shared memory at a time: the current one and the next.
 const KEY_SLOTS: usize = 2;
+/// Bytes of shared memory for the place of a row.
+const PLACE_BYTES: usize = 4;
+/// Bytes of shared memory for the two statistics of a row, which kernels of gradients read.
+const STATISTICS_BYTES: usize = 8;
 /// Bytes of shared memory for the barriers and work items of a thread block, and for alignment.
 const DESCRIPTIONS: usize = 80 + 1024;
 
@@ -79,26 +84,28 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, number: u8) -> SourceKernel
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + 1024)
 }
 
-/// The forward kernel of the selected branch. A stage of its shared memory holds a tile of queries in bf16, 8 bytes of
-/// places for each row, and two barriers.
-pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
-    let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
-    base_kernel("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
-        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
+/// The forward kernel of the selected branch. A stage of its shared memory holds a tile of queries in bf16, a place for
+/// each row, and two barriers.
+pub(super) fn selected_forward_kernel(head_dim: usize, listed: Listed) -> SourceKernel {
+    let is_pair = listed.size() > BLOCK_KEYS;
+    let keys = if is_pair { 2 * BLOCK_KEYS } else { BLOCK_KEYS };
+    let (stages, tile_bytes) = (if is_pair { 3 } else { 4 }, TILE_ROWS * head_dim * 2);
+    let kernel = base_kernel("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
+        .shared_bytes(keys_bytes(head_dim, keys) + stages * (tile_bytes + PLACE_BYTES * TILE_ROWS + 16) + DESCRIPTIONS);
+    if is_pair { kernel.define("BLOCK_KEYS", keys) } else { kernel }
 }
 
 /// The kernel that computes the log-sum-exps of an indexer's scores. An indexer has one key head, and its values are
 /// not read.
-pub(super) fn index_lse_kernel(head_dim: usize) -> SourceKernel {
-    selected_forward_kernel(head_dim).define("KEYS_ONLY", 1)
+pub(super) fn index_lse_kernel(head_dim: usize, listed: Listed) -> SourceKernel {
+    selected_forward_kernel(head_dim, listed).define("KEYS_ONLY", 1)
 }
 
 /// The backward kernel of the selected branch. It also holds dS of 64 rows for each warpgroup in shared memory.
 pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
-    let scores = TILE_ROWS * BLOCK_KEYS * 2;
     let kernel = base_kernel("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
-        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
+        .shared_bytes(gradient_bytes(head_dim, stages, tile_bytes));
     in_order(kernel, order)
 }
 
@@ -112,15 +119,21 @@ fn in_order(kernel: SourceKernel, order: SumOrder) -> SourceKernel {
 /// The kernel of the gradient of an indexer's loss. A tile has the queries of one head.
 pub(super) fn index_gradient_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
-    let scores = TILE_ROWS * BLOCK_KEYS * 2;
     let kernel = base_kernel("hopper_index_gradient", head_dim, stages, [216, 72])
-        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
+        .shared_bytes(gradient_bytes(head_dim, stages, tile_bytes));
     in_order(kernel, order)
 }
 
-/// Bytes of shared memory for the keys and values of [`KEY_SLOTS`] blocks in bf16.
-fn keys_bytes(head_dim: usize) -> usize {
-    KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
+/// Bytes of shared memory for the keys and values of [`KEY_SLOTS`] blocks of `keys` keys in bf16.
+fn keys_bytes(head_dim: usize, keys: usize) -> usize {
+    KEY_SLOTS * 2 * keys * head_dim * 2
+}
+
+/// Bytes of shared memory of a kernel of gradients: two blocks, `stages` stages of `tile_bytes`, and dS.
+fn gradient_bytes(head_dim: usize, stages: usize, tile_bytes: usize) -> usize {
+    let scores = TILE_ROWS * BLOCK_KEYS * 2;
+    let stage = tile_bytes + (PLACE_BYTES + STATISTICS_BYTES) * TILE_ROWS + 16;
+    keys_bytes(head_dim, BLOCK_KEYS) + stages * stage + scores + DESCRIPTIONS
 }
 
 /// What the three kernels of chosen blocks share. `consumer` and `producer`: registers per thread of these warpgroups.

@@ -1,7 +1,7 @@
 //! Launch of `kernels/hopper_index_gradient.cu`: the gradient of an indexer's loss (MSA, arXiv:2606.13392) over chosen
 //! blocks.
 use super::hopper;
-use super::selected::{Joined, Work};
+use super::selected::{AttendedBlocks, Joined, Work};
 use super::{Bounds, lists::ChoiceLists};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads, Qkv, arriving};
@@ -21,8 +21,8 @@ pub struct IndexGradient<'a> {
     pub index: &'a CudaTensor,
     /// Log-sum-exp of the attention over the chosen tokens, f32 `[batch, num_heads, seq_len]`.
     pub lse: &'a CudaTensor,
-    /// The blocks each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, ascending, then -1.
-    pub block_indices: &'a CudaTensor,
+    /// The blocks each query chose, ascending.
+    pub blocks: AttendedBlocks<'a>,
     /// The lists of the chosen blocks from the forward pass of the attention.
     pub lists: &'a [ChoiceLists],
     /// Weight of the KL divergence of one query and KV head in the loss.
@@ -32,17 +32,12 @@ pub struct IndexGradient<'a> {
 impl IndexGradient<'_> {
     /// The gradient of the indexer's packed heads (bf16, in their shape, zero for the value) of the loss `weight * sum
     /// of KL(P || Q)` over queries and KV heads. P is the mean over a group's query heads of the attention's
-    /// probabilities over the chosen tokens, Q the indexer's probabilities. `block_size`: tokens of a chosen block.
-    /// `None` on devices other than Hopper, which have no kernel.
+    /// probabilities over the chosen tokens, Q the indexer's probabilities. `None` on devices other than
+    /// Hopper, which have no kernel.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel, lists of other queries.
-    pub fn index_gradient(
-        self,
-        documents: Bounds,
-        block_size: usize,
-        softmax_scale: f32,
-    ) -> Result<Option<CudaTensor>, KernelError> {
+    pub fn index_gradient(self, documents: Bounds, softmax_scale: f32) -> Result<Option<CudaTensor>, KernelError> {
         let [q, k] = self.queries_and_keys;
         let dims_of_k = k.sizes(NAME, "k")?;
         let [_, _, groups, head_dim] = dims_of_k;
@@ -60,7 +55,7 @@ impl IndexGradient<'_> {
         let num_index_keys = 1;
         // The kernel reads the indexer's key where attention's kernels read values.
         let read = Qkv { q: q.clone(), k: k.clone(), v: Heads::some(&index, groups, num_index_keys) };
-        let work = Work::of(shape, &read, documents, self.block_indices, block_size, softmax_scale)?;
+        let work = Work::of(shape, &read, documents, self.blocks, softmax_scale)?;
         let got = || format!("{} of a row's ranges of queries", self.lists.len());
         require!(work.ranges().count() == self.lists.len(), NAME, "lists:": got(), "the lists of all ranges");
         let gradient = index.empty_contiguous(index.shape(), DType::BF16);
@@ -79,16 +74,18 @@ impl IndexGradient<'_> {
         let sums = policy.sums;
         let is_fixed = sums == SumOrder::Fixed;
         let key_sum = empty_zero(&index, &[batch, if is_fixed { groups } else { 1 }, seq_len, head_dim])?;
-        let [lse_kernel, kernel] = [hopper::index_lse_kernel(head_dim), hopper::index_gradient_kernel(head_dim, sums)]
-            .map(|kernel| arriving(kernel, policy));
+        let [lse_kernel, kernel] =
+            [hopper::index_lse_kernel(head_dim, work.listed), hopper::index_gradient_kernel(head_dim, sums)]
+                .map(|kernel| arriving(kernel, policy));
         for (range, lists) in work.ranges().zip(self.lists) {
-            let part_lse = scores.parts(lists, 1, DType::F32);
+            work.require_own(lists, &range)?;
+            let part_lse = scores.parts(lists, Joined::LogSumExp, 1, DType::F32);
             let (operands, params) = ([&index, &index], scores.params(lists)?);
             // SAFETY: sizes, strides and types checked above.
             unsafe { scores.launch(&lse_kernel, lists, &operands, &[&part_lse], &params) }?;
             let no_output = [0; 3];
             scores.combine(lists, (Joined::LogSumExp, &[&part_lse, &index_lse]), no_output, range.clone())?;
-            let parts = index_work.parts(lists, head_dim, DType::BF16);
+            let parts = index_work.parts(lists, Joined::QueryGradient, head_dim, DType::BF16);
             let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
             // Semaphores that order the adds to the gradient of each key and quarter of its columns.
             let semaphores = is_fixed.then(|| empty_zero(&index, &[batch, groups, seq_len, 4])).transpose()?;

@@ -20,21 +20,37 @@ pub struct ChoiceLists {
     pub num_items: CudaTensor,
 }
 
+/// What has a list of its own.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Listed {
+    /// Tokens of a block that `block_indices` name.
+    pub(super) block_size: usize,
+    /// Neighbouring blocks of `block_indices` that have one list: 1, or 2 where they come in pairs.
+    pub(super) per_list: usize,
+}
+
+impl Listed {
+    /// Tokens of what a list is of.
+    pub(super) fn size(self) -> usize {
+        self.block_size * self.per_list
+    }
+}
+
 impl ChoiceLists {
-    /// Lists of the choices of `queries` among blocks of `block_size` tokens, in items of at most `item_queries`
-    /// queries.
+    /// Lists of the choices of `queries`, in items of at most `item_queries` queries.
     pub(super) fn new(
         indices: &CudaTensor,
         doc_start: &CudaTensor,
-        block_size: usize,
+        listed: Listed,
         queries: &Range<usize>,
         item_queries: usize,
     ) -> Result<Self, KernelError> {
-        let [batch, seq_len, heads, num_selected] = indices.dims("nsa_lists", "block_indices")?;
+        let [batch, seq_len, heads, num_indices] = indices.dims("nsa_lists", "block_indices")?;
         let shared_bytes = indices.hardware().max_shared_bytes;
-        require_cells("nsa_lists", seq_len, block_size, shared_bytes)?;
-        // A cell is a run of `block_size` positions of the row. A block counts in the cell where it begins.
-        let cells = seq_len.div_ceil(block_size);
+        require_cells("nsa_lists", seq_len, listed.size(), shared_bytes)?;
+        // A cell is a run of as many positions of the row as a list is of. A block counts in the cell where it begins.
+        let cells = seq_len.div_ceil(listed.size());
+        let num_selected = num_indices / listed.per_list;
         let parts = queries.len().div_ceil(PART_QUERIES);
         let choices = queries.len() * num_selected;
         // Full items, and for each block's list a last one that is not full.
@@ -50,12 +66,13 @@ impl ChoiceLists {
             seq_len,
             num_kv_heads: heads,
             num_selected,
-            select_size: block_size,
+            select_size: listed.size(),
             num_cells: cells,
             first_query: queries.start,
             num_queries: queries.len(),
             item_queries,
             max_items,
+            per_cell: listed.per_list,
         });
         let grid = [parts, heads, batch];
         let tensors = [indices, doc_start, &counts];
@@ -131,9 +148,9 @@ mod tests {
     fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {
         let gpu = Recorder::new(hardware);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
-        let (block_size, num_selected) = (64, 16);
+        let (listed, num_selected) = (Listed { block_size: 64, per_list: 1 }, 16);
         let last = seq_len - 1..seq_len;
-        ChoiceLists::new(&tensor(&[1, seq_len, 1, num_selected]), &tensor(&[1, seq_len]), block_size, &last, 64)
+        ChoiceLists::new(&tensor(&[1, seq_len, 1, num_selected]), &tensor(&[1, seq_len]), listed, &last, 64)
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
-use super::lists::ChoiceLists;
+use super::lists::{ChoiceLists, Listed};
 use super::local_blocks::{BlocksWithLocal, Divided};
 use super::{BLOCK_KEYS, Bounds, hopper, no_gap, require_bounds, require_row};
 use crate::KernelError;
@@ -13,7 +13,7 @@ use crate::runtime::{
     require, require_non_empty,
 };
 use crate::step::empty_zero;
-use sieve_core::selected_gap;
+use sieve_core::{KeyOrder, selected_gap};
 use std::ops::Range;
 
 const NAME: &str = "nsa_selected_attention";
@@ -30,6 +30,30 @@ const ITEM_ROWS: usize = 2048;
 /// Rows of a tile of the forward pass.
 const FORWARD_ROWS: usize = 128;
 
+/// The blocks that each query reads.
+#[derive(Debug, Clone, Copy)]
+pub struct AttendedBlocks<'a> {
+    /// Blocks of `size` tokens, i32 `[batch, seq_len, num_kv_heads, number of blocks]`, counted from the document's
+    /// first token: each at most once and none after the query's own block, then -1.
+    pub indices: &'a CudaTensor,
+    /// Tokens of a block.
+    pub size: usize,
+    /// Whether blocks are halves of larger ones: at even places an even block, and behind it the next one, or -1 where
+    /// that begins after the query. Hopper's kernels then read two blocks of 64 as one, unless keys have the order of a
+    /// step that decodes one token ([`KeyOrder::Epochs`]).
+    pub in_pairs: bool,
+}
+
+impl<'a> AttendedBlocks<'a> {
+    /// Blocks that need not be neighbours.
+    pub fn single(indices: &'a CudaTensor, size: usize) -> Self {
+        Self { indices, size, in_pairs: false }
+    }
+}
+
+/// Most partial results of a launch: the kernels number them in 23 bits.
+const MOST_PARTS: usize = 1 << 23;
+
 /// The checked operands that all passes over chosen blocks read.
 #[derive(Clone)]
 pub(super) struct Work {
@@ -39,8 +63,8 @@ pub(super) struct Work {
     pub(super) documents: [CudaTensor; 2],
     /// The blocks that each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected]`.
     pub(super) indices: CudaTensor,
-    /// Tokens of a block.
-    pub(super) block_size: usize,
+    /// Tokens of a block, and how many blocks are read as one.
+    pub(super) listed: Listed,
     /// Blocks of a query.
     pub(super) num_selected: usize,
     pub(super) softmax_scale: f32,
@@ -53,13 +77,12 @@ impl Work {
     pub(super) fn new(
         qkv: &Qkv,
         documents: Bounds,
-        indices: &CudaTensor,
-        block_size: usize,
+        blocks: AttendedBlocks,
         softmax_scale: f32,
     ) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
         require!(shape.head_dim == shape.head_dim_v, NAME, "call:": "values of a different width", "one width");
-        Self::of(shape, qkv, documents, indices, block_size, softmax_scale)
+        Self::of(shape, qkv, documents, blocks, softmax_scale)
     }
 
     /// [`new`](Self::new) for heads whose sizes, those of q and k, were checked: they are `shape`.
@@ -67,10 +90,10 @@ impl Work {
         shape: AttentionShape,
         qkv: &Qkv,
         documents: Bounds,
-        indices: &CudaTensor,
-        block_size: usize,
+        blocks: AttendedBlocks,
         softmax_scale: f32,
     ) -> Result<Self, KernelError> {
+        let AttendedBlocks { indices, size: block_size, in_pairs } = blocks;
         require_row(NAME, &shape, &[&qkv.q, &qkv.k, &qkv.v])?;
         require_non_empty(NAME, "block size", block_size)?;
         no_gap(NAME, selected_gap(block_size, shape.head_dim, shape.group_size()))?;
@@ -78,13 +101,21 @@ impl Work {
         let (batch, seq_len) = (shape.batch, shape.seq_len);
         let [.., num_selected] = indices.dims::<4>(NAME, "block_indices")?;
         require_non_empty(NAME, "number of chosen blocks", num_selected)?;
+        let of_query = batch * shape.num_heads * num_selected;
+        require!(of_query < MOST_PARTS, NAME, "blocks of all rows' heads": of_query, "fewer than {MOST_PARTS}");
+        let even = !in_pairs || num_selected.is_multiple_of(2);
+        require!(even, NAME, "number of blocks in pairs": num_selected, "even numbers");
+        let reads_pairs = in_pairs
+            && block_size == BLOCK_KEYS
+            && qkv.policy().keys == KeyOrder::Leaving
+            && hopper::is_hopper(&shape, qkv.q.tensor());
         operands!(NAME, block_indices: I32[batch, seq_len, shape.num_kv_heads, num_selected] = indices);
         Ok(Self {
             qkv: qkv.with_kernel_strides(),
             documents: require_bounds(NAME, documents, [batch, seq_len])?,
             indices: block_indices,
             shape,
-            block_size,
+            listed: Listed { block_size, per_list: if reads_pairs { 2 } else { 1 } },
             num_selected,
             softmax_scale,
             onto: false,
@@ -107,7 +138,14 @@ impl Work {
     /// The lists of a range of queries: for each block the queries that chose it, in items of `item_queries` queries.
     fn lists(&self, range: &Range<usize>, item_queries: usize) -> Result<ChoiceLists, KernelError> {
         let [start, _] = &self.documents;
-        ChoiceLists::new(&self.indices, start, self.block_size, range, item_queries)
+        ChoiceLists::new(&self.indices, start, self.listed, range, item_queries)
+    }
+
+    /// Refuses lists of other queries or blocks than a forward pass with these operands makes for `range`.
+    pub(super) fn require_own(&self, lists: &ChoiceLists, range: &Range<usize>) -> Result<(), KernelError> {
+        let ([choices, _], wanted) = (lists.capacity(), range.len() * self.num_selected / self.listed.per_list);
+        require!(choices == wanted, NAME, "lists of": format!("{choices} choices"), "the {wanted} of these blocks");
+        Ok(())
     }
 
     /// Queries of a work item.
@@ -115,12 +153,20 @@ impl Work {
         (ITEM_ROWS / self.shape.group_size()).max(1)
     }
 
-    /// A tensor for partial results, `[batch, num_kv_heads, choices, group_size, width]`.
-    pub(super) fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
+    /// A tensor for partial results, `[batch, num_kv_heads, parts, group_size, width]`.
+    pub(super) fn parts(&self, lists: &ChoiceLists, joined: Joined, width: usize, dtype: DType) -> CudaTensor {
         let AttentionShape { batch, num_kv_heads, .. } = self.shape;
         let [choices, _] = lists.capacity();
-        let sizes = [batch, num_kv_heads, choices, self.shape.group_size(), width];
-        self.indices.empty_contiguous(&sizes, dtype)
+        let parts = choices * self.listed.per_list / self.blocks_of_part(joined);
+        self.indices.empty_contiguous(&[batch, num_kv_heads, parts, self.shape.group_size(), width], dtype)
+    }
+
+    /// Blocks that have one partial result: those of a list, but gradients of queries are computed block by block.
+    pub(super) fn blocks_of_part(&self, joined: Joined) -> usize {
+        match joined {
+            Joined::Output | Joined::LogSumExp => self.listed.per_list,
+            Joined::QueryGradient => 1,
+        }
     }
 
     /// The first fields of both attention kernels' params structs.
@@ -133,7 +179,7 @@ impl Work {
             [k_offset, k_token_stride, k_batch_stride]: k,
             [v_offset, v_token_stride, v_batch_stride]: v,
             softmax_scale: self.softmax_scale,
-            select_size: self.block_size,
+            select_size: self.listed.size(),
             choices,
             max_items,
         }))
@@ -178,12 +224,13 @@ impl Work {
         let shape = &self.shape;
         let params = params!(NsaSelectedCombineParams {
             { seq_len, num_heads, num_kv_heads }: shape,
-            num_selected: self.num_selected,
+            num_selected: self.num_selected / self.blocks_of_part(joined),
             first_query: queries.start,
             num_queries: queries.len(),
             [offset, token_stride, batch_stride]: layout,
             softmax_scale: self.softmax_scale,
             num_lists: shape.batch * shape.num_kv_heads,
+            per_part: self.blocks_of_part(joined),
         });
         let tensors = [&[&self.indices, &lists.num_items], tensors].concat();
         let rows = queries.len() * shape.num_heads;
@@ -207,9 +254,7 @@ pub(super) enum Joined {
 }
 
 impl Qkv {
-    /// Causal attention of each query over the tokens of its chosen blocks of `block_size` tokens, `block_indices` i32
-    /// `[batch, seq_len, num_kv_heads, number of blocks]`: indices of blocks from the document's first token on, each
-    /// at most once and none after the query's own block, then -1. A block that no query chose is not read. Also
+    /// Causal attention of each query over the tokens of its blocks. A block that no query has is not read. Also
     /// returns the lists of each range of queries for the backward pass.
     ///
     /// # Errors
@@ -217,11 +262,10 @@ impl Qkv {
     pub fn nsa_selected_attention_forward(
         &self,
         documents: Bounds,
-        block_indices: &CudaTensor,
-        block_size: usize,
+        blocks: AttendedBlocks,
         softmax_scale: f32,
     ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
-        let work = Work::new(self, documents, block_indices, block_size, softmax_scale)?;
+        let work = Work::new(self, documents, blocks, softmax_scale)?;
         work.forward(|_| Ok(()))
     }
 
@@ -240,7 +284,7 @@ impl Qkv {
     ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
         let (bias, window) = (None, Some(blocks.local.tokens()));
         let Divided { far, first_key, .. } = blocks.divided(documents)?;
-        let work = Work::new(self, documents, &far, blocks.size, softmax_scale)?;
+        let work = Work::new(self, documents, AttendedBlocks::single(&far, blocks.size), softmax_scale)?;
         let local = self.attention_forward(&first_key, window, softmax_scale, bias)?;
         Work { onto: true, ..work }.forward_into(local, |_| Ok(()))
     }
@@ -249,8 +293,10 @@ impl Qkv {
 /// The log-sum-exps of a range of queries whose results were joined.
 pub(super) struct JoinedRange<'a> {
     pub(super) queries: Range<usize>,
-    /// Log-sum-exp of each choice, to base 2, f32 `[batch, num_kv_heads, choices, group_size, 1]`.
+    /// Log-sum-exp of each part, to base 2, f32 `[batch, num_kv_heads, parts, group_size, 1]`.
     pub(super) part_lse: &'a CudaTensor,
+    /// Blocks that have one part.
+    pub(super) per_part: usize,
     /// Log-sum-exp of each query, f32 `[batch, num_heads, seq_len]`.
     pub(super) lse: &'a CudaTensor,
 }
@@ -283,14 +329,15 @@ impl Work {
             let lists = work.lists(&range, work.item_queries())?;
             // SAFETY: sizes, strides and types were checked; the lists name queries of the range.
             let part_lse = unsafe { work.attend(&lists, &work.params(&lists)?, ([o, lse], layout), range.clone()) }?;
-            behind(JoinedRange { queries: range, part_lse: &part_lse, lse })?;
+            let per_part = work.blocks_of_part(Joined::Output);
+            behind(JoinedRange { queries: range, part_lse: &part_lse, per_part, lse })?;
             all_lists.push(lists);
         }
         Ok((result, all_lists))
     }
 
     /// Attention of a range of queries over the blocks of their lists, written into o and its log-sum-exps; `layout`:
-    /// offset, token stride and batch stride of o. Returns the log-sum-exp of each choice.
+    /// offset, token stride and batch stride of o. Returns the log-sum-exp of each part.
     ///
     /// # Safety
     /// `params` and the lists must fit the operands.
@@ -303,12 +350,12 @@ impl Work {
     ) -> Result<CudaTensor, KernelError> {
         let (q, head_dim) = (self.qkv.q.tensor(), self.shape.head_dim);
         let kernel = if self.is_hopper() {
-            arriving(hopper::selected_forward_kernel(head_dim), q.policy())
+            arriving(hopper::selected_forward_kernel(head_dim, self.listed), q.policy())
         } else {
             nsa_selected_attention_forward_kernel(head_dim)
         };
-        let parts = self.parts(lists, head_dim, DType::BF16);
-        let part_lse = self.parts(lists, 1, DType::F32);
+        let parts = self.parts(lists, Joined::Output, head_dim, DType::BF16);
+        let part_lse = self.parts(lists, Joined::Output, 1, DType::F32);
         let operands = [q, self.qkv.k.tensor(), self.qkv.v.tensor()];
         // SAFETY: the caller's promise.
         unsafe { self.launch(&kernel, lists, &operands, &[&parts, &part_lse], params) }?;
@@ -328,11 +375,10 @@ impl AttentionGradients<'_> {
     pub fn nsa_selected_attention_backward(
         self,
         documents: Bounds,
-        block_indices: &CudaTensor,
-        block_size: usize,
+        blocks: AttendedBlocks,
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
-        let work = Work::new(self.qkv, documents, block_indices, block_size, self.softmax_scale)?;
+        let work = Work::new(self.qkv, documents, blocks, self.softmax_scale)?;
         require_gradients(NAME, &self, &work.shape)?;
         let d_o = self.d_o.contiguous();
         let stats = row_stats(&self, &d_o, &work.shape)?;
@@ -351,7 +397,7 @@ impl AttentionGradients<'_> {
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
         let Divided { far, first_key, end_query } = blocks.divided(documents)?;
-        let work = Work::new(self.qkv, documents, &far, blocks.size, self.softmax_scale)?;
+        let work = Work::new(self.qkv, documents, AttendedBlocks::single(&far, blocks.size), self.softmax_scale)?;
         require_gradients(NAME, &self, &work.shape)?;
         let d_o = self.d_o.contiguous();
         let stats = row_stats(&self, &d_o, &work.shape)?;
@@ -393,7 +439,8 @@ impl Work {
                 (SumOrder::Fixed, true) => Some(empty_zero(d_o, &[batch, heads, seq_len, 4])?),
                 _ => None,
             };
-            let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+            work.require_own(&lists, &range)?;
+            let parts = work.parts(&lists, Joined::QueryGradient, shape.head_dim, DType::BF16);
             let [q, k, v] = [&work.qkv.q, &work.qkv.k, &work.qkv.v].map(Heads::tensor);
             let (operands, mut results) = ([q, k, v, d_o, stats], vec![&parts, &dk_sum, &dv_sum]);
             results.extend(&semaphores);

@@ -2,7 +2,7 @@
 //! `kernels/selected_block_sums.cu`: the attention that lies on each.
 use super::Bounds;
 use super::lists::require_cells;
-use super::selected::{JoinedRange, Work};
+use super::selected::{AttendedBlocks, JoinedRange, Work};
 use crate::KernelError;
 use crate::attention::{AttentionResult, AttentionShape, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
@@ -82,7 +82,7 @@ impl SelectedBlocks<'_> {
         range: JoinedRange<'_>,
         sums: &CudaTensor,
     ) -> Result<(), KernelError> {
-        let JoinedRange { queries, part_lse, lse } = range;
+        let JoinedRange { queries, part_lse, per_part, lse } = range;
         let params = params!(SelectedBlockSumsParams {
             seq_len: shape.seq_len,
             num_choosers: shape.num_kv_heads,
@@ -91,6 +91,7 @@ impl SelectedBlocks<'_> {
             group: shape.group_size(),
             first_query: queries.start,
             num_queries: queries.len(),
+            per_part,
         });
         let indices = self.indices.contiguous();
         let counts = self.counts.map(CudaTensor::contiguous);
@@ -135,7 +136,9 @@ impl Qkv {
         let (indices, [.., num_indices]) = (selected.indices, selected.indices.dims::<4>(NAME, "indices")?);
         operands!(only NAME, indices: I32[shape.batch, shape.seq_len, shape.num_kv_heads, num_indices] strided);
         let (block_indices, block_size) = selected.attended(start)?;
-        let work = Work::new(self, [start, end], &block_indices, block_size, softmax_scale)?;
+        let in_pairs = selected_pieces(selected.block).is_multiple_of(2);
+        let blocks = AttendedBlocks { indices: &block_indices, size: block_size, in_pairs };
+        let work = Work::new(self, [start, end], blocks, softmax_scale)?;
         let block_sums = wants_sums.then(|| indices.empty_contiguous(indices.shape(), DType::F32));
         let (result, _) = work.forward(|range| match &block_sums {
             Some(sums) => selected.sum(&shape, &block_indices, range, sums),

@@ -3,7 +3,7 @@ use super::pooled::{Slots, block_scores};
 use super::{ChoiceCall, IndexGradientCall, reference};
 use crate::attention::cuda::{bounds, packed};
 use crate::device::{kernel_or, kernel_or_scores, scores};
-use crate::nsa::cuda::lists_of;
+use crate::nsa::cuda::{attended, lists_of};
 use crate::tensors::{primitive, tensor};
 use crate::{Cuda, DocumentBounds};
 use burn::tensor::{Int, Tensor};
@@ -85,12 +85,11 @@ pub(crate) fn index_gradient(
         queries_and_keys: [&heads.q, &heads.k],
         index: &index,
         lse: &lse,
-        block_indices: &chosen,
+        blocks: attended(&chosen, &call.call),
         lists: &lists,
         weight: call.weight as f32,
     };
-    let size = call.call.blocks.select_block_size;
-    match gradient.index_gradient([&start, &end], size, spec.softmax_scale as f32) {
+    match gradient.index_gradient([&start, &end], spec.softmax_scale as f32) {
         Ok(None) => None,
         attempt => kernel_or("index_gradient", attempt, || None).map(ToBurn::burn),
     }

@@ -77,7 +77,13 @@ pub fn selected_attention<B: SieveBackend>(
     let counts = selected.counts.clone().map(Tensor::into_primitive);
     let bounds = documents.bounds();
     let chosen = B::Inner::selected_blocks(selected.indices.clone().into_primitive(), counts, &bounds, selected.block);
-    let reads = Reads::<B::Inner> { documents: bounds, chosen: Some(chosen), blocks: selected.attended(), local: None };
+    let reads = Reads::<B::Inner> {
+        documents: bounds,
+        chosen: Some(chosen),
+        blocks: selected.attended(),
+        local: None,
+        in_pairs: selected_pieces(selected.block).is_multiple_of(2),
+    };
     let qkv = primitive(qkv);
     let x = B::value(qkv.clone());
     let read = reads.forward(x.clone(), spec);

@@ -18,12 +18,14 @@ pub struct NsaCall<B: Backend> {
     /// The local blocks that every query's choice holds, where attention may read them in another order than the other
     /// chosen blocks.
     pub local: Option<LocalBlocks>,
+    /// Whether the blocks of every query are pairs of neighbours: pieces of larger blocks.
+    pub in_pairs: bool,
 }
 
 impl<B: Backend> NsaCall<B> {
     /// The call inside these documents.
     pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
-        Self { documents, spec, blocks, first: 0, local: None }
+        Self { documents, spec, blocks, first: 0, local: None, in_pairs: false }
     }
 
     /// The same call for the tokens from `first` on in each row.

@@ -6,7 +6,8 @@ use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
 use sieve_core::{KeyOrder, LocalBlocks};
 use sieve_kernels::{
-    BlocksWithLocal, ChoiceLists, CudaPrimitive as Float, KernelError, PackedGradient, ToBurn, kernel_tensor,
+    AttendedBlocks, BlocksWithLocal, ChoiceLists, CudaPrimitive as Float, CudaTensor, KernelError, PackedGradient,
+    ToBurn, kernel_tensor,
 };
 
 /// `positions` are the learned vectors of keys and of values, `[compress_block_size, head_dim]` each, which the kernel
@@ -41,6 +42,11 @@ fn run_of_local(call: &NsaCall<Cuda>) -> Option<LocalBlocks> {
     call.local.filter(|_| call.spec.policy.keys == KeyOrder::Leaving)
 }
 
+/// The blocks of a call, `indices`, as attention's kernels take them.
+pub(crate) fn attended<'a>(indices: &'a CudaTensor, call: &NsaCall<Cuda>) -> AttendedBlocks<'a> {
+    AttendedBlocks { indices, size: call.blocks.select_block_size, in_pairs: call.in_pairs }
+}
+
 /// Attention over the chosen blocks, whose numbers `block_indices` holds as integers: shapes as in
 /// [its reference](reference::nsa_selected_attention), which is warned of with the size of its score matrix.
 pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &NsaCall<Cuda>) -> NsaSelected<Cuda> {
@@ -53,7 +59,7 @@ pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &Ns
             let blocks = BlocksWithLocal { indices: &indices, size, local };
             heads.local_and_selected_attention_forward(documents, blocks, scale)
         }
-        None => heads.nsa_selected_attention_forward(documents, &indices, size, scale),
+        None => heads.nsa_selected_attention_forward(documents, attended(&indices, call), scale),
     };
     let score_matrix = scores(&qkv, call.spec.num_heads);
     let attempt = attempt.map(|(result, lists)| NsaSelected {
@@ -123,7 +129,7 @@ pub(crate) fn nsa_selected_attention_backward(
             let blocks = BlocksWithLocal { indices: &indices, size, local };
             gradients.local_and_selected_attention_backward([&start, &end], blocks, &lists)
         }
-        None => gradients.nsa_selected_attention_backward([&start, &end], &indices, size, &lists),
+        None => gradients.nsa_selected_attention_backward([&start, &end], attended(&indices, call), &lists),
     });
     // The launch returns nothing beside dqkv.
     let attempt = attempt.map(|(dqkv, ())| dqkv);

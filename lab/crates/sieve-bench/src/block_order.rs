@@ -8,9 +8,9 @@ use crate::report::{Outcome, Report, Wrong, wrong};
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
 use sieve_kernels::step::QkNormRope;
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport, Heads, IndexedToken,
-    KernelPolicy, KeyOrder, KeySource, KvCache, NeededKernels, NeededKeys, PooledStep, Qkv, SumOrder, TokenRotation,
-    nsa_mean_pool,
+    AttendedBlocks, AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport, Heads,
+    IndexedToken, KernelPolicy, KeyOrder, KeySource, KvCache, NeededKernels, NeededKeys, PooledStep, Qkv, SumOrder,
+    TokenRotation, nsa_mean_pool,
 };
 use sieve_testing::Random;
 
@@ -305,7 +305,9 @@ impl Text {
         let qkv = device.float(&values, &[batch, seq_len, num_heads + 2 * choosers, head_dim], DType::BF16);
         let qkv = Qkv::packed(&qkv, num_heads, choosers);
         let attended = device.int(&attended, &sizes);
-        let (result, _) = qkv.nsa_selected_attention_forward(bounds.each_ref(), &attended, size as usize, SCALE)?;
+        let in_pairs = self.choice.in_pairs();
+        let blocks = AttendedBlocks { indices: &attended, size: size as usize, in_pairs };
+        let (result, _) = qkv.nsa_selected_attention_forward(bounds.each_ref(), blocks, SCALE)?;
         Ok((chosen, device.floats(&result.o)?))
     }
 

@@ -9,8 +9,9 @@ use crate::report::{Outcome, Report, Wrong, wrong};
 use sieve_core::NsaBlocks;
 use sieve_kernels::step::linear_in_order;
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport, KernelFamily,
-    KernelPolicy, KeySource, KvCache, NeededKernels, NeededKeys, NsaToken, Qkv, SumOrder, nsa_blocks, nsa_mean_pool,
+    AttendedBlocks, AttentionNeeds, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DeviceReport,
+    KernelFamily, KernelPolicy, KeySource, KvCache, NeededKernels, NeededKeys, NsaToken, Qkv, SumOrder, nsa_blocks,
+    nsa_mean_pool,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -228,8 +229,8 @@ impl Text {
             }
         }
         let lists = device.int(&chosen, &[batch, seq_len, num_kv_heads, count]);
-        let size = self.blocks.select_block_size;
-        let (selected, _) = fine.nsa_selected_attention_forward(bounds.each_ref(), &lists, size, SCALE)?;
+        let lists = AttendedBlocks::single(&lists, self.blocks.select_block_size);
+        let (selected, _) = fine.nsa_selected_attention_forward(bounds.each_ref(), lists, SCALE)?;
         let mut o = vec![("compressed", device.floats(&result.o)?), ("selected", device.floats(&selected.o)?)];
         if self.compares_windows(device) {
             let window = fine.attention_forward(&bounds[0], Some(self.window), SCALE, None)?;

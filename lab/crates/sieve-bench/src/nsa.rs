@@ -1,5 +1,6 @@
 //! Checks the kernels of native sparse attention against their definition in f64 and a plain bf16 computation.
 mod expected;
+mod given;
 mod selected_blocks;
 
 use crate::attention::{ORDERS, repeat};
@@ -20,9 +21,9 @@ use expected::Expected;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, LocalBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, BlocksWithLocal, CudaTensor, DeviceReport, IndexGradient,
-    KernelError, KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv, SumOrder,
-    nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    AttendedBlocks, AttentionGradients, AttentionNeeds, AttentionShape, BlocksWithLocal, CudaTensor, DeviceReport,
+    IndexGradient, KernelError, KernelPolicy, KeyOrder, KeySource, NeededKernels, NeededKeys, PackedGradient, Qkv,
+    SumOrder, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -67,6 +68,8 @@ struct Inputs {
     index: Vec<f32>,
     /// Blocks of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     chosen: Vec<i32>,
+    /// Whether these come in pairs.
+    in_pairs: bool,
     /// The local blocks of every query in `with_local`, which has the shape of `chosen`.
     local: LocalBlocks,
     with_local: Vec<i32>,
@@ -107,7 +110,9 @@ impl Inputs {
             inputs.local =
                 LocalBlocks { size: 2 * blocks.select_block_size, count: (blocks.num_selected_blocks / 4).max(1) };
         }
-        let label = format!("{shape:?} {blocks:?} {cuts:?} ties {ties} q, k x {magnitude} seed {seed}");
+        inputs.in_pairs = blocks.num_selected_blocks.is_multiple_of(2) && random.chance(0.5);
+        let pairs = if inputs.in_pairs { " in pairs" } else { "" };
+        let label = format!("{shape:?} {blocks:?}{pairs} {cuts:?} ties {ties} q, k x {magnitude} seed {seed}");
         Ok((inputs, label))
     }
 
@@ -131,6 +136,7 @@ impl Inputs {
             index: normals(shape.batch * shape.seq_len * (shape.num_kv_heads + 2) * head_dim),
             tokens: normals(2 * shape.batch * shape.seq_len * shape.num_kv_heads * head_dim),
             chosen: Vec::new(),
+            in_pairs: false,
             local: LocalBlocks { size: blocks.select_block_size, count: (blocks.num_selected_blocks / 2).max(1) },
             with_local: Vec::new(),
             case,
@@ -144,36 +150,13 @@ impl Inputs {
         device::family_name(family)
     }
 
-    /// Fills `chosen` with the blocks that the CPU chooses, so that ties between blocks do not matter, but leaves out
-    /// every third block of a document (1, 4, 7, ..), so that no query reads it. Returns the expected results.
+    /// Fills `chosen` with the blocks that the CPU chooses, so that ties between blocks do not matter, but for those
+    /// that no query reads. Returns the expected results.
     fn expected(&mut self) -> Expected {
         let choices = self.chosen_by_cpu();
-        let count = self.blocks.num_selected_blocks;
-        self.chosen.clear();
-        for row in choices[0].blocks.chunks_exact(count) {
-            let first = self.chosen.len();
-            self.chosen.extend(row.iter().filter(|&&block| block >= 0 && block % 3 != 1));
-            self.chosen.resize(first + count, -1);
-        }
+        self.chosen = self.read_of(&choices[0].blocks);
         self.with_local = self.choice_with_local(&choices[0].blocks);
         Expected::of(self, choices)
-    }
-
-    /// The local blocks of each query, and of `blocks` as many earlier ones as there is room for.
-    fn choice_with_local(&self, blocks: &[i32]) -> Vec<i32> {
-        let (count, size, groups) =
-            (self.blocks.num_selected_blocks, self.blocks.select_block_size, self.case.shape.num_kv_heads);
-        let most_far = count - self.local.tokens() / size;
-        let of_list = |(list, row): (usize, &[i32])| {
-            let token = list / groups;
-            let position = token % self.case.shape.seq_len - self.case.doc_start[token] as usize;
-            let first = (position / self.local.size + 1).saturating_sub(self.local.count) * self.local.size / size;
-            let earlier = row.iter().copied().filter(|&block| (0..first as i32).contains(&block)).take(most_far);
-            let mut all: Vec<i32> = earlier.chain(first as i32..=(position / size) as i32).collect();
-            all.resize(count, -1);
-            all
-        };
-        blocks.chunks_exact(count).enumerate().flat_map(of_list).collect()
     }
 
     fn call(&self) -> NsaCall<Flex> {
@@ -236,7 +219,7 @@ impl Inputs {
             let offset = at % shape.seq_len - self.case.doc_start[at] as usize;
             let (key, unread) = token[groups * d..].split_at_mut(d);
             unread.fill(f32::NAN);
-            if offset / self.blocks.select_block_size % 3 == 1 {
+            if self.is_unread(offset) {
                 key.fill(f32::NAN);
             }
         }
@@ -263,7 +246,7 @@ impl Inputs {
         let (mut qkv, [_, seq_len, heads, width]) = (self.qkv.clone(), packed_of(self.case.shape));
         for (at, token) in qkv.chunks_exact_mut(heads * width).enumerate() {
             let offset = at % seq_len - self.case.doc_start[at] as usize;
-            if offset / self.blocks.select_block_size % 3 == 1 {
+            if self.is_unread(offset) {
                 token[self.case.shape.num_heads * width..].fill(f32::NAN);
             }
         }
@@ -521,11 +504,11 @@ impl<'a> Run<'a> {
     fn selected(&mut self) -> Result<(), KernelError> {
         let (inputs, scale, documents) = (self.inputs, self.scale, self.documents.clone());
         let (shape, blocks, documents) = (inputs.case.shape, inputs.blocks, documents.each_ref());
-        let block_size = blocks.select_block_size;
         let sizes = [shape.batch, shape.seq_len, shape.num_kv_heads, blocks.num_selected_blocks];
         let given = self.device.int(&inputs.chosen, &sizes);
+        let attended = AttendedBlocks { indices: &given, size: blocks.select_block_size, in_pairs: inputs.in_pairs };
         let qkv = self.packed(&self.bf16(&inputs.selected_qkv(), &packed_of(shape)));
-        let (result, lists) = qkv.nsa_selected_attention_forward(documents, &given, block_size, scale)?;
+        let (result, lists) = qkv.nsa_selected_attention_forward(documents, attended, scale)?;
         self.add("selected o", &result.o)?;
         self.add("selected lse", &result.lse)?;
         // Two runs over the forward pass's lists show that a backward pass leaves them unchanged.
@@ -544,7 +527,7 @@ impl<'a> Run<'a> {
                 grads: &self.packed(&dqkv),
                 softmax_scale: scale,
             };
-            call.nsa_selected_attention_backward(documents, &given, block_size, lists)?;
+            call.nsa_selected_attention_backward(documents, attended, lists)?;
             self.add(name, &dqkv)?;
         }
         // The index gradient has a kernel on Hopper alone; elsewhere it is computed by attention, which is checked
@@ -561,12 +544,12 @@ impl<'a> Run<'a> {
                 queries_and_keys: [&qkv.q, &qkv.k],
                 index: &index,
                 lse: &result.lse,
-                block_indices: &given,
+                blocks: attended,
                 lists: &lists,
                 weight: Inputs::INDEX_WEIGHT,
             };
             self.device.poison(shape);
-            if let Some(gradient) = call.index_gradient(documents, block_size, scale)? {
+            if let Some(gradient) = call.index_gradient(documents, scale)? {
                 self.add(name, &gradient)?;
             }
         }
@@ -690,14 +673,12 @@ fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
         let shape = AttentionShape::new(1, LONG / 2, heads, [width; 2]);
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], extent.seed)?;
         let blocks = NsaBlocks::of(BLOCKS[0]);
-        let inputs = Inputs::of(case.under(extent.policy), blocks, &mut Random(extent.seed));
-        let label = format!("{shape:?} {cuts:?}");
-        report.add_wrapper(
-            "nsa, fixed order, repeated",
-            inputs.family(device),
-            &label,
-            repeated_gradients(&inputs, device),
-        );
+        let mut inputs = Inputs::of(case.under(extent.policy), blocks, &mut Random(extent.seed));
+        for (in_pairs, pairs) in [(false, ""), (true, " in pairs")] {
+            inputs.in_pairs = in_pairs;
+            let (label, outcome) = (format!("{shape:?} {cuts:?}{pairs}"), repeated_gradients(&inputs, device));
+            report.add_wrapper("nsa, fixed order, repeated", inputs.family(device), &label, outcome);
+        }
     }
     Ok(())
 }
@@ -715,8 +696,9 @@ fn repeated_gradients(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let d_o = bf16(d_o, &shape.output());
     let compressed = bf16(&inputs.compressed, &[2, inputs.rows(), d]);
     let (coarse, chosen) = qkv.q.nsa_compressed_attention_forward(documents, &compressed, blocks, softmax_scale)?;
-    let block_size = blocks.select_block_size;
-    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, block_size, softmax_scale)?;
+    let given = device.int(&inputs.read_of(&device.ints(&chosen)?), chosen.shape());
+    let attended = AttendedBlocks { indices: &given, size: blocks.select_block_size, in_pairs: inputs.in_pairs };
+    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, attended, softmax_scale)?;
     let groups = shape.num_kv_heads;
     let index = bf16(&inputs.index, &[batch, seq_len, groups + 2, d]);
     let gradients = |order| {
@@ -731,16 +713,16 @@ fn repeated_gradients(inputs: &Inputs, device: &dyn Device) -> Outcome {
             grads: &Qkv::packed(&of_selected, num_heads, shape.num_kv_heads),
             softmax_scale,
         };
-        call.nsa_selected_attention_backward(documents, &chosen, block_size, &lists)?;
+        call.nsa_selected_attention_backward(documents, attended, &lists)?;
         let of_index = IndexGradient {
             queries_and_keys: [&qkv.q, &qkv.k],
             index: &index,
             lse: &selected.lse,
-            block_indices: &chosen,
+            blocks: attended,
             lists: &lists,
             weight: Inputs::INDEX_WEIGHT,
         };
-        let of_index = of_index.index_gradient(documents, block_size, softmax_scale)?;
+        let of_index = of_index.index_gradient(documents, softmax_scale)?;
         let all = [of_coarse, of_compressed, of_selected].into_iter().chain(of_index);
         let floats = all.map(|x| device.floats(&x));
         floats.collect::<Result<Vec<_>, KernelError>>()

@@ -5,9 +5,9 @@ use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache};
 use crate::runtime::SumOrder;
 use crate::step::linear_in_order;
 use crate::{
-    BlocksWithLocal, IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, Qkv, SelectedBlocks,
-    TokenRotation, choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
-    nsa_mean_pool_backward,
+    AttendedBlocks, BlocksWithLocal, IndexGradient, IndexedToken, NsaToken, PackedGradient, PooledStep, Qkv,
+    SelectedBlocks, TokenRotation, choose_by_scores, nsa_blocks, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    nsa_mean_pool, nsa_mean_pool_backward,
 };
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, KernelPolicy, KeyOrder, LocalBlocks, NsaBlocks};
 
@@ -75,9 +75,12 @@ fn call_selected(calls: &mut Calls, shape: &AttentionShape) {
     let bounds = row.documents.each_ref();
     let (per_query, size) = ([1, ROW, shape.num_kv_heads], BLOCKS.select_block_size);
     let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
-    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, size, SCALE);
-    if let Some((result, lists)) = calls.note(forward) {
-        calls.note(row.gradients(&result).nsa_selected_attention_backward(bounds, &indices, size, &lists));
+    for in_pairs in [false, true] {
+        let attended = AttendedBlocks { indices: &indices, size, in_pairs };
+        let forward = row.qkv.nsa_selected_attention_forward(bounds, attended, SCALE);
+        if let Some((result, lists)) = calls.note(forward) {
+            calls.note(row.gradients(&result).nsa_selected_attention_backward(bounds, attended, &lists));
+        }
     }
     let local = LocalBlocks { size, count: BLOCKS.num_selected_blocks / 2 };
     let blocks = BlocksWithLocal { indices: &indices, size, local };
@@ -97,22 +100,20 @@ fn call_selected(calls: &mut Calls, shape: &AttentionShape) {
 /// The gradient of an indexer's loss, which Hopper devices have a kernel for.
 fn call_index_gradient(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
-    let (bounds, size) = (row.documents.each_ref(), BLOCKS.select_block_size);
+    let bounds = row.documents.each_ref();
     let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
-    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, size, SCALE);
-    let Some((result, lists)) = calls.note(forward) else {
-        return;
-    };
     let index = calls.bf16(&[1, ROW, shape.num_kv_heads + 2, shape.head_dim]);
-    let call = IndexGradient {
-        queries_and_keys: [&row.qkv.q, &row.qkv.k],
-        index: &index,
-        lse: &result.lse,
-        block_indices: &indices,
-        lists: &lists,
-        weight: 1.0,
-    };
-    calls.note(call.index_gradient(bounds, size, SCALE));
+    for in_pairs in [false, true] {
+        let blocks = AttendedBlocks { indices: &indices, size: BLOCKS.select_block_size, in_pairs };
+        let forward = row.qkv.nsa_selected_attention_forward(bounds, blocks, SCALE);
+        let Some((result, lists)) = calls.note(forward) else {
+            return;
+        };
+        let queries_and_keys = [&row.qkv.q, &row.qkv.k];
+        let call =
+            IndexGradient { queries_and_keys, index: &index, lse: &result.lse, blocks, lists: &lists, weight: 1.0 };
+        calls.note(call.index_gradient(bounds, SCALE));
+    }
 }
 
 /// The choice of blocks by each rule that has kernels of its own, and by scores that a GEMM computed.

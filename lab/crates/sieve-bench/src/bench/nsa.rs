@@ -7,8 +7,8 @@ use crate::timed::{Bench, Inputs, NO_BIAS, NO_WINDOW, Work, forward_flops};
 use burn::tensor::Tensor;
 use sieve_core::{BlockChoice, InfllmV2Shape, LocalBlocks, MobaShape, MsaShape};
 use sieve_kernels::{
-    AttentionResult, AttentionShape, BlocksWithLocal, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError,
-    PackedGradient, Qkv, SumOrder, ToBurn, kernel_tensor, nsa_blocks, nsa_blocks_backward, nsa_gates,
+    AttendedBlocks, AttentionResult, AttentionShape, BlocksWithLocal, ChoiceLists, CudaTensor, DType, IndexGradient,
+    KernelError, PackedGradient, Qkv, SumOrder, ToBurn, kernel_tensor, nsa_blocks, nsa_blocks_backward, nsa_gates,
     nsa_gates_backward, nsa_mean_pool,
 };
 use sieve_ops::{Cuda, Documents, NsaBlocks, attended_blocks};
@@ -75,8 +75,8 @@ impl Call {
         let positions = self.positions.each_ref();
         let (compressed, chosen) =
             qkv.q.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
-        let size = BLOCKS.select_block_size;
-        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, size, *scale)?;
+        let attended = AttendedBlocks::single(&chosen, BLOCKS.select_block_size);
+        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, attended, *scale)?;
         let branches = Branches {
             blocks: nsa_blocks([&qkv.k, &qkv.v], positions, documents, BLOCKS)?,
             selected,
@@ -98,8 +98,8 @@ impl Call {
         nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
         self.inputs.backward(&branches.window, Some(WINDOW), NO_BIAS, order)?;
         let call = self.inputs.call(qkv, &branches.selected);
-        let (chosen, lists) = (&branches.chosen, &branches.lists);
-        call.nsa_selected_attention_backward(documents, chosen, BLOCKS.select_block_size, lists)?;
+        let attended = AttendedBlocks::single(&branches.chosen, BLOCKS.select_block_size);
+        call.nsa_selected_attention_backward(documents, attended, &branches.lists)?;
         let of_compressed = &branches.compressed;
         qkv.q.nsa_compressed_attention_backward(documents, &self.compressed, BLOCKS, *scale, of_compressed, d_o)?;
         let packed = PackedGradient { dims: packed_of(*shape), num_kv_heads: shape.num_kv_heads };
@@ -143,15 +143,13 @@ fn choices() -> [(&'static str, BlockChoice); 6] {
         InfllmV2Shape { num_selected_blocks, num_local_blocks: num_selected_blocks / 2, ..InfllmV2Shape::published() };
     let moba = MobaShape { select_block_size: BLOCKS.select_block_size, num_selected_blocks };
     let msa = MsaShape { select_block_size: BLOCKS.select_block_size, num_selected_blocks, ..MsaShape::published() };
-    // As many keys as the published 16 blocks of 128: kernels read blocks of 64, so twice as many.
-    let as_many_keys = MsaShape { num_selected_blocks: 2 * num_selected_blocks, ..msa };
     [
         ("infllm_v2 ", infllm.choice()),
         ("moba ", moba.choice()),
         ("msa ", msa.choice()),
         ("infllm_v2, 4096 keys, ", InfllmV2Shape::published().choice()),
         ("moba, 1536 keys, ", MobaShape::published().choice()),
-        ("msa, 2048 keys, ", as_many_keys.choice()),
+        ("msa, 2048 keys, ", MsaShape::published().choice()),
     ]
 }
 
@@ -166,10 +164,36 @@ struct Chooser<'a> {
     rows: Documents<Cuda>,
 }
 
+/// How attention reads the chosen blocks.
+#[derive(Clone, Copy)]
+enum Reading {
+    /// The local blocks as a run of neighbours, and the others one by one.
+    Run(LocalBlocks),
+    /// Two neighbours of 64 keys as one block.
+    Pairs,
+    OneByOne,
+}
+
+impl Reading {
+    /// As models run a choice.
+    fn of(choice: BlockChoice) -> Self {
+        match choice.local() {
+            Some(local) => Self::Run(local),
+            None if choice.in_pairs() => Self::Pairs,
+            None => Self::OneByOne,
+        }
+    }
+}
+
 impl Chooser<'_> {
     /// Tokens of a block as attention reads it.
     fn block_size(&self) -> usize {
         self.choice.attended().select_block_size
+    }
+
+    /// Chosen blocks that are not read as a run.
+    fn attended<'a>(&self, chosen: &'a CudaTensor, reading: Reading) -> AttendedBlocks<'a> {
+        AttendedBlocks { indices: chosen, size: self.block_size(), in_pairs: matches!(reading, Reading::Pairs) }
     }
 
     /// The chosen blocks as attention reads them; pools the keys first.
@@ -184,20 +208,20 @@ impl Chooser<'_> {
         Ok(kernel_tensor(chosen.into_primitive()))
     }
 
-    /// Attention of some heads over chosen blocks; the local ones of these, if given, are read as a run of neighbours.
+    /// Attention of some heads over chosen blocks.
     fn attend(
         &self,
         inputs: &Inputs,
         chosen: &CudaTensor,
-        local: Option<LocalBlocks>,
+        reading: Reading,
     ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
         let (documents, size, scale) = (inputs.documents(), self.block_size(), inputs.scale);
-        match local {
-            Some(local) => {
+        match reading {
+            Reading::Run(local) => {
                 let blocks = BlocksWithLocal { indices: chosen, size, local };
                 inputs.qkv.local_and_selected_attention_forward(documents, blocks, scale)
             }
-            None => inputs.qkv.nsa_selected_attention_forward(documents, chosen, size, scale),
+            _ => inputs.qkv.nsa_selected_attention_forward(documents, self.attended(chosen, reading), scale),
         }
     }
 
@@ -205,18 +229,18 @@ impl Chooser<'_> {
     fn attend_backward(
         &self,
         inputs: &Inputs,
-        (chosen, local): (&CudaTensor, Option<LocalBlocks>),
+        (chosen, reading): (&CudaTensor, Reading),
         (result, lists): &(AttentionResult, Vec<ChoiceLists>),
         order: SumOrder,
     ) -> Result<(), KernelError> {
         let qkv = inputs.qkv.in_order(order);
         let (call, documents, size) = (inputs.call(&qkv, result), inputs.documents(), self.block_size());
-        match local {
-            Some(local) => {
+        match reading {
+            Reading::Run(local) => {
                 let blocks = BlocksWithLocal { indices: chosen, size, local };
                 call.local_and_selected_attention_backward(documents, blocks, lists)
             }
-            None => call.nsa_selected_attention_backward(documents, chosen, size, lists),
+            _ => call.nsa_selected_attention_backward(documents, self.attended(chosen, reading), lists),
         }
     }
 
@@ -225,8 +249,8 @@ impl Chooser<'_> {
     /// layer's.
     fn time_loss(&self, bench: &mut Bench<'_>, names: (&str, AttentionShape), indexer: &Inputs) -> Result<()> {
         let (name, shape) = names;
-        let (chosen, local) = (self.choose()?, None);
-        let (attention, lists) = self.attend(self.read, &chosen, local)?;
+        let (chosen, reading) = (self.choose()?, Reading::of(self.choice));
+        let (attention, lists) = self.attend(self.read, &chosen, reading)?;
         let attended = self.choice.attended();
         let tokens = attended.num_selected_blocks * attended.select_block_size;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
@@ -238,16 +262,17 @@ impl Chooser<'_> {
                     queries_and_keys: [&heads.q, &heads.k],
                     index: self.scored.qkv.q.tensor(),
                     lse: &attention.lse,
-                    block_indices: &chosen,
+                    blocks: self.attended(&chosen, reading),
                     lists: &lists,
                     weight: 1.0,
                 };
                 let documents = self.read.documents();
-                if gradient.index_gradient(documents, self.block_size(), self.read.scale)?.is_some() {
+                if gradient.index_gradient(documents, self.read.scale)?.is_some() {
                     return Ok(());
                 }
                 for inputs in [indexer, self.read] {
-                    self.attend_backward(inputs, (&chosen, local), &self.attend(inputs, &chosen, local)?, order)?;
+                    let forward = self.attend(inputs, &chosen, reading)?;
+                    self.attend_backward(inputs, (&chosen, reading), &forward, order)?;
                 }
                 Ok(())
             });
@@ -278,9 +303,11 @@ fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice:
     if let Some(indexer) = indexer {
         chooser.time_loss(bench, (name, shape), &indexer)?;
     }
-    // As models run it; where they read local blocks as a run of neighbours, block by block too.
-    let block_by_block = choice.local().map(|_| (format!("{name}block by block "), None));
-    for (name, local) in std::iter::once((name.to_owned(), choice.local())).chain(block_by_block) {
+    // As models run it; where they do not read blocks one by one, that too.
+    let reading = Reading::of(choice);
+    let one_by_one = (format!("{name}block by block "), Reading::OneByOne);
+    let one_by_one = (!matches!(reading, Reading::OneByOne)).then_some(one_by_one);
+    for (name, reading) in std::iter::once((name.to_owned(), reading)).chain(one_by_one) {
         passes(
             bench,
             (&name, shape),
@@ -288,10 +315,10 @@ fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice:
             &ORDERS,
             || {
                 let chosen = chooser.choose()?;
-                let forward = chooser.attend(&read, &chosen, local)?;
+                let forward = chooser.attend(&read, &chosen, reading)?;
                 Ok((chosen, forward))
             },
-            |(chosen, forward), order| chooser.attend_backward(&read, (chosen, local), forward, order),
+            |(chosen, forward), order| chooser.attend_backward(&read, (chosen, reading), forward, order),
         )?;
     }
     Ok(())
