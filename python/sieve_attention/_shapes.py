@@ -6,9 +6,6 @@ sizes, and which outputs there are, come from the plan of the numbers that torch
 
 import torch
 
-# The longest row whose forward pass with a bias keeps o_low (`KeepOLow::ShortRows` of sieve-core).
-SHORT_ROW = 32768
-
 # Of the lists of a selection: queries of a list, queries of a tile, entries that a list is padded to, and words that
 # each of the three parts is padded to.
 LIST_QUERIES, TILE_QUERIES, LIST_ENTRIES, WORDS = 1024, 64, 128, 64
@@ -64,12 +61,9 @@ def symbolic(outputs, given, settings, batch, tokens):
         for axis, size in enumerate(shape):
             if axis not in _may_vary(name, len(shape)):
                 int(size)
-    names = [name for name, *_ in outputs]
     keep = settings.get("keep")
     if keep is not None:
         bool(keep < tokens)
-    if "base" in names:
-        bool(tokens <= SHORT_ROW)
     sizes = {"b": batch, "n": tokens, "p": _up(tokens, 64)}
     if "blocks" in settings:
         sizes["s"] = -(-tokens // settings["blocks"][1])

@@ -456,6 +456,16 @@ def test_outputs_of_any_length_are_those_of_its_plan(name, gpu, no_emulator):
             assert shapes_found == [shape for _, shape, _ in outputs], (n, settings)
 
 
+def test_o_low_is_kept_in_rows_of_any_length_where_gradients_may_follow(no_emulator):
+    gpu, op = _library.gpu_of(torch.device("cpu")), ops.IMPLEMENTATIONS["dma_forward"]
+    for n in (100, 32768, 40000):
+        for arguments in tensors_of("dma_forward", n):
+            given, settings = arguments[: op.count], arguments[op.count :]
+            kept = "o_low" in [name for name, *_ in op.plan(given, settings, gpu)[0].outputs]
+            asked = dict(zip(op.settings, settings))
+            assert kept != bool(asked.get("only_o") or asked.get("same_bits")), (n, asked)
+
+
 def one_layer_each(q, k, v, rank):
     """Every function with gradients that a model's layers call, on the same tensors."""
     w_dt, a = rank[0, :, :1].expand(-1, 128) / 8, rank[0, :, 1].abs()

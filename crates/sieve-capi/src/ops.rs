@@ -111,9 +111,10 @@ fn result(result: AttentionResult, only_o: bool) -> Outputs {
     outputs
 }
 
-/// When a forward pass also returns `o_low`, what bf16 o lacks of the f32 output: only if a backward pass may follow.
+/// When a forward pass also returns `o_low`, what bf16 o lacks of the f32 output: wherever a backward pass may follow,
+/// which otherwise computes it once more.
 fn o_low(only_o: bool) -> KeepOLow {
-    if only_o { KeepOLow::Never } else { KeepOLow::ShortRows }
+    if only_o { KeepOLow::Never } else { KeepOLow::Always }
 }
 
 /// The tensors of a request, and whether the op has read each.

@@ -5,6 +5,7 @@
 //! tensor here is seq_len x seq_len.
 
 pub(crate) mod backward;
+mod cached_row;
 pub mod decode;
 #[cfg(test)]
 mod equal_bits;
@@ -21,6 +22,7 @@ pub(crate) mod softmax;
 mod tests;
 pub(crate) mod tile;
 
+pub use cached_row::{CachedRow, row_behind_cache};
 pub use shape::{ChosenBlocks, Documents, Mask, ScaledShape};
 
 /// Attention of every token over the keys it sees.

@@ -44,7 +44,8 @@ pub use attention::decode::{DecodeBias, DecodeKeys, DecodeShape, attention_decod
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::sinks::{join_sinks, sinks_backward};
 pub use attention::{
-    ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward, attention_from,
+    CachedRow, ChosenBlocks, Documents, Mask, ScaledShape, attention_backward, attention_forward, attention_from,
+    row_behind_cache,
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use draw::{draw, draw_rows};

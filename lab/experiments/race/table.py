@@ -7,6 +7,7 @@
 Only what has rows is on the page. Needs nothing but Python.
 """
 
+import argparse
 import html
 import json
 import pathlib
@@ -475,13 +476,16 @@ def files(rows):
 def main():
     """Merges a run's rows into the stored ones where a file is named, then writes, or
     with --check compares, page and picture."""
-    words = sys.argv[1:]
-    if words and words[0] not in ("--check",):
-        new = pathlib.Path(words[0]).read_text(encoding="utf-8").splitlines()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="?", type=pathlib.Path, help="the rows of a run, a line of JSON each")
+    parser.add_argument("--check", action="store_true", help="write nothing, and name the files that differ")
+    words = parser.parse_args()
+    if words.rows:
+        new = words.rows.read_text(encoding="utf-8").splitlines()
         kept = merged(stored(), [json.loads(line) for line in new])
         ROWS.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     wanted = files(stored())
-    if "--check" in words:
+    if words.check:
         wrong = [str(path.relative_to(ROOT)) for path, text in wanted.items()
                  if not path.is_file() or path.read_text(encoding="utf-8") != text]
         sys.exit(f"not what the rows give: {', '.join(wrong)}\n  hint: run lab/experiments/race/table.py" if wrong else 0)

@@ -11,7 +11,9 @@ import torch
 import transformers
 from prompts import pairs, prompts, write
 
-export, device, prompt, new, out, clients = sys.argv[1:7]
+if len(sys.argv) != 7:
+    sys.exit(__doc__)
+export, device, prompt, new, out, clients = sys.argv[1:]
 counts = pairs(clients, new)
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()

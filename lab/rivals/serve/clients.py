@@ -32,7 +32,9 @@ def name(address):
     return json.loads(connection.getresponse().read())["data"][0]["id"]
 
 
-address, export, prompt, new, out, clients = sys.argv[1:7]
+if len(sys.argv) != 7:
+    sys.exit(__doc__)
+address, export, prompt, new, out, clients = sys.argv[1:]
 counts = pairs(clients, new)
 MODEL = name(address)
 asked = prompts(export, counts[-1][0], int(prompt))

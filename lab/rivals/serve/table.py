@@ -1,10 +1,12 @@
 """The numbers of several programs side by side: table.py FILE.json… A dash is what a program did not come to."""
 
+import argparse
 import json
 import pathlib
-import sys
 
-found = {pathlib.Path(path).stem: json.loads(pathlib.Path(path).read_text()) for path in sys.argv[1:]}
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE.json", help="what clients.py or a rival wrote")
+found = {path.stem: json.loads(path.read_text()) for path in parser.parse_args().files}
 rows = {}
 for name, one in found.items():
     for count, (tokens, rate) in one["rates"].items():

@@ -193,10 +193,10 @@ keys! {
         #[key(may_change)]
         pub deterministic: bool = true,
         /// Whether the forward pass gives a token the log-probability that `serve`, `generate` and `eval ppl` give it
-        /// with `--same-bits`, to the bit, for training on a model's own samples: kinds `"dma"`, `"nsa"` and
-        /// `"infllm_v2"` then read a query's keys in another order, and `"dma"` keeps no `o_low`. On a GPU for the
-        /// models that the flag takes. Needs `deterministic`, `one_document_per_row` and bf16, in one process a row. A
-        /// CPU always does it.
+        /// with `--same-bits`, to the bit, for training on a model's own samples: `"dma"` and the kinds that choose
+        /// blocks then read a query's keys in another order, and `"dma"` keeps no `o_low`. On a GPU for the models
+        /// that the flag takes. Needs `deterministic`, `one_document_per_row` and bf16, in one process a row. A CPU
+        /// always does it.
         #[key(may_change)]
         pub same_bits: bool = false,
         /// Data type of the blocks' GEMMs in training. Weights, moments and checkpoints have the same types with both.

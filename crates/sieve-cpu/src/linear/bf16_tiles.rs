@@ -130,7 +130,10 @@ fn task_by_tiles(unit: Bf16Tiles, Task { x, weight, d_in, mut y }: Task<'_>) {
                     let by_row = transposed(unit.simd, of_half.0);
                     for (y, sums) in y.iter_mut().zip(&by_row) {
                         let y = &mut y[first.min(last)..last.min(first + SIDE)];
-                        y.copy_from_slice(&sums[..y.len()]);
+                        match y.first_chunk_mut() {
+                            Some(whole) => *whole = *sums,
+                            None => y.copy_from_slice(&sums[..y.len()]),
+                        }
                     }
                 }
             }

@@ -3,9 +3,13 @@
 //! A `SelectorCache` keeps all keys of one text, for selectors that evict nothing; `TokenKeys` of sieve-core
 //! describes which of them a token reads. Bounds of pages are updated in place.
 use super::token_buffer::{RowsOf, TokenBuffer};
+use crate::device::row_behind;
+use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
+use burn_flex::Flex;
 use sieve_core::{DmaWindow, TokenKeys};
+use std::any::Any;
 
 /// The axis of the tokens in `[batch, num_kv_heads, room, ..]`. `room` is what the buffer can hold; the keys of a head
 /// are contiguous.
@@ -78,6 +82,16 @@ impl<B: Backend> KeyCache<B> {
     /// A packed tensor of the `first` and the `last` cached tokens, with queries of zero, followed by the new tokens
     /// `qkv`, `[batch, new, num_heads + 2 * num_kv_heads, head_dim]`.
     pub fn before(&self, qkv: &Tensor<B, 4>, [first, last]: [usize; 2]) -> Tensor<B, 4> {
+        let mut row = [self.k.buffer().clone(), self.v.buffer().clone(), qkv.clone()];
+        let any: &mut dyn Any = &mut row;
+        if let Some([k, v, qkv]) = any.downcast_mut::<[Tensor<Flex, 4>; 3]>()
+            && qkv.dtype() == DType::F32
+        {
+            let keys = [k, v].map(|x| primitive(x.clone()));
+            *qkv = tensor(row_behind(keys, self.len(), [first, last], primitive(qkv.clone())));
+            let [.., row] = row;
+            return row;
+        }
         let earlier = first + last;
         let ends = |x: &TokenBuffer<B, 4>| {
             let tokens = x.tokens().swap_dims(1, KEY_AXIS);

@@ -6,12 +6,31 @@ use super::paths::{self, Memory, Place};
 use burn::tensor::{DType, Element, Shape, TensorData, TensorMetadata, bf16};
 use burn_flex::FlexTensor;
 use sieve_core::ScoreMatrix;
-use sieve_cpu::Weight;
+use sieve_cpu::{CachedRow, Weight, row_behind_cache};
 use std::sync::Arc;
 
+/// Entries in one piece from which [`contiguous`] copies by pieces.
+const LEAST_PIECE: usize = 8;
+
 /// The tensor, contiguous and at the beginning of its storage.
+///
+/// Burn copies a tensor of more than two strides entry by entry on one thread: heads before tokens took a twentieth of
+/// a prompt's time.
 pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
-    x.to_contiguous()
+    let in_pieces = !x.is_contiguous() && x.layout().strided_blocks().block_len() >= LEAST_PIECE;
+    match x.dtype() {
+        DType::F32 if in_pieces => by_pieces(&x, floats(&x)),
+        DType::BF16 if in_pieces => by_pieces(&x, x.storage::<bf16>()),
+        _ => x.to_contiguous(),
+    }
+}
+
+/// A contiguous copy of a tensor whose last dimensions lie in one piece.
+fn by_pieces<T: Element>(x: &FlexTensor, storage: &[T]) -> FlexTensor {
+    let pieces = x.layout().strided_blocks();
+    let mut values = Vec::with_capacity(x.shape().num_elements());
+    pieces.block_starts().for_each(|first| values.extend_from_slice(&storage[first..][..pieces.block_len()]));
+    from_vec(values, x.shape())
 }
 
 pub(crate) fn is_f32(x: &FlexTensor) -> bool {
@@ -101,6 +120,18 @@ pub(crate) fn write_block<const D: usize>(x: FlexTensor, first: [usize; D], valu
         bytes[place * dtype.size()..][..width].copy_from_slice(values);
     }
     FlexTensor::from_arc(storage, layout, dtype)
+}
+
+/// The row of [`KeyCache::before`](crate::KeyCache::before): the first and the last of the `len` tokens in buffers of
+/// keys and values, `[batch, num_kv_heads, room, head_dim]`, as many as `ends` says, with queries of zero, then `qkv`.
+/// All are f32.
+pub(crate) fn row_behind(keys: [FlexTensor; 2], len: usize, ends: [usize; 2], qkv: FlexTensor) -> FlexTensor {
+    let (keys, qkv) = (keys.map(contiguous), contiguous(qkv));
+    let [batch, new, num_heads, head_dim] = qkv.shape().dims();
+    let [_, num_kv_heads, room, _] = keys[0].shape().dims();
+    let sizes = CachedRow { batch, num_heads, num_kv_heads, head_dim, room, len, ends };
+    let row = row_behind_cache(sizes, keys.each_ref().map(floats), floats(&qkv));
+    from_vec(row, [batch, ends[0] + ends[1] + new, num_heads, head_dim])
 }
 
 /// Size of a tensor's last dimension.

@@ -67,6 +67,10 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 mod.rs"
             ));
         }
+        if is_named_as_a_flag(&file) {
+            problems
+                .push(format!("{file}: a program that was asked for something wrote it under that name; remove it"));
+        }
         if let Some(model) = MODELS.iter().position(|(folder, _)| file.starts_with(folder)) {
             model_bytes[model] += std::fs::metadata(workspace::root().join(&file))?.len();
         }
@@ -165,9 +169,20 @@ fn forbidden_in(line: &str) -> Option<String> {
     })
 }
 
+/// Whether a folder of the path or the file itself is named as a flag is.
+fn is_named_as_a_flag(file: &str) -> bool {
+    file.split('/').any(|name| name.starts_with('-'))
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{half_files, plain_reads};
+    use super::{half_files, is_named_as_a_flag, plain_reads};
+
+    #[test]
+    fn a_file_that_is_named_as_a_flag_is_found() {
+        let found = ["--help", "lab/docs/--out", "-o/a.md", "a-b.md", "b/to-do.md"].map(is_named_as_a_flag);
+        assert_eq!(found, [true, true, true, false, false]);
+    }
 
     #[test]
     fn a_file_that_is_written_under_its_name_is_found() {

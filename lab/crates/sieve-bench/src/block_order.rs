@@ -302,7 +302,7 @@ impl Text {
             [q].into_iter().chain(heads).flatten().copied().collect::<Vec<_>>()
         };
         let values: Vec<f32> = qkv.values.chunks_exact(qkv.sizes[2] * head_dim).flat_map(repeated).collect();
-        let qkv = device.float(&values, &[batch, seq_len, num_heads + 2 * choosers, head_dim], DType::BF16);
+        let qkv = in_epochs(device.float(&values, &[batch, seq_len, num_heads + 2 * choosers, head_dim], DType::BF16));
         let qkv = Qkv::packed(&qkv, num_heads, choosers);
         let attended = device.int(&attended, &sizes);
         let in_pairs = self.choice.in_pairs();

@@ -158,10 +158,12 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
 }
 
 /// Times DMA as published, and DMA as the recipes train it: later keys rank higher by a slope, and an eighth of the
-/// kept keys are the last ones, whatever their rank.
+/// kept keys are the last ones, whatever their rank. Beside them a window of as many keys, the same products without a
+/// choice.
 pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&[HEADS], &[8192, 32768, 131072], 128) {
         let kept = if shape.seq_len > 65536 { 2048 } else { 1024 };
+        dense(bench, shape, Some(kept))?;
         for scores in bench.settings.scores.clone() {
             for form in [DmaShape::published(kept), trained(kept)] {
                 dma_form(bench, shape, form, &scores)?;
