@@ -1,8 +1,8 @@
 // hopper_chosen: attention over chosen blocks on Hopper (sm_90a) by blocks of 64 or 128 keys, each with the rows of the
 // queries that chose it (nsa_rows.cuh): shared memory, barriers and the producer of its forward and backward kernels.
-// Defines    HEAD_DIM (64, 128); BLOCK_KEYS (64): without GRADIENT the keys of a tile, 64|128, which hold a block; with
-//            GRADIENT a tile has 64, and a larger block is read in two pieces; GRADIENT 0|1: row statistics are loaded
-//            beside the queries, and dS^T has a place; INDEXED (0): with GRADIENT, 0: output gradients are loaded
+// Defines    HEAD_DIM (64, 128); BLOCK_KEYS (64): the keys of a tile, 64|128; without GRADIENT they hold a block, with
+//            it a larger block is read in two pieces; GRADIENT 0|1: row statistics are loaded beside the queries, and
+//            dS^T has a place; INDEXED (0): with GRADIENT, 0: output gradients are loaded
 //            beside the queries; 1: for the indexer's gradient, where a row is a query, a tile of queries is loaded
 //            once for each head of the group and then for the indexer's head, and the indexer's key head takes the
 //            place of the values; ORDERED (0): with GRADIENT, 1: the items of a list add to its keys' gradients in a
@@ -12,7 +12,8 @@
 // one document, so that all its queries chose the same block, with one piece of that block. Thread blocks are
 // persistent and take items from a shared counter. The producer warpgroup loads a run's keys and values, one run ahead,
 // and gathers tiles of 128 rows. The two consumer warpgroups work on the same keys, each on 64 rows of a tile, without
-// waiting for each other.
+// waiting for each other. Gradients of 128 keys would not fit a thread's registers, so there tiles have 64 rows, and
+// each warpgroup has 64 of the keys (SPLIT_KEYS).
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -33,9 +34,12 @@
 #define BLOCK_KEYS 64
 #endif
 static_assert(!KEYS_ONLY || !GRADIENT, "gradients read values, or the indexer's key in their place");
-static_assert(BLOCK_KEYS == 64 || (BLOCK_KEYS == 128 && !GRADIENT), "gradients of 128 keys would not fit registers");
+static_assert(BLOCK_KEYS == 64 || (BLOCK_KEYS == 128 && !INDEXED), "the indexer's gradient reads 64 keys");
+// 1: a consumer warpgroup has 64 of a tile's 128 keys and all of its rows; 0: 64 of its rows and all keys.
+#define SPLIT_KEYS (GRADIENT && BLOCK_KEYS == 128)
+static_assert(!SPLIT_KEYS || HEAD_DIM == 128, "each warpgroup has 64 columns of dq");
 constexpr int NUM_CONSUMERS = 2, THREADS = 128 + NUM_CONSUMERS * 128;
-constexpr int KEYS = BLOCK_KEYS, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
+constexpr int KEYS = BLOCK_KEYS, ROWS = SPLIT_KEYS ? 64 : NUM_CONSUMERS * 64, KEY_SLOTS = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sums of 64 rows are 32 or 64 registers of a thread");
 static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168,
               "a block cannot hand out more registers than it is launched with");
@@ -44,9 +48,10 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168
 constexpr int KEY_TILE_BYTES = KEYS * HEAD_DIM * 2, ROW_TILE_BYTES = ROWS * HEAD_DIM * 2;
 constexpr int STAGE_BYTES = ROW_TILE_BYTES * (GRADIENT && !INDEXED ? 2 : 1);  // queries, then output gradients
 constexpr int STAGES_AT = KEY_SLOTS * 2 * KEY_TILE_BYTES;     // after the keys and values of all slots
-constexpr int DS_BYTES = GRADIENT ? KEYS * 64 * 2 : 0;        // dS^T of a warpgroup
+constexpr int DS_BYTES = GRADIENT ? 64 * 64 * 2 : 0;          // dS^T of a warpgroup
+constexpr int DS_SLOTS = SPLIT_KEYS ? 2 : 1;                  // tiles of dS^T of a warpgroup, used alternately
 constexpr int DS_AT = STAGES_AT + ROW_STAGES * STAGE_BYTES;
-constexpr int PLACES_AT = DS_AT + NUM_CONSUMERS * DS_BYTES;   // of each row of a tile
+constexpr int PLACES_AT = DS_AT + NUM_CONSUMERS * DS_SLOTS * DS_BYTES;  // of each row of a tile
 constexpr int STATS_AT = PLACES_AT + ROW_STAGES * ROWS * 4;   // GRADIENT: lse * log2(e) of each row, then D
 constexpr int RUNS_AT = STATS_AT + GRADIENT * ROW_STAGES * ROWS * 8;
 // The item taken by the producer's first warp, for the other producer warps; two places, used alternately.
@@ -59,6 +64,7 @@ static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with 
 constexpr int CONSUMER_ARRIVALS = NUM_CONSUMERS * 4 * WARP_ARRIVALS;
 // Numbers of named barriers: of the producer warps; then, plus the number of a consumer warpgroup, those of its warps.
 constexpr int PRODUCERS_MEET = 1, DS_READY = 2, DS_FREE = 4, ROWS_READ = 6;
+constexpr int CONSUMERS_MEET = 8;  // SPLIT_KEYS: both consumers' dS^T of a tile is there
 
 struct ChosenInputs {
   const bf16 *q, *k, *v, *d_out;  // the whole tensors, offsets included
@@ -108,7 +114,7 @@ DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, c
 
 // The shared address of mbarrier number `barrier`: FULL_KEYS, EMPTY_KEYS and so on, plus the slot in their ring.
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
-// The shared address of the tile of 128 rows in slot `slot`, 0 .. ROW_STAGES - 1.
+// The shared address of the tile of ROWS rows in slot `slot`, 0 .. ROW_STAGES - 1.
 DEVICE u32 stage_at(u32 shared, u32 slot) { return shared + STAGES_AT + slot * STAGE_BYTES; }
 // The shared address of the places of the rows in slot `slot`, a word a row: see place_word.
 DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 4; }
@@ -213,7 +219,8 @@ DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPla
 #endif
 
 // Work of the producer warpgroup, all 128 threads of which call it: takes items until none is left, and loads the keys,
-// values and rows of each of their runs. Thread t loads row t of a tile.
+// values and rows of each of their runs. Thread t loads row t of a tile; SPLIT_KEYS: two warps load the queries of 64
+// rows, two their output gradients.
 DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
   const int row_heads = INDEXED ? 1 : group;  // rows of a query in a tile
@@ -251,7 +258,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
         run.end_key = min(run.end_key, run.first_key + KEYS);
       }
       const int last_row = run.num_rows - 1;
-      int2 entry = run.entries[min(thread, last_row) / row_heads];  // {query, choice} of this thread's next row
+      int2 entry = run.entries[min(thread % ROWS, last_row) / row_heads];  // {query, choice} of this thread's next row
 
       // Two warps load 64 keys, two their values; or all load 128 keys, then their values.
       const int num_keys = run.end_key - run.first_key, key = thread % KEYS;
@@ -297,15 +304,24 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       const bf16* d_out = inputs.d_out + ((u64)batch * inputs.seq_len * num_heads + (u64)kv_head * group) * HEAD_DIM;
       const float2* stats = inputs.stats + ((u64)batch * num_heads + (u64)kv_head * group) * inputs.padded_len;
 #endif
-      for (int row = thread; row - thread < run.num_rows; row += ROWS) {
+      for (int row = thread % ROWS; row - thread % ROWS < run.num_rows; row += ROWS) {
         const int head = row % group;
         const bool present = row <= last_row;
         const int2 here = entry;
         entry = run.entries[min(row + ROWS, last_row) / group];
         const u32 full = barrier_at(shared, FULL_ROWS + place.slot), stage = stage_at(shared, place.slot);
         barrier_wait(barrier_at(shared, EMPTY_ROWS + place.slot), place.phase ^ 1);
-        copy_key_rows<DIM_BLOCKS, true>(stage, q, UNIT * 2,
-                                        present ? (int)((u32)here.x * q_stride + head * (HEAD_DIM / UNIT)) : -1, warp);
+        const int at_q = present ? (int)((u32)here.x * q_stride + head * (HEAD_DIM / UNIT)) : -1;
+#if SPLIT_KEYS
+        const bool is_gradient = warp >= 2;
+        const int at = is_gradient && present ? (here.x * num_heads + head) * (HEAD_DIM / UNIT) : at_q;
+        copy_key_rows<DIM_BLOCKS, true, ROWS>(stage + (is_gradient ? ROW_TILE_BYTES : 0), is_gradient ? d_out : q,
+                                              UNIT * 2, at, warp % 2);
+        const float2* stat = stats + (u64)head * inputs.padded_len + (present ? here.x : 0);
+        // Threads of the first two warps copy log-sum-exps, the others D.
+        copy_async_4(stats_at(shared, place.slot) + thread * 4, is_gradient ? &stat->y : &stat->x, present ? 4 : 0);
+#else
+        copy_key_rows<DIM_BLOCKS, true>(stage, q, UNIT * 2, at_q, warp);
 #if GRADIENT
         copy_key_rows<DIM_BLOCKS, true>(stage + ROW_TILE_BYTES, d_out, UNIT * 2,
                                         present ? (here.x * num_heads + head) * (HEAD_DIM / UNIT) : -1, warp);
@@ -313,9 +329,11 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
         copy_async_4(stats_at(shared, place.slot) + thread * 4, &stat->x, present ? 4 : 0);
         copy_async_4(stats_at(shared, place.slot) + ROWS * 4 + thread * 4, &stat->y, present ? 4 : 0);
 #endif
+#endif
         const int part = first_part + here.y * pieces * group + head;
-        store_shared_int(places_at(shared, place.slot) + thread * 4,
-                         present ? place_word(part, here.x, run.first_key, num_keys) : NO_PLACE);
+        if (thread < ROWS)
+          store_shared_int(places_at(shared, place.slot) + thread * 4,
+                           present ? place_word(part, here.x, run.first_key, num_keys) : NO_PLACE);
         barrier_arrive_copies(full);
         barrier_arrive(full);
         place.advance();
@@ -363,7 +381,7 @@ struct RunInWork {
   // Keys of the run, 1 .. KEYS.
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4); }
 #endif
-  // Rows of the run, in tiles of 128; 0 after the last run.
+  // Rows of the run, in tiles of ROWS; 0 after the last run.
   DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }
   // The run's list, batch * num_kv_heads + KV head.
   DEVICE int list() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 12); }

@@ -6,17 +6,17 @@
 #include "common/reduce_add.cuh"
 #include "common/semaphores.cuh"
 
-// Computes 64 columns of dq = dS K: dS^T lies in shared memory at `ds`, rows are keys. Starts the GEMM and closes its
-// group; all 128 threads of a consumer call it.
+// Computes 64 columns of dq = dS K: dS^T of 64 keys lies in shared memory at `ds`, rows are keys. Starts the GEMM and
+// closes its group; all 128 threads of a consumer call it.
 DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
-  wgmma_columns<KEYS>(dq, ds, keys);
+  wgmma_columns<64>(dq, ds, keys);
   wgmma_commit();
 }
 
 // Zeros the thread's values of a tile of 64 keys x 64 rows of queries, P^T or dS^T, where the row does not see the key.
-// `places` is the shared address of the 64 rows' places.
-DEVICE void zero_hidden(float (&values)[32], u32 places) {
-  const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4;
+// `places` is the shared address of the 64 rows' places, `first` the number of the first key in the run.
+DEVICE void zero_hidden(float (&values)[32], u32 places, int first = 0) {
+  const int thread = (int)opaque(threadIdx.x), key = first + thread % 128 / 32 * 16 + thread % 32 / 4;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const int2 two = load_shared_int2(places + (8 * n + thread % 4 * 2) * 4);  // of two columns
@@ -56,6 +56,31 @@ DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4
   }
   store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
 }
+
+#if SPLIT_KEYS
+// dK += dS^T Q of the warpgroup's 64 keys, and 64 columns of dQ = dS K over the keys of both, stored through shared
+// memory: consumer `warpgroup`, 0 or 1, has columns 64 `warpgroup` on. Both consumers call it, all threads of each, with
+// the dS^T of one tile of rows. Tiles of dS^T are used alternately, so at tile `tiles` no product reads the others any
+// more once the consumers have met, and the warpgroup's other one takes its part of dQ.
+DEVICE void shared_query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4], bf16* parts, u32 q, u32 places,
+                                  const RunInWork& run, u32 shared, int warpgroup, u32 tiles) {
+  const u32 ds = shared + DS_AT + tiles % 2 * (NUM_CONSUMERS * DS_BYTES),
+            other = shared + DS_AT + (tiles + 1) % 2 * (NUM_CONSUMERS * DS_BYTES) + warpgroup * DS_BYTES;
+  store_warp_rows(ds + warpgroup * DS_BYTES, gradient);
+  wgmma_fence();
+  weigh_rows<ROWS>(dk, gradient, q, true);  // needs no other warp and covers the barrier
+  fence_async_proxy();                      // for dS^T
+  barrier_sync(CONSUMERS_MEET, NUM_CONSUMERS * 128);
+  float dq[32];
+  u32 packed[4][4];
+  wgmma_fence();
+  wgmma_columns_of<2>(dq, ds, DS_BYTES, run.keys() + warpgroup * KEYS * 128, 64 * 128);
+  wgmma_commit();
+  wgmma_wait<0>();  // dK too
+  pack_operand(packed, dq);
+  store_parts(parts + warpgroup * 64, other, places, packed);
+}
+#endif
 
 // Adds the thread's two keys, `first` and `first` + 8 of the run's `num_keys`, to the sums of their rows; `first_row`
 // is that of the run's first key. A quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by

@@ -166,6 +166,18 @@ DEVICE void wgmma_weigh(float (&d)[N], const u32 (&weights)[STEPS][4], u32 tile,
     wgmma<1>(d, weights[step], wgmma_step(b, step * 2048), accumulate || step > 0);
 }
 
+// d = a^T b over 64 PARTS rows: 64 columns of a, 2 N of b, each in blocks of 64 rows, `a_bytes` and `b_bytes` apart.
+template <int PARTS, int N>
+DEVICE void wgmma_columns_of(float (&d)[N], u32 a_block, u32 a_bytes, u32 b_block, u32 b_bytes) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    const u64 a = wgmma_across(a_block + part * a_bytes, 0), b = wgmma_across(b_block + part * b_bytes, 0);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma<1, 1>(d, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), part + step > 0);
+  }
+}
+
 // d = a^T b over ROWS rows: 64 columns of a, 2 N of b, each in one block.
 template <int ROWS, int N>
 DEVICE void wgmma_columns(float (&d)[N], u32 a_block, u32 b_block) {

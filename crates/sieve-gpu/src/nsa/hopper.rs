@@ -9,7 +9,7 @@
 //! | log-sum-exps over pooled keys in one order; groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu`, with blocks in pairs 128 keys at a time |
-//! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
+//! | its gradients | `hopper_nsa_selected_attention_backward.cu`, with blocks in pairs and width 128 128 keys at a time |
 //! | log-sum-exps of an indexer's scores | `hopper_nsa_selected_attention_forward.cu`, keys alone |
 //! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
@@ -101,12 +101,20 @@ pub(super) fn index_lse_kernel(head_dim: usize, listed: Listed) -> SourceKernel 
     selected_forward_kernel(head_dim, listed).define("KEYS_ONLY", 1)
 }
 
-/// The backward kernel of the selected branch. It also holds dS of 64 rows for each warpgroup in shared memory.
-pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
-    let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
+/// Whether the backward kernel of the selected branch reads a pair of blocks at once.
+pub(super) fn gradients_of_pairs(head_dim: usize) -> bool {
+    head_dim == 128
+}
+
+/// The backward kernel of the selected branch. It also holds dS of 64 rows for each warpgroup in shared memory. Of a
+/// pair's 128 keys each warpgroup has 64 and all 64 rows of a tile, and dS has two places.
+pub(super) fn selected_backward_kernel(head_dim: usize, listed: Listed, order: SumOrder) -> SourceKernel {
+    let is_pair = listed.size() > BLOCK_KEYS && gradients_of_pairs(head_dim);
+    let [keys, rows] = if is_pair { [2 * BLOCK_KEYS, TILE_ROWS / 2] } else { [BLOCK_KEYS, TILE_ROWS] };
+    let (stages, tile_bytes) = (2, 2 * rows * head_dim * 2);
     let kernel = base_kernel("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
-        .shared_bytes(gradient_bytes(head_dim, stages, tile_bytes));
-    in_order(kernel, order)
+        .shared_bytes(gradient_bytes(head_dim, [keys, rows], stages, tile_bytes));
+    in_order(if is_pair { kernel.define("BLOCK_KEYS", keys) } else { kernel }, order)
 }
 
 fn in_order(kernel: SourceKernel, order: SumOrder) -> SourceKernel {
@@ -119,8 +127,12 @@ fn in_order(kernel: SourceKernel, order: SumOrder) -> SourceKernel {
 /// The kernel of the gradient of an indexer's loss. A tile has the queries of one head.
 pub(super) fn index_gradient_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
-    let kernel = base_kernel("hopper_index_gradient", head_dim, stages, [216, 72])
-        .shared_bytes(gradient_bytes(head_dim, stages, tile_bytes));
+    let kernel = base_kernel("hopper_index_gradient", head_dim, stages, [216, 72]).shared_bytes(gradient_bytes(
+        head_dim,
+        [BLOCK_KEYS, TILE_ROWS],
+        stages,
+        tile_bytes,
+    ));
     in_order(kernel, order)
 }
 
@@ -129,11 +141,12 @@ fn keys_bytes(head_dim: usize, keys: usize) -> usize {
     KEY_SLOTS * 2 * keys * head_dim * 2
 }
 
-/// Bytes of shared memory of a kernel of gradients: two blocks, `stages` stages of `tile_bytes`, and dS.
-fn gradient_bytes(head_dim: usize, stages: usize, tile_bytes: usize) -> usize {
-    let scores = TILE_ROWS * BLOCK_KEYS * 2;
-    let stage = tile_bytes + (PLACE_BYTES + STATISTICS_BYTES) * TILE_ROWS + 16;
-    keys_bytes(head_dim, BLOCK_KEYS) + stages * stage + scores + DESCRIPTIONS
+/// Bytes of shared memory of a kernel of gradients: two blocks of `keys` keys, `stages` stages of `tile_bytes` with
+/// `rows` rows each, and dS, for pairs of blocks twice.
+fn gradient_bytes(head_dim: usize, [keys, rows]: [usize; 2], stages: usize, tile_bytes: usize) -> usize {
+    let scores = TILE_ROWS * keys * 2;
+    let stage = tile_bytes + (PLACE_BYTES + STATISTICS_BYTES) * rows + 16;
+    keys_bytes(head_dim, keys) + stages * stage + scores + DESCRIPTIONS
 }
 
 /// What the three kernels of chosen blocks share. `consumer` and `producer`: registers per thread of these warpgroups.

@@ -85,7 +85,7 @@ impl IndexGradient<'_> {
             unsafe { scores.launch(&lse_kernel, lists, &operands, &[&part_lse], &params) }?;
             let no_output = [0; 3];
             scores.combine(lists, (Joined::LogSumExp, &[&part_lse, &index_lse]), no_output, range.clone())?;
-            let parts = index_work.parts(lists, Joined::QueryGradient, head_dim, DType::BF16);
+            let parts = index_work.parts(lists, Joined::IndexGradient, head_dim, DType::BF16);
             let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
             // Semaphores that order the adds to the gradient of each key and quarter of its columns.
             let semaphores = is_fixed.then(|| empty_zero(&index, &[batch, groups, seq_len, 4])).transpose()?;
@@ -94,7 +94,7 @@ impl IndexGradient<'_> {
             let params = params!(IndexGradientParams { base: work.params(lists)?, index_q_offset: 0usize });
             // SAFETY: sizes, strides and types checked above; the sums were cleared.
             unsafe { work.launch(&kernel, lists, &operands, &results, &params) }?;
-            index_work.combine(lists, (Joined::QueryGradient, &[&parts, &gradient]), d_query, range)?;
+            index_work.combine(lists, (Joined::IndexGradient, &[&parts, &gradient]), d_query, range)?;
         }
         convert_rows(&key_sum, ConvertedSums::All, &out.k, d_key, index_work.softmax_scale)?;
         // A scale of 0 writes the zero gradient of the value.

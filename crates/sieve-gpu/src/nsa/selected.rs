@@ -161,11 +161,13 @@ impl Work {
         self.indices.empty_contiguous(&[batch, num_kv_heads, parts, self.shape.group_size(), width], dtype)
     }
 
-    /// Blocks that have one partial result: those of a list, but gradients of queries are computed block by block.
+    /// Blocks that have one partial result: those of a list, but where a kernel of gradients reads a pair block by
+    /// block, each has its own.
     pub(super) fn blocks_of_part(&self, joined: Joined) -> usize {
         match joined {
             Joined::Output | Joined::LogSumExp => self.listed.per_list,
-            Joined::QueryGradient => 1,
+            Joined::QueryGradient if hopper::gradients_of_pairs(self.shape.head_dim) => self.listed.per_list,
+            Joined::QueryGradient | Joined::IndexGradient => 1,
         }
     }
 
@@ -251,6 +253,8 @@ pub(super) enum Joined {
     LogSumExp,
     /// The partial gradients of the query.
     QueryGradient,
+    /// The partial gradients of the indexer's query.
+    IndexGradient,
 }
 
 impl Qkv {
@@ -423,7 +427,7 @@ impl Work {
         let policy = call.qkv.policy();
         let is_hopper = work.is_hopper();
         let kernel = if is_hopper {
-            arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy)
+            arriving(hopper::selected_backward_kernel(shape.head_dim, work.listed, policy.sums), policy)
         } else {
             nsa_selected_attention_backward_kernel(shape.head_dim)
         };
@@ -492,11 +496,11 @@ fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
 fn nsa_selected_combine_kernel(head_dim: usize, joined: Joined, onto: bool) -> SourceKernel {
     let kernel = SourceKernel::new("nsa_selected_combine")
         .define("HEAD_DIM", head_dim)
-        .define("GRADIENT", u8::from(matches!(joined, Joined::QueryGradient)))
+        .define("GRADIENT", u8::from(matches!(joined, Joined::QueryGradient | Joined::IndexGradient)))
         .threads(256);
     let kernel = if onto { kernel.define("ONTO", 1) } else { kernel };
     match joined {
         Joined::LogSumExp => kernel.define("LSE_ONLY", 1),
-        Joined::Output | Joined::QueryGradient => kernel,
+        Joined::Output | Joined::QueryGradient | Joined::IndexGradient => kernel,
     }
 }
