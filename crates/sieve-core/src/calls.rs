@@ -19,7 +19,8 @@ mod score_matrix;
 pub use adamw_step::AdamWStep;
 pub use attention_shape::AttentionShape;
 pub use block_choice::{
-    BlockChoice, ChoiceRule, ForcedBlocks, LocalBlocks, SCORES_AT_ONCE, SELECTED_SIZES, selected_pieces,
+    BlockChoice, ChoiceRule, ForcedBlocks, LocalBlocks, SCORES_AT_ONCE, SELECTED_SIZES, selected_in_pairs,
+    selected_pieces,
 };
 pub use block_selection::{
     BlockScores, BlockSelection, HeadRule, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, Rescue,

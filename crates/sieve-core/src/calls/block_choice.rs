@@ -109,6 +109,11 @@ pub fn selected_pieces(size: usize) -> usize {
     }
 }
 
+/// Whether the pieces of a block of `size` tokens make pairs of neighbours, which a kernel may read as one block of 128.
+pub fn selected_in_pairs(size: usize) -> bool {
+    selected_pieces(size).is_multiple_of(2)
+}
+
 impl BlockChoice {
     /// How NSA's queries choose blocks.
     pub fn nsa(blocks: NsaBlocks) -> Self {
@@ -161,9 +166,9 @@ impl BlockChoice {
         selected_pieces(self.blocks.select_block_size)
     }
 
-    /// Whether the pieces of a chosen block make pairs of neighbours, which a kernel may read as one block of 128.
+    /// Whether the pieces of a chosen block make pairs: see [`selected_in_pairs`].
     pub fn in_pairs(&self) -> bool {
-        self.pieces().is_multiple_of(2)
+        selected_in_pairs(self.blocks.select_block_size)
     }
 
     /// Sizes of the blocks as attention reads them, with the pieces of a chosen block as blocks.

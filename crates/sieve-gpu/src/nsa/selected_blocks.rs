@@ -6,7 +6,7 @@ use super::selected::{AttendedBlocks, JoinedRange, Work};
 use crate::KernelError;
 use crate::attention::{AttentionResult, AttentionShape, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
-use sieve_core::{SELECTED_SIZES, selected_pieces};
+use sieve_core::{SELECTED_SIZES, selected_in_pairs, selected_pieces};
 
 const NAME: &str = "selected_blocks";
 
@@ -136,7 +136,7 @@ impl Qkv {
         let (indices, [.., num_indices]) = (selected.indices, selected.indices.dims::<4>(NAME, "indices")?);
         operands!(only NAME, indices: I32[shape.batch, shape.seq_len, shape.num_kv_heads, num_indices] strided);
         let (block_indices, block_size) = selected.attended(start)?;
-        let in_pairs = selected_pieces(selected.block).is_multiple_of(2);
+        let in_pairs = selected_in_pairs(selected.block);
         let blocks = AttendedBlocks { indices: &block_indices, size: block_size, in_pairs };
         let work = Work::new(self, [start, end], blocks, softmax_scale)?;
         let block_sums = wants_sums.then(|| indices.empty_contiguous(indices.shape(), DType::F32));

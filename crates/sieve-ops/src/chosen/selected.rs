@@ -5,7 +5,7 @@ use crate::tensors::{primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, Documents, OperandError, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::{NsaBlocks, SELECTED_SIZES, selected_pieces};
+use sieve_core::{NsaBlocks, SELECTED_SIZES, selected_in_pairs, selected_pieces};
 
 /// Blocks that a caller gives each query of [`selected_attention`], in any order. Indices below 0, of blocks after the
 /// query's own one and of a block that is named before count as none.
@@ -82,7 +82,7 @@ pub fn selected_attention<B: SieveBackend>(
         chosen: Some(chosen),
         blocks: selected.attended(),
         local: None,
-        in_pairs: selected_pieces(selected.block).is_multiple_of(2),
+        in_pairs: selected_in_pairs(selected.block),
     };
     let qkv = primitive(qkv);
     let x = B::value(qkv.clone());
