@@ -109,7 +109,8 @@ pub fn selected_pieces(size: usize) -> usize {
     }
 }
 
-/// Whether the pieces of a block of `size` tokens make pairs of neighbours, which a kernel may read as one block of 128.
+/// Whether the pieces of a block of `size` tokens make pairs of neighbours, which a kernel may read as one block of 128
+/// tokens.
 pub fn selected_in_pairs(size: usize) -> bool {
     selected_pieces(size).is_multiple_of(2)
 }
