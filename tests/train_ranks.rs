@@ -6,8 +6,8 @@ use sieve_comm::{Mesh, Pieces, ReservedPort, ShardGroup, Timeouts, World};
 use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Moment, Pending, TrainError};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Settings with which several processes reach the same bits as one: an untied model, and clipping that never acts.
@@ -63,21 +63,20 @@ impl<'a> Pair<'a> {
 
     /// Trains with two threads as ranks; each has its own fault.
     pub(crate) fn run(&self, disturbances: [FaultInjection; 2]) -> [Outcome; 2] {
-        self.run_within(disturbances, Default::default(), &AtomicBool::default())
+        self.run_within(disturbances, Default::default(), &Default::default())
     }
 
-    /// As [`run`](Self::run), with timeouts for each rank. Sets `ended` when the first rank ends.
+    /// As [`run`](Self::run), with timeouts for each rank. Stores the connections of each rank in `meshes`.
     fn run_within(
         &self,
         disturbances: [FaultInjection; 2],
         timeouts: [Timeouts; 2],
-        ended: &AtomicBool,
+        meshes: &[OnceLock<Arc<Mesh>>; 2],
     ) -> [Outcome; 2] {
         let port = ReservedPort::take().expect("a port");
         let outcome = |rank: usize| {
-            let mesh = Self::join(rank, port.number(), timeouts[rank]);
+            let mesh = meshes[rank].get_or_init(|| Self::join(rank, port.number(), timeouts[rank]));
             let outcome = self.train(mesh.clone(), disturbances[rank].clone());
-            ended.store(true, Ordering::Release);
             mesh.leave();
             outcome
         };
@@ -263,12 +262,14 @@ const STANDING: [(&str, u64, u64); 6] =
 
 /// Asserts that both ranks end with an error that names the rank that hangs, before a checkpoint is written.
 fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)) {
-    // The rank hangs until the other one has ended, so that the test depends on no sleep.
-    let ended = Arc::new(AtomicBool::default());
-    let other = ended.clone();
+    // The rank hangs until the other one's report of that has reached it, so that the test depends on no sleep. Before,
+    // it could still write a checkpoint, and a whole one, because the other rank had sent all that belongs to it.
+    let meshes = Arc::new(<[OnceLock<Arc<Mesh>>; 2]>::default());
+    let own = meshes.clone();
     let mut disturbances = <[FaultInjection; 2]>::default();
     disturbances[still] = at(place, number, move || {
-        wait_until("the other rank ends", || other.load(Ordering::Acquire));
+        let is_reported = || own[still].get().is_some_and(|mesh| mesh.check().is_err());
+        wait_until("the rank is reported as hanging", is_reported);
     });
     // Only the limit for the hanging rank is short: on a busy machine the other rank must not be named.
     let mut timeouts = <[Timeouts; 2]>::default();
@@ -278,7 +279,7 @@ fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)
     };
     *limit = Duration::from_secs(seconds);
     let overrides = &["training.steps=12", "validation.interval=4"];
-    for outcome in Pair::new(&TinyRun::dma(), "run", overrides).run_within(disturbances, timeouts, &ended) {
+    for outcome in Pair::new(&TinyRun::dma(), "run", overrides).run_within(disturbances, timeouts, &meshes) {
         let error = outcome.result.expect_err("a rank does not go on").to_string();
         let words = [format!("rank {still} ("), format!("made no progress for {seconds} s")];
         let case = format!("{place} {number}, rank {still}");
