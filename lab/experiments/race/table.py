@@ -255,8 +255,8 @@ REASONS = {
     "dense": "it sums dq in any order by default, ours in a fixed one; its own fixed order is slower than ours in both "
              "passes. Forward, thirty-six variants of what is done inside a tile gained nothing "
              "(lab/notes/experiments.md).",
-    "tiles": "it sums dq in any order. In our fixed order tiles of keys wait for their turn, which costs 10 to 19 % "
-             "more; the rows of ours in any order have no turns. Both are bound by the L2 cache.",
+    "tiles": "it sums dq in any order. In our fixed order tiles of keys wait for their turn; the rows of ours in any "
+             "order have no turns. Both are bound by the L2 cache.",
     "selected": "groups of 16 query heads fill its tile; ours writes block sums beside the output.",
 }
 
