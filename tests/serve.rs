@@ -384,6 +384,12 @@ fn fields_that_change_nothing_are_taken_and_others_are_refused_by_name() {
             assert!(answer.0 == 400 && param.starts_with(name), "{name}: {}", answer.1);
         }
     }
+    // A setting of two names says one thing.
+    for [name, other] in [["max_completion_tokens", "max_tokens"], ["repetition_penalty", "repeat_penalty"]] {
+        let answers = [2, 1].map(|second| completion(json!({name: 2, other: second})));
+        assert_eq!([answers[0].0, answers[1].0], [200, 400], "{name}: {}", answers[0].1);
+        assert!(answers[1].1.contains(&format!("{name} is 2 and {other} is 1")), "{}", answers[1].1);
+    }
     let chat = |more: Value| {
         let mut body = json!({"messages": [{"role": "user", "content": "What?"}], "temperature": 0});
         more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
@@ -623,6 +629,16 @@ fn bytes_and_places_of_tokens_are_those_of_the_text() {
     let length = scored["text"].as_str().expect("a text").chars().count() as u64;
     assert!(scored["logprobs"]["text_offset"][3].as_u64().is_some_and(|place| place < length), "{scored}");
     assert_eq!(scored["logprobs"]["text_offset"][1], 0);
+    // A byte that is no character of its own, with a whole character or the beginning of one behind it.
+    for (ids, text, places) in [
+        ([129, 129, 104, 66], "\u{fffd}é", [0, 0, 1, 2]),
+        ([104, 129, 104, 66], "\u{fffd}é", [0, 1, 1, 2]),
+        ([164, 164, 247, 100], "\u{fffd}日", [0, 0, 1, 1]),
+    ] {
+        let scored = served.completion(&json!({"prompt": [ids], "max_tokens": 0, "echo": true, "logprobs": 0}));
+        assert!(scored["text"].as_str().is_some_and(|found| found.starts_with(text)), "{ids:?}: {scored}");
+        assert_eq!(scored["logprobs"]["text_offset"], json!(places), "{ids:?}: {scored}");
+    }
     served.stop();
     // A chat's tokens have their bytes, also where one is a part of a character.
     fs::create_dir(tiny.path("chat")).expect("it is new");

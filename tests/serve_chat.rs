@@ -40,16 +40,22 @@ fn a_chat_is_answered_by_the_models_template() {
     // What a template could print of a message, and this server would drop, is refused with its place.
     let answered = json!({"role": "assistant", "content": "Paris", "refusal": null, "tool_calls": [], "name": null});
     for (message, words) in [
-        (json!({"role": "user", "content": image}), "messages[1].content: message 2 has a"),
-        (json!({"role": "User", "content": "x"}), "messages[1].role: message 2 has the role"),
-        (json!({"content": "x"}), "messages[1].role: message 2 has no"),
-        (json!("x"), "messages[1]: message 2 is not an object"),
-        (json!({"role": "assistant", "content": null, "tool_calls": [{}]}), "messages[1].tool_calls: message 2 has"),
+        (
+            json!({"role": "user", "content": image}),
+            r#"messages[1].content: the message has a \"content\" whose part 1 is no text (its type is \"image_url\""#,
+        ),
+        (
+            json!({"role": "User", "content": "x"}),
+            r#"messages[1].role: the message has the role \"User\"; roles are system"#,
+        ),
+        (json!({"content": "x"}), "messages[1].role: the message has no"),
+        (json!("x"), "messages[1]: the message is not an object"),
+        (json!({"role": "assistant", "content": null, "tool_calls": [{}]}), "messages[1].tool_calls: the message has"),
         (
             json!({"role": "assistant", "content": "x", "reasoning_content": "y"}),
-            "messages[1].reasoning_content: message 2 has",
+            "messages[1].reasoning_content: the message has",
         ),
-        (json!({"role": "user", "content": "x", "name": "y"}), "messages[1].name: message 2 has"),
+        (json!({"role": "user", "content": "x", "name": "y"}), "messages[1].name: the message has"),
         (
             json!({"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}),
             "which the chat template does not print",

@@ -41,6 +41,18 @@ fn a_second_turn_reads_only_what_is_new_and_has_the_same_bits() {
         assert_eq!(*cached(&second[1]), 0, "{name}");
         // A prompt with another token at its beginning goes on from nothing.
         assert_eq!(*cached(&asked(&served, json!({"prompt": "t6 t9 t11 t40 t2 t77 t8 t1 t63 t4"}))), 0, "{name}");
+        // Of a list of prompts each counts for itself.
+        let fresh = Served::new(&tiny, name, "--max-texts 3");
+        let list = ["t9 t9 t40 t2", "t8 t40 t11 t1 t2"];
+        let texts = list.map(|prompt| {
+            let answer = asked(&fresh, json!({"prompt": prompt}));
+            format!("{prompt}{} t3", answer["choices"][0]["text"].as_str().expect("a text"))
+        });
+        let kept = fresh.metric("sieve_kept_prompt_tokens_total");
+        let both = asked(&fresh, json!({"prompt": texts}));
+        assert_eq!(*cached(&both), fresh.metric("sieve_kept_prompt_tokens_total") - kept, "{name}");
+        assert!(cached(&both).as_u64() > Some(9), "{name}: {both}");
+        fresh.stop();
         served.stop();
         let other = Served::new(&tiny, name, "--max-texts 1");
         for (more, second) in more.into_iter().zip(&second) {

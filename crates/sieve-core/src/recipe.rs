@@ -45,7 +45,7 @@ pub use crate::kinds::{Attention, AttentionKind, SwaShape};
 pub use attention::AttentionSection;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
-pub use key_change::KeyChange;
+pub use key_change::{KeyChange, other_losses};
 pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake};
 pub use sections::{

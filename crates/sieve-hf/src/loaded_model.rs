@@ -76,9 +76,13 @@ impl SamplingDefaults {
 impl<B: Backend> LoadedModel<B> {
     /// What the model is, on one line ([`model_line`]); it names the folder from which the weights were read.
     pub fn line(&self) -> String {
-        let step = (!is_of_transformers(&self.path)).then_some(self.state.step);
-        let weights = InitialWeights::Folder { path: self.path.shown().to_string(), step };
+        let weights = InitialWeights::Folder { path: self.path.shown().to_string(), step: self.step() };
         model_line(&self.recipe, &self.shape, self.kept.number_format(), &weights)
+    }
+
+    /// The step that the weights come from; `None` for a folder of `transformers`, which does not say it.
+    pub fn step(&self) -> Option<u64> {
+        (!is_of_transformers(&self.path)).then_some(self.state.step)
     }
 
     /// The tokens of a row in training, at the stage that the weights come from; `None` for weights that no run of

@@ -66,7 +66,8 @@ fn no_room(prompt: usize, new: usize, context: usize) -> InferError {
     let hint = match context.saturating_sub(prompt) {
         // An empty prompt is one token, the end of a document.
         0 if context < 2 => "use a model with a longer context: this one has no room behind a prompt".to_owned(),
-        0 => format!("shorten the prompt to at most {}", counted(context - 1, "token")),
+        0 if new < context => format!("shorten the prompt to at most {}", counted(context - new, "token")),
+        0 => format!("shorten the prompt to at most {}, and ask for fewer new ones", counted(context - 1, "token")),
         room => format!("ask for at most {}, or shorten the prompt", counted(room, "new token")),
     };
     let (prompt, new) = (counted(prompt, "token"), counted(new, "new one"));

@@ -42,9 +42,16 @@ const STACK_BYTES: usize = 256 << 20;
 const MOST_WHOLE: f64 = 9_007_199_254_740_991.0;
 /// One more than the largest whole number of 64 bits.
 const BEYOND_64_BITS: f64 = 9_223_372_036_854_775_808.0;
+/// Limits of numbers that need not be whole are below this one.
+const MOST_OF_NUMBERS: f64 = 1e18;
+/// What is said of a number that [`is_held`] refuses.
+const NOT_HELD: &str = ", which 64 bits do not hold both as a whole number and as one with a fraction";
 /// Between the parts of JSON comes nothing, a space, or a new line with its indentation. Small models write blank lines
 /// without end where they may.
 const WHITE_SPACE: &str = r" |\n[ \t]{0,24}";
+/// What may follow a backslash in a string. Without `u` each text is written in one way only: else a name that the
+/// schema lists could come a second time in other letters, and its value would be followed by nothing.
+const ESCAPES: &str = r#"nrbtf\""#;
 
 /// What a text must be.
 #[derive(Clone, Debug, PartialEq)]
@@ -184,7 +191,8 @@ fn of_schema(schema: &Value) -> Result<TopLevelGrammar, String> {
     // Any JSON may be written as an object of no keyword, too.
     let mut schema = if schema == true { json!({}) } else { schema.clone() };
     if let Some(schema) = schema.as_object_mut() {
-        schema.insert("x-guidance".to_owned(), json!({"whitespace_pattern": WHITE_SPACE}));
+        let options = json!({"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES});
+        schema.insert("x-guidance".to_owned(), options);
     }
     Ok(TopLevelGrammar::from_json_schema(schema))
 }
@@ -214,6 +222,15 @@ impl SchemaCost {
                 let size = |name: &str| keywords.get(name).and_then(Value::as_object).map_or(0, serde_json::Map::len);
                 let listed = |name: &str| keywords.get(name).and_then(Value::as_array).map_or(0, Vec::len);
                 within("properties of an object", size("properties").max(listed("required")), 400)?;
+                // llguidance counts a name that comes twice as two.
+                let least = keywords.get("minProperties").and_then(Value::as_u64).unwrap_or(0);
+                let has_unlisted = keywords.get("additionalProperties") != Some(&Value::Bool(false));
+                if least > listed("required") as u64 + 1 && (has_unlisted || size("patternProperties") > 0) {
+                    return Err(format!(
+                        "minProperties is {least}, and names that are not listed may come twice: list all but one of \
+                         them in required"
+                    ));
+                }
                 self.properties += size("properties");
                 within("properties", self.properties, 2000)?;
                 self.pattern_properties += size("patternProperties");
@@ -254,15 +271,26 @@ impl SchemaCost {
 /// A number that it would read as another one.
 fn numbers(keywords: &serde_json::Map<String, Value>) -> Result<(), String> {
     // It adds 1 to an open limit, which a large number does not hold.
+    let are_whole = match keywords.get("type") {
+        Some(Value::Array(types)) => types.contains(&json!("integer")) && !types.contains(&json!("number")),
+        kind => kind == Some(&json!("integer")),
+    };
     let is_open = ["exclusiveMinimum", "exclusiveMaximum"].iter().any(|name| keywords.contains_key(*name));
     for name in ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"] {
         let Some(Value::Number(limit)) = keywords.get(name) else { continue };
         let value = limit.as_f64().unwrap_or(f64::NAN);
+        // llguidance counts a limit's digits in 64 bits.
+        if !are_whole && value.abs() >= MOST_OF_NUMBERS {
+            return Err(format!("{name} is {limit}: limits of numbers are followed below {MOST_OF_NUMBERS:e}"));
+        }
         // Whole numbers are written with 64 bits at most, so that the highest of them are no limit.
         let allows_all =
             name.ends_with("aximum") && value >= BEYOND_64_BITS && limit.as_i64().is_none_or(|limit| limit == i64::MAX);
-        if !(allows_all || is_held(limit) && (!is_open || value.abs() <= MOST_WHOLE)) {
-            return Err(format!("{name} is {limit}: whole numbers are followed up to {MOST_WHOLE}"));
+        if !(allows_all || is_held(limit)) {
+            return Err(format!("{name} is {limit}{NOT_HELD}"));
+        }
+        if is_open && !allows_all && value.abs() > MOST_WHOLE {
+            return Err(format!("{name} is {limit}: beside an exclusive limit they go up to {MOST_WHOLE}"));
         }
     }
     ["const", "enum"].iter().filter_map(|name| keywords.get(*name)).try_for_each(written)
@@ -273,9 +301,7 @@ fn written(value: &Value) -> Result<(), String> {
     match value {
         Value::Array(values) => values.iter().try_for_each(written),
         Value::Object(values) => values.values().try_for_each(written),
-        Value::Number(number) if !is_held(number) => {
-            Err(format!("{number} is to be written: whole numbers are followed up to {MOST_WHOLE}"))
-        }
+        Value::Number(number) if !is_held(number) => Err(format!("{number} is to be written{NOT_HELD}")),
         _ => Ok(()),
     }
 }

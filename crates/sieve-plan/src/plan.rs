@@ -162,7 +162,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
             most_together = Some(together);
         }
         let planned = stage_plan(&stage, &alone, &stage_shape, target, together.as_ref());
-        let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
+        let tokens = stage.section.steps as f64 * planned.tokens_per_step as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds.zip(planned.tokens_per_second).map(|(seconds, speed)| seconds + tokens / speed);
         let mut needed = memory_plan_within(&alone, &stage_shape, target, ranks.size, keeping);

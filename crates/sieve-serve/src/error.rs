@@ -69,24 +69,26 @@ impl ApiError {
     }
 
     /// A request that needs more tokens than a text may have.
-    pub(crate) fn too_long(prompt: usize, new: usize, context: usize) -> Self {
+    /// They are fewer with another value of the fields `[prompt, length]`.
+    pub(crate) fn too_long([param, length]: [&str; 2], prompt: usize, new: usize, context: usize) -> Self {
+        let shorter = format!("shorten {param} or lower {length}");
         let message = format!(
             "a prompt of {} and {} do not fit into the context of {context}; {}",
             counted(prompt as u64, "token"),
             counted(new as u64, "new one"),
             // A prompt has a token at least.
-            if context < 2 { "it has no room behind a prompt" } else { "shorten the prompt or lower max_tokens" }
+            if context < 2 { "it has no room behind a prompt" } else { &shorter }
         );
-        Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
+        Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
     }
 
     /// A prompt that is too long however its text is cut into tokens.
-    pub(crate) fn too_many_bytes(prompt: usize, longest: usize, context: usize) -> Self {
+    pub(crate) fn too_many_bytes(param: &str, prompt: usize, longest: usize, context: usize) -> Self {
         let message = format!(
             "a prompt of {prompt} bytes does not fit into the context of {context} tokens, of at most {longest} bytes \
              each; shorten the prompt"
         );
-        Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
+        Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
     }
 
     /// 400: an answer would hold more log-probabilities than all answers together may.

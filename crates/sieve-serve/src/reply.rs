@@ -22,8 +22,6 @@ pub(crate) struct Reply {
     id: String,
     created: u64,
     choices: Vec<Choice>,
-    /// Tokens of the prompt that were not read again.
-    num_kept: usize,
     /// What is logged of the request, if anything is.
     serving: Option<Arc<Serving>>,
     /// The room of its log-probabilities, given back when the answer is dropped.
@@ -38,6 +36,8 @@ struct Choice {
     tokens: Vec<ShownToken>,
     finish: Option<&'static str>,
     num_tokens: usize,
+    /// Tokens of the prompt that were not read again.
+    num_kept: usize,
     has_begun: bool,
     /// The token before the next one, which may decide how that is written.
     last: Option<u32>,
@@ -89,6 +89,7 @@ impl Reply {
             tokens: Vec::new(),
             finish: None,
             num_tokens: 0,
+            num_kept: 0,
             has_begun: false,
             last: asked.prompt(text).tokens.last().copied().filter(|_| !asked.echo),
             offset: 0,
@@ -98,7 +99,7 @@ impl Reply {
         if let Some(serving) = &serving {
             serving.has_prompts(asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum());
         }
-        Self { server, id, created, choices, num_kept: 0, asked, serving, _room: room }
+        Self { server, id, created, choices, asked, serving, _room: room }
     }
 
     /// Adds what happened to a text.
@@ -123,7 +124,7 @@ impl Reply {
             }
             Piece::End { has_stopped, num_tokens, num_kept } => {
                 choice.num_tokens = num_tokens;
-                self.num_kept = self.num_kept.max(num_kept);
+                choice.num_kept = num_kept;
                 choice.finish = Some(if has_stopped { "stop" } else { "length" });
             }
             Piece::Failed(error) => return Err(error),
@@ -177,6 +178,9 @@ impl Reply {
     fn usage(&self) -> Value {
         let prompt: usize = self.asked.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let new: usize = self.choices.iter().map(|choice| choice.num_tokens).sum();
+        // As of `prompt_tokens`, a prompt's samples count it once.
+        let of_prompt = |samples: &[Choice]| samples.iter().map(|choice| choice.num_kept).max();
+        let kept: usize = self.choices.chunks(self.asked.num_samples).filter_map(of_prompt).sum();
         // The token that is drawn last is not read.
         let read = |(text, choice): (usize, &Choice)| {
             self.asked.prompt(text).tokens.len() + choice.num_tokens.saturating_sub(1)
@@ -184,7 +188,7 @@ impl Reply {
         let longest = self.choices.iter().enumerate().map(read).max().unwrap_or(0);
         json!({
             "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": self.num_kept}, "keys": self.server.keys(longest),
+            "prompt_tokens_details": {"cached_tokens": kept}, "keys": self.server.keys(longest),
         })
     }
 
@@ -289,13 +293,20 @@ impl Choice {
     /// Counts the characters that these bytes finish; a byte that is not UTF-8 becomes one character.
     fn advance(&mut self, bytes: &[u8]) {
         self.unfinished.extend_from_slice(bytes);
-        let whole = match std::str::from_utf8(&self.unfinished) {
-            Err(error) if error.error_len().is_none() => error.valid_up_to(),
-            _ => self.unfinished.len(),
+        let begun = match self.unfinished.utf8_chunks().last() {
+            // These bytes may be the beginning of a character.
+            Some(last) if is_begun(last.invalid()) => last.invalid().len(),
+            _ => 0,
         };
+        let whole = self.unfinished.len() - begun;
         self.offset += String::from_utf8_lossy(&self.unfinished[..whole]).chars().count();
         self.unfinished.drain(..whole);
     }
+}
+
+/// Whether more bytes can make a character of these, of which there are some.
+fn is_begun(bytes: &[u8]) -> bool {
+    !bytes.is_empty() && std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
 
 impl Spelled {

@@ -5,6 +5,7 @@ use crate::server::Server;
 use crate::structure;
 use serde_json::{Value, json};
 use sieve_infer::{Grammar, LogitRules, Sampling, StopTexts};
+use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
@@ -87,8 +88,8 @@ impl Asked {
             return Err(ApiError::unknown_model(&asked, name));
         }
         // More than the context is refused with the prompt's tokens, which are not counted yet.
-        let max_tokens = fields.count("max_tokens", [0, MOST_TOKENS])?;
-        let max_tokens = fields.count("max_completion_tokens", [0, MOST_TOKENS])?.or(max_tokens);
+        let names = ["max_completion_tokens", "max_tokens"];
+        let max_tokens = either(names, names.map(|name| fields.count(name, [0, MOST_TOKENS])))?;
         let (echo, num_top, prompts) = match form {
             Form::Completion => {
                 let num_top = fields.count("logprobs", [0, MOST_TOP])?;
@@ -202,13 +203,29 @@ fn sampling(fields: &mut Fields, usual: Sampling) -> Result<Sampling, ApiError> 
 fn logit_rules(fields: &mut Fields, usual: LogitRules) -> Result<LogitRules, ApiError> {
     let penalty = [-MOST_PENALTY, MOST_PENALTY];
     // llama.cpp has a name of its own.
-    let repetition = [fields.factor("repetition_penalty")?, fields.factor("repeat_penalty")?];
+    let names = ["repetition_penalty", "repeat_penalty"];
+    let repetition = either(names, names.map(|name| fields.factor(name)))?;
     Ok(LogitRules {
         min_p: fields.number("min_p", [0.0, 1.0], false)?.unwrap_or(usual.min_p),
-        repetition_penalty: repetition.into_iter().flatten().next().unwrap_or(usual.repetition_penalty),
+        repetition_penalty: repetition.unwrap_or(usual.repetition_penalty),
         presence_penalty: fields.number("presence_penalty", penalty, false)?.unwrap_or(usual.presence_penalty),
         frequency_penalty: fields.number("frequency_penalty", penalty, false)?.unwrap_or(usual.frequency_penalty),
     })
+}
+
+/// The value of a field that has two names. Both may be given if they say the same.
+fn either<T: PartialEq + fmt::Display>(
+    [name, other]: [&str; 2],
+    values: [Result<Option<T>, ApiError>; 2],
+) -> Result<Option<T>, ApiError> {
+    let [value, second] = values;
+    match (value?, second?) {
+        (Some(value), Some(second)) if value != second => {
+            let message = format!("{name} is {value} and {other} is {second}, which are one setting; send one of them");
+            Err(ApiError::invalid(other, message))
+        }
+        (value, second) => Ok(value.or(second)),
+    }
 }
 
 /// Whether `stream_options` asks for the number of tokens.
@@ -225,11 +242,16 @@ fn wants_usage(fields: &mut Fields) -> Result<bool, ApiError> {
 
 /// Tokens that a text may have after its prompt.
 fn room(form: Form, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, ApiError> {
-    let room = context.checked_sub(prompt).ok_or_else(|| ApiError::too_long(prompt, asked.unwrap_or(0), context))?;
+    let fields = match form {
+        Form::Completion => ["prompt", "max_tokens"],
+        Form::Chat => ["messages", "max_completion_tokens"],
+    };
+    let too_long = |new: usize| ApiError::too_long(fields, prompt, new, context);
+    let room = context.checked_sub(prompt).ok_or_else(|| too_long(asked.unwrap_or(0)))?;
     match asked {
-        Some(asked) if asked > room => Err(ApiError::too_long(prompt, asked, context)),
+        Some(asked) if asked > room => Err(too_long(asked)),
         Some(asked) => Ok(asked),
-        None if room == 0 => Err(ApiError::too_long(prompt, 1, context)),
+        None if room == 0 => Err(too_long(1)),
         None if form == Form::Chat => Ok(room),
         None => Ok(room.min(DEFAULT_NEW_TOKENS)),
     }
@@ -289,7 +311,7 @@ fn prompt_tokens(param: &str, text: &str, server: &Server) -> Result<Vec<u32>, A
     if let Some(longest) = server.longest_token
         && text.len() > context.saturating_mul(longest)
     {
-        return Err(ApiError::too_many_bytes(text.len(), longest, context));
+        return Err(ApiError::too_many_bytes(param, text.len(), longest, context));
     }
     let tokens = server.tokenizer.encode_marked(text).map_err(|error| ApiError::invalid(param, error.to_string()))?;
     match tokens.iter().find(|token| **token as usize >= server.settings.vocab_size) {
@@ -316,9 +338,8 @@ fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<Prompt, ApiError>
     }
     // What training reads of a message is read here too, and what it refuses is refused, by its place.
     let chat = template.read_request(Value::Array(messages)).map_err(|refusal| {
-        let at = refusal.message.map(|at| format!("messages[{at}]"));
-        let place = at.map_or("messages".to_owned(), |at| refusal.key.iter().fold(at, |at, key| format!("{at}.{key}")));
-        ApiError::invalid(&place, format!("{place}: {}", refusal.what))
+        let (place, words) = refusal.of_request();
+        ApiError::invalid(&place, words)
     })?;
     let text = template.render_chat(&chat).map_err(|error| invalid(&error))?;
     Ok(Prompt::new(prompt_tokens("messages", &text, server)?, None, true, server))

@@ -42,6 +42,8 @@ pub struct Origin {
     pub is_branch: bool,
     /// Whether a branch begins without the checkpoint's moments.
     pub fresh_optimizer: bool,
+    /// Whether a branch may leave trained tensors of the checkpoint out.
+    drops: bool,
     /// The run's `model.initial_weights`, with the folder in full; `None` if the `config.toml` that it resumes from
     /// lacks the key.
     initial_weights: Option<String>,
@@ -122,6 +124,7 @@ impl Origin {
             notices,
             is_branch,
             fresh_optimizer: is_branch && begun.as_ref().is_some_and(|begun| begun.fresh_optimizer),
+            drops: is_branch && begun.as_ref().is_some_and(|begun| begun.drops),
             initial_weights: recipe.model.initial_weights.clone(),
             recipe_key: begun.as_ref().and_then(|begun| begun.recipe_key.clone()),
         };
@@ -223,8 +226,8 @@ impl Origin {
         }
         let initial_weights = Some(initial::full_key_of(&checkpoint)?);
         let recipe_key = recipe.model.initial_weights.clone();
-        let (checkpoint, is_branch) = (Some(checkpoint), true);
-        Ok(Self { checkpoint, notices, is_branch, fresh_optimizer, initial_weights, recipe_key })
+        let (checkpoint, is_branch, drops) = (Some(checkpoint), true, options.drops);
+        Ok(Self { checkpoint, notices, is_branch, fresh_optimizer, drops, initial_weights, recipe_key })
     }
 
     /// A new run with weights from the seed.
@@ -234,6 +237,7 @@ impl Origin {
             notices: Vec::new(),
             is_branch: false,
             fresh_optimizer: false,
+            drops: false,
             initial_weights: Some(RANDOM_WEIGHTS.to_owned()),
             recipe_key: None,
         }
@@ -310,6 +314,9 @@ pub(crate) struct Begun {
     /// Whether the new run began without the checkpoint's moments.
     #[serde(default)]
     fresh_optimizer: bool,
+    /// Whether the new run was allowed to leave trained tensors out.
+    #[serde(default)]
+    drops: bool,
     /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,
     /// `model.initial_weights` of the recipe that the run began with, if it gave the key: the same recipe resumes the
@@ -328,6 +335,7 @@ impl Begun {
             checkpoint: path.canonicalize().map_err(TrainError::io("reading", path))?,
             is_branch: origin.is_branch,
             fresh_optimizer: origin.fresh_optimizer,
+            drops: origin.drops,
             state: state.clone(),
             recipe_key: origin.recipe_key.clone(),
         }))

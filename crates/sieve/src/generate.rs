@@ -396,7 +396,12 @@ impl<B: DeviceBackend> Run<'_, B> {
 
     /// Prints a sample's numbers, as JSON with its text or as a line.
     fn print_numbers(&self, index: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
-        let num_prompt_tokens = self.tokens[index].len();
+        // An empty prompt is one token, the end of a document.
+        let read = match self.tokens[index].as_slice() {
+            [] => &[self.config.eos_id],
+            tokens => tokens,
+        };
+        let num_prompt_tokens = read.len();
         if written.token_times.is_empty() && written.stopped == "end of document" {
             self.warn_of_empty_text();
         }
@@ -414,10 +419,6 @@ impl<B: DeviceBackend> Run<'_, B> {
             "selector": selector, "paths": selection.map(Selection::paths),
         });
         if self.args.logprobs {
-            let read = match self.tokens[index].as_slice() {
-                [] => &[self.config.eos_id],
-                tokens => tokens,
-            };
             json["prompt_token_ids"] = serde_json::json!(read);
             json["token_ids"] = written.drawn.iter().map(|drawn| drawn.token).collect();
             json["token_logprobs"] = written.drawn.iter().map(|drawn| drawn.log_probability).collect();

@@ -13,6 +13,7 @@ use sieve_host::out_file::on_this_machine;
 use sieve_host::out_file::write_text;
 use sieve_host::out_of_memory::MemoryArgs;
 use sieve_host::terminal::FolderBar;
+use sieve_host::text_files::remark_on_missing;
 use sieve_host::{hub, loaded, terminal};
 use std::path::{Path, PathBuf};
 
@@ -66,7 +67,7 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.shown()))?;
-    let (sets, own_text) = keys_of_recipe(&args, kind, &tokenizer)?;
+    let Chosen { sets, own_text, has_text } = keys_of_recipe(&args, kind, &tokenizer)?;
     let bar = FolderBar::new(&args.out, hub::imported_bytes(&args.from, kind, &sets));
     let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, args.drop, &FlexDevice);
     drop(bar);
@@ -82,21 +83,29 @@ pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     let model = terminal::model_line(&imported_line(&named, &report)?);
     terminal::line(&format!("imported as {}\n{model}", report.path.shown()));
     print_notes(&report, &tokenizer);
-    print_commands(&args, &report, own_text.as_ref(), &recipe_path)?;
+    print_commands(&args, &report, own_text.as_ref(), has_text, &recipe_path)?;
+    if !has_text {
+        remark_on_missing("--data", &args.data);
+    }
     if let Some(words) = own_text.and_then(|own| own.epochs(&report.recipe)) {
         terminal::remark(&words);
     }
     Ok(())
 }
 
+/// The keys of the checkpoint's recipe.
+struct Chosen {
+    sets: Vec<String>,
+    /// The text of `--data`, if it is known.
+    own_text: Option<OwnText>,
+    /// Whether all files of `--data` are here; true without `--data`.
+    has_text: bool,
+}
+
 /// The keys of the checkpoint's recipe: `--data`, `--set` and, for the text of `--data`, as many steps as fine-tuning
 /// takes, unless `--set` gives them. With the keys comes that text's size. Refuses another model's tokenizer, and a
 /// model that the memory has no room for.
-fn keys_of_recipe(
-    args: &ImportArgs,
-    kind: Option<AttentionKind>,
-    tokenizer: &Tokenizer,
-) -> Result<(Vec<String>, Option<OwnText>)> {
+fn keys_of_recipe(args: &ImportArgs, kind: Option<AttentionKind>, tokenizer: &Tokenizer) -> Result<Chosen> {
     let mut sets = Vec::new();
     if !args.data.is_empty() {
         sets.push(format!("data.paths={:?}", args.data));
@@ -104,21 +113,22 @@ fn keys_of_recipe(
     sets.extend(args.overrides.iter().cloned());
     // An unreadable configuration is no error here: `sieve_hf::import` reports it.
     let Ok((recipe, shape)) = sieve_hf::imported_model(&args.from, kind, &sets) else {
-        return Ok((sets, None));
+        return Ok(Chosen { sets, own_text: None, has_text: true });
     };
     // `print_notes` names the added tokens that lack a row.
     loaded::check_tokenizer(tokenizer, &args.from.join("tokenizer.json"), &shape)?;
     args.memory.check_import(&shape)?;
-    let mut own_text = None;
+    let (mut own_text, mut has_text) = (None, true);
     if !args.data.is_empty() {
-        let (read, has_text) = OwnText::read(&recipe)?;
+        let read;
+        (read, has_text) = OwnText::read(&recipe)?;
         if let Some(own) = read.as_ref().filter(|_| has_text) {
             own.check_rows(&recipe)?;
         }
         own_text = read;
     }
     let Some(own) = &own_text else {
-        return Ok((sets, None));
+        return Ok(Chosen { sets, own_text, has_text });
     };
     let mut chosen = own.keys_for_answers(&recipe, &args.overrides);
     if chosen.is_empty() && !gives_steps(&args.overrides) {
@@ -128,7 +138,7 @@ fn keys_of_recipe(
     }
     chosen.extend(own.prompts_key());
     // Of a key that is given twice the later value counts, so that --set wins.
-    Ok(([chosen, sets].concat(), own_text))
+    Ok(Chosen { sets: [chosen, sets].concat(), own_text, has_text })
 }
 
 /// The commands that go on: to train where there is text, and to generate.
@@ -136,6 +146,7 @@ fn print_commands(
     args: &ImportArgs,
     report: &ImportReport,
     own_text: Option<&OwnText>,
+    has_text: bool,
     recipe_path: &Path,
 ) -> Result<()> {
     let recipe_file = terminal::quoted(recipe_path);
@@ -152,6 +163,9 @@ fn print_commands(
             recipe_path.shown()
         ));
         vec![generate]
+    } else if !has_text {
+        terminal::line(&format!("once the text of data.paths is here: sieve {train}"));
+        vec![plan, generate]
     } else {
         vec![plan, train, generate]
     };

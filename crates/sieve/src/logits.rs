@@ -55,7 +55,8 @@ fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Devic
     let name = "logits".to_owned();
     let tensors = [NamedTensor { name, data }];
     args.out.write(|file| write_tensor_file(file, &tensors, None))?;
-    terminal::line(&format!("wrote logits {shape:?} of step {} to {}", loaded.state.step, args.out.shown()));
+    let step = loaded.step().map_or(String::new(), |step| format!(" of step {step}"));
+    terminal::line(&format!("wrote logits {shape:?}{step} to {}", args.out.shown()));
     Ok(())
 }
 

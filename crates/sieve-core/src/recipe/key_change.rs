@@ -4,6 +4,23 @@ use std::fmt;
 
 use super::schema;
 
+/// Why the losses of runs whose recipes differ in these keys cannot be compared: they read other text, or through other
+/// tokenizers. `None` if they can.
+pub fn other_losses<'a>(keys: impl IntoIterator<Item = &'a str>) -> Option<&'static str> {
+    let mut reason = None;
+    for key in keys {
+        let is_of_stage = key.starts_with("stage") && (key.ends_with(".paths") || key.ends_with(".weights"));
+        if key.starts_with("tokenizer.") || key == "model.vocab_size" {
+            return Some("their tokenizers differ");
+        }
+        let is_of_data = key.starts_with("data.") && key != "data.cache_dir";
+        if is_of_data || is_of_stage || matches!(key, "validation.paths" | "validation.tokens") {
+            reason = Some("their texts differ");
+        }
+    }
+    reason
+}
+
 /// A key whose value differs between two recipes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyChange {

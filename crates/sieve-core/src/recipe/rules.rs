@@ -287,7 +287,10 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
             ends <= most,
             "training.bf16_end_blocks",
             format!("is {ends} at each end of {blocks} blocks, which leaves none in fp8"),
-            format!("set it to {most} or less, or training.precision = \"bf16\""),
+            match most {
+                0 => "set it to 0, or training.precision = \"bf16\"".to_owned(),
+                _ => format!("set it to {most} or less, or training.precision = \"bf16\""),
+            },
         );
     }
     for (key, is, size) in sizes {

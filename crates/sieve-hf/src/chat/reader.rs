@@ -32,16 +32,14 @@ const THOUGHTS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Variables that are not a row's: a row with such a key would take their place.
 const OWN_VARIABLES: [&str; 2] = ["messages", "add_generation_prompt"];
 
-const MESSAGES: &str = "write [{\"role\": \"user\", \"content\": \"…\"}, {\"role\": \"assistant\", \"content\": \
-    \"…\"}], name the column that holds such a list by data.messages_column, or leave such rows out: skip_invalid";
-const NO_ANSWER: &str = "the loss covers only the assistant's messages: give the chat one, or leave such rows out: \
-    skip_invalid";
-const NOT_PRINTED: &str = "remove the key, write what the model is to say into \"content\" as its template would, or \
-    leave such rows out: skip_invalid";
-const WEIGHT: &str = "write 0 or false for an answer that is read and not predicted, and 1 or true for the others, or \
-    leave such rows out: skip_invalid";
-const TEMPLATE_OR_SKIP: &str = "change the messages or the chat template next to the tokenizer (some take no system \
-    message, or only alternating roles), or leave such rows out: skip_invalid";
+const MESSAGES: &str =
+    "write [{\"role\": \"user\", \"content\": \"…\"}, {\"role\": \"assistant\", \"content\": \"…\"}]";
+const NO_ANSWER: &str = "the loss covers only the assistant's messages: give the chat one";
+const NOT_PRINTED: &str = "remove the key, or write what the model is to say into \"content\" as its template would";
+const WEIGHT: &str = "write 0 or false for an answer that is read and not predicted, and 1 or true for the others";
+const MESSAGES_OR_TEMPLATE: &str = "change the messages or the chat template next to the tokenizer (some take no \
+    system message, or only alternating roles)";
+const LEFT_OUT: &str = "leave such rows out: skip_invalid";
 const TEMPLATE: &str = "correct the chat template next to the tokenizer, or take the one that was published with the \
     model";
 
@@ -61,8 +59,8 @@ pub struct ChatRefusal {
     pub message: Option<usize>,
     /// The key of the message, if it is one.
     pub key: Option<String>,
-    /// What is wrong, in words.
-    pub what: String,
+    /// What is wrong, in words; of a message, what it has or is.
+    what: String,
     /// How to mend it.
     pub hint: &'static str,
     /// Whether no other chat would fare better: the template is at fault.
@@ -75,20 +73,47 @@ impl ChatRefusal {
     }
 
     fn of_message(at: usize, key: Option<&str>, what: impl AsRef<str>, hint: &'static str) -> Self {
-        let what = format!("message {} {}", at + 1, what.as_ref());
+        let what = what.as_ref().to_owned();
         Self { message: Some(at), key: key.map(str::to_owned), what, hint, is_of_template: false }
+    }
+
+    /// What is wrong with a row of a data set. It counts messages from 1.
+    pub fn of_row(&self) -> String {
+        match self.message {
+            Some(at) => format!("message {} {}", at + 1, self.what),
+            None => self.what.clone(),
+        }
+    }
+
+    /// How to mend a row of a data set, or do without it.
+    pub fn hint_of_row(&self) -> String {
+        let hint = self.hint;
+        match hint {
+            _ if self.is_of_template => hint.to_owned(),
+            MESSAGES => format!("{hint}, name the column that has such lists by data.messages_column, or {LEFT_OUT}"),
+            _ => format!("{hint}, or {LEFT_OUT}"),
+        }
+    }
+
+    /// What is wrong with the field `messages` of a request, by its place, and how to mend it.
+    pub fn of_request(&self) -> (String, String) {
+        let at = self.message.map(|at| format!("messages[{at}]"));
+        let place = at.map_or("messages".to_owned(), |at| self.key.iter().fold(at, |at, key| format!("{at}.{key}")));
+        let whose = if self.message.is_some() { "the message " } else { "" };
+        let words = format!("{place}: {whose}{}; {}", self.what, self.hint);
+        (place, words)
     }
 
     /// A template that refuses a chat.
     pub(super) fn of_fault(fault: &super::Fault) -> Self {
         let is_of_template = fault.kind != FaultKind::Messages;
-        let hint = if is_of_template { TEMPLATE } else { TEMPLATE_OR_SKIP };
+        let hint = if is_of_template { TEMPLATE } else { MESSAGES_OR_TEMPLATE };
         Self { is_of_template, ..Self::of_chat(words(fault), hint) }
     }
 
     /// A template that says nothing of the assistant's.
     pub(super) fn of_answers(what: impl Into<String>) -> Self {
-        Self::of_chat(what, TEMPLATE_OR_SKIP)
+        Self::of_chat(what, MESSAGES_OR_TEMPLATE)
     }
 }
 
@@ -258,8 +283,7 @@ impl Known<'_> {
             Some(Json::String(role)) if ROLES.contains(&role.as_str()) => Ok(role),
             Some(Json::String(role)) => {
                 let role: String = role.chars().take(64).collect();
-                let hint = "roles are system, developer, user, assistant and tool: rename it, or leave such rows out: \
-                    skip_invalid";
+                let hint = "roles are system, developer, user, assistant and tool: rename it";
                 Err(refused(format!("has the role {role:?}"), hint))
             }
             None => Err(refused("has no \"role\"".to_owned(), hint)),
@@ -279,6 +303,15 @@ impl Known<'_> {
             None => Err(refused(format!("has no \"content\" ({role})"))),
             Some(Json::Array(parts)) if (self.0)("text") && parts.iter().all(|part| text_of_part(part).is_some()) => {
                 Ok(())
+            }
+            Some(Json::Array(parts)) if parts.iter().any(|part| text_of_part(part).is_none()) => {
+                let at = parts.iter().position(|part| text_of_part(part).is_none()).unwrap_or_default();
+                let kind = parts[at].get("type").and_then(Json::as_str).unwrap_or("none");
+                let kind: String = kind.chars().take(64).collect();
+                Err(refused(format!(
+                    "has a \"content\" whose part {} is no text (its type is {kind:?}; {role})",
+                    at + 1
+                )))
             }
             Some(_) => Err(refused(format!("has a \"content\" that is not a string ({role})"))),
         }

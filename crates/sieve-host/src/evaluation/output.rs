@@ -15,12 +15,14 @@ const EVAL_FOLDER: &str = "eval";
 /// Name of a model in a picture: its run's name and its step, without a path.
 pub fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     let checkpoints = &loaded.recipe.checkpoint.folder;
-    format!("{}, step {}", run_name(&loaded.path, checkpoints), loaded.state.step)
+    let step = loaded.step().map_or(String::new(), |step| format!(", step {step}"));
+    format!("{}{step}", run_name(&loaded.path, checkpoints))
 }
 
-/// Heading of a printed report: the model's line, then the checkpoint's path and its step.
+/// Heading of a printed report: the model's line, then the checkpoint's path and its step, if it is known.
 pub fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
-    format!("{}\n{} (step {})", terminal::model_line(&loaded.line()), loaded.path.shown(), loaded.state.step)
+    let step = loaded.step().map_or(String::new(), |step| format!(" (step {step})"));
+    format!("{}\n{}{step}", terminal::model_line(&loaded.line()), loaded.path.shown())
 }
 
 /// What is known of the lengths that the model was trained for, for a heading.
@@ -71,8 +73,11 @@ impl ResultArgs {
             Some(name) => name,
         };
         let plain = |c: char| c.is_ascii_alphanumeric() || "._-=+".contains(c);
-        if name.starts_with('.') || !name.chars().all(plain) {
-            bail!("--save {name}: that is not a file name\n  hint: use letters, digits, - and _, without .json");
+        let has_ending = Path::new(name).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
+        if name.starts_with('.') || has_ending || !name.chars().all(plain) {
+            bail!(
+                "--save {name}: that is not a file name without its ending\n  hint: use letters, digits, - and _, without .json"
+            );
         }
         let Some(run) = run_folder(checkpoint, checkpoints) else {
             bail!(
@@ -87,7 +92,7 @@ impl ResultArgs {
     /// `--json`, to the standard output. Returns whether `--json` was given; if not, the caller prints plain lines.
     pub fn report<B: DeviceBackend>(&self, loaded: &LoadedModel<B>, command: &str, report: Value) -> Result<bool> {
         let path = loaded.path.to_string_lossy().into_owned();
-        let mut all = json!({ "checkpoint": path, "step": loaded.state.step, "model": loaded.line() });
+        let mut all = json!({ "checkpoint": path, "step": loaded.step(), "model": loaded.line() });
         if let (Some(all), Value::Object(report)) = (all.as_object_mut(), report) {
             all.extend(report);
         }

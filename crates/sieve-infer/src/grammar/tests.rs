@@ -284,10 +284,7 @@ fn whole_numbers_of_any_size_are_met_or_refused() {
     }
     let error = grammars.compile(&Structure::Schema(json!({"type": "integer", "minimum": i64::MIN})));
     let error = error.expect_err("it has no negative").to_string();
-    assert!(
-        error.contains("minimum is -9223372036854775808: whole numbers are followed up to 9007199254740991"),
-        "{error}"
-    );
+    assert!(error.contains("minimum is -9223372036854775808, which 64 bits do not hold both as"), "{error}");
 }
 
 #[test]
@@ -352,4 +349,87 @@ fn any_text(mut grammar: Grammar, tokenizer: &Tokenizer, end: u32, seed: u64) ->
         }
     }
     None
+}
+
+/// Whether a text may be written under a schema from its first token to its last.
+fn takes(grammars: &Grammars, tokenizer: &Tokenizer, schema: &Value, text: &str) -> bool {
+    let mut grammar = grammars.compile(&Structure::Schema(schema.clone())).expect("it can be used");
+    tokenizer.encode(text).expect("it encodes").into_iter().all(|token| {
+        let is_allowed = grammar.allowed().is_some_and(|allowed| allowed.contains(&token));
+        grammar.take(token);
+        is_allowed
+    })
+}
+
+#[test]
+fn a_name_is_written_in_one_way() {
+    let (grammars, tokenizer, _) = grammars();
+    let schemas = [
+        json!({"type": "object", "properties": {"ab": {"type": "integer"}}}),
+        json!({"type": "object", "properties": {"ab": false}}),
+        json!({"type": "object", "properties": {"ab": false}, "additionalProperties": {"type": "integer"}}),
+        json!({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}),
+    ];
+    for schema in &schemas {
+        // A value that the listed name may not have, under all names that are that name to a reader of JSON.
+        for name in ["ab", r"\u0061b", r"a\u0062", r"\u0061\u0062"] {
+            for value in [r#""x""#, "true"] {
+                let text = format!(r#"{{"{name}":{value}}}"#);
+                assert!(!takes(&grammars, &tokenizer, schema, &text), "{text} by {schema}");
+            }
+        }
+        assert!(takes(&grammars, &tokenizer, schema, r#"{"b\n\"\\é":1}"#), "{schema}");
+    }
+    let whole = json!({"type": "object", "properties": {"a\u{1}\"": {"type": "integer"}}, "required": ["a\u{1}\""],
+        "additionalProperties": false});
+    assert!(takes(&grammars, &tokenizer, &whole, r#"{"a\u0001\"":1}"#), "a name that the schema writes so");
+}
+
+#[test]
+fn names_that_may_come_twice_are_not_counted() {
+    let (grammars, ..) = grammars();
+    for (schema, is_taken) in [
+        (json!({"type": "object", "minProperties": 1}), true),
+        (json!({"type": "object", "minProperties": 2}), false),
+        (json!({"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}), false),
+        (
+            json!({"type": "object", "minProperties": 2, "patternProperties": {"^a": {}},
+            "additionalProperties": false}),
+            false,
+        ),
+        (json!({"type": "object", "minProperties": 2, "properties": {"a": {}}, "required": ["a"]}), true),
+        (
+            json!({"type": "object", "minProperties": 2, "properties": {"a": {}, "b": {}}, "required": ["a", "b"],
+            "additionalProperties": false}),
+            true,
+        ),
+    ] {
+        let compiled = grammars.compile(&Structure::Schema(schema.clone()));
+        assert_eq!(compiled.is_ok(), is_taken, "{schema}: {:?}", compiled.err());
+    }
+}
+
+#[test]
+fn limits_of_numbers_are_met_or_refused_in_our_words() {
+    let (grammars, tokenizer, end) = grammars();
+    let mut met = 0;
+    for limit in [1e15, 9e17, 1e18, 1e19, 1e20, 1e300].into_iter().flat_map(|limit| [limit, -limit]) {
+        for name in ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"] {
+            let schema = json!({"type": "number", name: limit});
+            let grammar = match grammars.compile(&Structure::Schema(schema.clone())) {
+                Ok(grammar) => grammar,
+                Err(error) => {
+                    let error = error.to_string();
+                    assert!(error.contains(&format!("{name} is ")), "{schema}: {error}");
+                    continue;
+                }
+            };
+            let text = written(grammar, &tokenizer, end, 1, 60).unwrap_or_default();
+            let Ok(value) = text.parse::<f64>() else { continue };
+            let holds = if name.ends_with("inimum") { value >= limit } else { value <= limit };
+            assert!(holds, "{text} by {schema}");
+            met += 1;
+        }
+    }
+    assert!(met > 8, "{met} were met");
 }

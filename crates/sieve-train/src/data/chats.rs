@@ -28,8 +28,8 @@ impl ChatFormat for Template {
         let messages = row.shift_remove("messages").unwrap_or_default();
         let found = self.0.read_chat(messages, row.into_iter().collect()).and_then(|chat| self.0.answers(&chat));
         let (text, answers) = found.map_err(|refusal| ChatError {
-            what: refusal.what,
-            hint: refusal.hint.to_owned(),
+            what: refusal.of_row(),
+            hint: refusal.hint_of_row(),
             is_of_template: refusal.is_of_template,
         })?;
         Ok(ChatText { text, answers })

@@ -236,6 +236,9 @@ fn with_progress<B: DeviceBackend>(
 
 /// The prepared data of the run that wrote the checkpoint.
 fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
+    if loaded.recipe.data.mqar.is_some() {
+        bail!("the run drew samples of MQAR and has no documents\n  hint: sieve eval mqar asks for their pairs");
+    }
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (
             PathBuf::from(sieve_core::paths::expand(dir, &sieve_host::environment::variable)?),

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use combinations::{Planned, planned};
 use run::Run;
 use serde::{Deserialize, Serialize};
+use sieve_core::recipe::other_losses;
 use sieve_core::{Recipe, ShownPath, covered_words};
 use sieve_host::exit::Exit;
 use sieve_host::interrupt::Interrupt;
@@ -209,17 +210,31 @@ impl<'a> Seeds<'a> {
 /// A group of seeds with its mean loss and spread.
 type Ranked<'a> = (&'a Seeds<'a>, (f64, f64));
 
+/// The keys that have different values in the rows.
+fn swept(rows: &[Row]) -> BTreeSet<&str> {
+    let all = || rows.iter().flat_map(|row| row.overrides.iter().map(String::as_str));
+    let is_of_all = |item: &str| rows.iter().all(|row| row.overrides.iter().any(|own| own == item));
+    all().filter(|item| !is_of_all(item)).filter_map(|item| Some(item.split_once('=')?.0)).collect()
+}
+
 /// The printed table: each run's loss, the means over seeds, and the best combination of values. If only the seed is
-/// swept, nothing is best, and of other models' losses with one seed none.
+/// swept, nothing is best; nor is one of losses on other texts, or of other models' with one seed.
 fn table(rows: &[Row]) -> Vec<String> {
     let groups = Seeds::of(rows);
     let has_seeds = groups.iter().any(|seeds| seeds.rows.len() > 1);
     let mut ranked: Vec<Ranked<'_>> =
         groups.iter().filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?))).collect();
     ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
-    let differs_by_seed = !has_seeds && rows.len() > 1 && rows.iter().any(Row::is_of_another_model);
-    let best = ranked.first().filter(|_| !differs_by_seed && (groups.len() > 1 || !has_seeds));
+    let other = other_losses(swept(rows));
+    let differs_by_seed = other.is_none() && !has_seeds && rows.len() > 1 && rows.iter().any(Row::is_of_another_model);
+    let best = ranked.first().filter(|_| other.is_none() && !differs_by_seed && (groups.len() > 1 || !has_seeds));
     let mut lines = table_lines(rows, &groups, best.map(|(group, _)| group.name.as_str()));
+    if let Some(reason) = other {
+        lines.push(format!(
+            "{reason}, so their losses do not compare and none is named\n  \
+             hint: sweep one text at a time, or measure all runs on one text: sieve eval ppl --data"
+        ));
+    }
     if differs_by_seed {
         lines.push(
             "one seed: the losses of such models differ by their seeds too, so none is named\n  \
@@ -333,6 +348,28 @@ mod tests {
         let rows = [row(low, Some(1.0)), row(high, None), row(other, Some(2.0)), row(another, Some(2.0))];
         let text = table(&rows).join("\n");
         assert!(text.contains("diverged for a seed\n") && text.contains("best: optimizer.lr=3e-3"), "{text}");
+
+        // Losses on other texts do not compare, with seeds or without; a text that all runs read is none of them.
+        for (key, reason) in [
+            ("tokenizer.train.vocab_size", "their tokenizers differ"),
+            ("tokenizer.path", "their tokenizers differ"),
+            ("data.paths", "their texts differ"),
+            ("data.validation_fraction", "their texts differ"),
+            ("stage.1.paths", "their texts differ"),
+            ("validation.tokens", "their texts differ"),
+        ] {
+            let of = |value: u32, seed: u32| format!("training.seed={seed} {key}={value} optimizer.lr={value}");
+            let rows = [row(&of(1, 0), Some(2.0)), row(&of(1, 1), Some(2.1)), row(&of(2, 0), Some(1.0))];
+            for rows in [&rows[1..], &rows] {
+                let text = table(rows).join("\n");
+                assert!(!text.contains("best") && text.contains(reason), "{text}");
+            }
+            let same = rows.map(|row| Row {
+                overrides: row.overrides.iter().map(|item| item.replace("=2", "=1")).collect(),
+                ..row
+            });
+            assert!(!table(&same).join("\n").contains("do not compare"), "{key}");
+        }
 
         // One seed names no best among kinds and models, several do.
         for other in ["attention.kind=mha", "model.hidden_size=8", "optimizer.lr=1e-3 attention.keep_window_size=8"] {

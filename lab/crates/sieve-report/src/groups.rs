@@ -2,7 +2,7 @@
 use crate::Run;
 use serde::Serialize;
 use sieve_core::Attention;
-use sieve_core::recipe::AttentionKind;
+use sieve_core::recipe::{AttentionKind, other_losses};
 use std::collections::BTreeSet;
 
 /// Whether runs of one group may differ in this key.
@@ -24,21 +24,14 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
 
 /// Why losses of the runs cannot be compared: they read other text, or through other tokenizers. `None` if they can.
 pub(crate) fn other_text(runs: &[Run]) -> Option<&'static str> {
-    let differs = |is_of: fn(&str) -> bool| differences(runs).iter().any(|(key, _)| is_of(key));
-    let is_tokenizer = |key: &str| key.starts_with("tokenizer.") || key == "model.vocab_size";
-    let is_text = |key: &str| {
-        (key.starts_with("data.") && key != "data.cache_dir")
-            || (key.starts_with("stage[") && (key.ends_with(".paths") || key.ends_with(".weights")))
-            || matches!(key, "validation.paths" | "validation.tokens")
-    };
-    if differs(is_tokenizer) {
-        return Some("their tokenizers differ");
+    if let Some(reason) = other_losses(differences(runs).into_iter().map(|(key, _)| key)) {
+        return Some(reason);
     }
     let checkpoints = runs.iter().filter_map(|run| run.last_checkpoint.as_ref());
     let mut fingerprints = checkpoints.map(|last| &last.data_fingerprint);
     let first = fingerprints.next();
     let reads_other = fingerprints.any(|other| Some(other) != first);
-    (reads_other || differs(is_text)).then_some("their texts differ")
+    reads_other.then_some("their texts differ")
 }
 
 /// Whether the runs' recipes differ in a key of `[attention]` or `[model]`. The losses of such models differ by their
@@ -66,15 +59,21 @@ pub(crate) fn name_of(runs: &[Run], members: &[usize]) -> String {
     let parts = first.split(',').filter(|part| !part.starts_with("seed="));
     match parts.collect::<Vec<_>>().join(",") {
         name if name.is_empty() => "all seeds".to_owned(),
-        name if name == *first => format!("{name} and other seeds"),
+        name if name == *first && swept_seeds(runs, members) => format!("{name} and other seeds"),
+        name if name == *first => format!("{name} and its repetitions"),
         name => name,
     }
 }
 
+/// How many seeds the runs of a group have: runs of one seed are repetitions, whose spread is not that of seeds.
+pub(crate) fn num_seeds(runs: &[Run], members: &[usize]) -> usize {
+    let seeds: BTreeSet<_> = members.iter().map(|&idx| runs[idx].config.get("training.seed")).collect();
+    seeds.len()
+}
+
 /// Whether the runs of a group differ in their seed.
 pub(crate) fn swept_seeds(runs: &[Run], members: &[usize]) -> bool {
-    let seed = |idx: usize| runs[idx].config.get("training.seed");
-    members.iter().any(|&idx| seed(idx) != seed(members[0]))
+    num_seeds(runs, members) > 1
 }
 
 /// How a run's line is drawn: which of the colours, and which of the dashes.
@@ -149,14 +148,17 @@ mod tests {
 
     #[test]
     fn a_group_is_called_by_what_its_seeds_share() {
-        let named = |name: &str| {
+        let named = |name: &str, seed: u32| {
             let last = STEP.replace("\"num_steps\":20", "\"num_steps\":10");
-            Run::open(folder("", &last).path(), Some(name)).unwrap()
+            Run::open(folder(&format!("[training]\nseed = {seed}\n"), &last).path(), Some(name)).unwrap()
         };
         for (first, name) in [("kind=dma,seed=0", "kind=dma"), ("seed=0", "all seeds"), ("a", "a and other seeds")] {
-            let runs = [named(first), named("b")];
+            let runs = [named(first, 0), named("b", 1)];
             assert_eq!((name_of(&runs, &[0, 1]), name_of(&runs, &[0])), (name.to_owned(), first.to_owned()));
         }
+        let twice = [named("a", 0), named("b", 0), named("c", 1)];
+        assert_eq!(name_of(&twice, &[0, 1]), "a and its repetitions");
+        assert_eq!([&[0, 1][..], &[0, 1, 2], &[0]].map(|members| num_seeds(&twice, members)), [1, 2, 1]);
     }
 
     #[test]

@@ -43,6 +43,10 @@ pub struct Run {
     pub(crate) validations: Vec<Validation>,
     pub(crate) scores: Vec<Scores>,
     pub(crate) pictures: Vec<Picture>,
+    /// The flags of a run that began with a checkpoint, as `origin.json` has them.
+    pub(crate) began: Began,
+    /// Number of processes that trained it last.
+    pub(crate) num_processes: usize,
     /// The texts that the model wrote at the run's end, as its log has them.
     pub(crate) samples: Vec<String>,
 }
@@ -73,6 +77,15 @@ pub(crate) struct LastCheckpoint {
     /// Checksum of the text that was trained on.
     #[serde(default)]
     pub(crate) data_fingerprint: Value,
+}
+
+/// How a run took over the checkpoint that it began with. A run that began with its seed has no such file.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+pub(crate) struct Began {
+    #[serde(default)]
+    pub(crate) fresh_optimizer: bool,
+    #[serde(default)]
+    pub(crate) drops: bool,
 }
 
 fn not_logged() -> f64 {
@@ -154,6 +167,8 @@ impl Run {
             validations: Vec::new(),
             scores: scores(&folder.join("eval"))?,
             pictures: pictures(&folder.join("eval"))?,
+            began: began(&folder.join("origin.json")),
+            num_processes: num_processes(&folder.join("log")),
             samples: samples(&folder.join("log")),
         };
         run.read_metrics(&folder.join(METRICS))?;
@@ -340,6 +355,21 @@ fn samples(log: &Path) -> Vec<String> {
         }
     }
     all
+}
+
+/// What `origin.json` says; a file that cannot be read says nothing.
+fn began(path: &Path) -> Began {
+    let text = sieve_files::read_file(path).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
+}
+
+/// Number of processes of the last start in the log of a run: `run: … on 2 processes, each on …`.
+fn num_processes(log: &Path) -> usize {
+    let text = sieve_files::read_file(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let started = text.lines().rev().find(|line| line.starts_with("run: "));
+    let count = started.and_then(|line| line.split(" on ").nth(1)?.split_once(" processes")?.0.parse().ok());
+    count.unwrap_or(1)
 }
 
 /// Whether the log of a run ends with its guard's error.

@@ -1,8 +1,8 @@
 //! Builds the page's tables in HTML.
 use crate::Run;
-use crate::groups::{are_other_models, differences, name_of, other_text};
+use crate::groups::{are_other_models, differences, name_of, num_seeds, other_text};
 use crate::paired::{differences as differences_by_seed, pairs};
-use sieve_core::{Recipe, ShownPath};
+use sieve_core::{Recipe, quoted};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
@@ -302,7 +302,7 @@ fn why_no_best_loss(runs: &[Run], groups: &[Vec<usize>]) -> Option<String> {
     if let Some(reason) = other_text(runs) {
         return Some(format!("No loss is bold: {reason}."));
     }
-    let is_one_seed = groups.iter().any(|members| members.len() == 1);
+    let is_one_seed = groups.iter().any(|members| num_seeds(runs, members) == 1);
     (is_one_seed && are_other_models(runs)).then(|| {
         "No loss is bold: losses of other attentions and models differ by their seeds too; train each with several \
          (<code>--sweep training.seed=0,1,2</code>)."
@@ -342,7 +342,12 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize], against: Option<usize>) ->
             let _ = write!(html, "<tr><th>{title}</th>{}</tr>", cells(&[idx], (!has_seeds).then_some(group)));
         }
         if has_seeds {
-            let title = format!("{}, mean of {} seeds", escaped(&name_of(runs, members)), members.len());
+            let of = match num_seeds(runs, members) {
+                1 => format!("{} runs of one seed", members.len()),
+                count if count == members.len() => format!("{count} seeds"),
+                count => format!("{} runs with {count} seeds", members.len()),
+            };
+            let title = format!("{}, mean of {of}", escaped(&name_of(runs, members)));
             let _ = write!(html, "<tr class=\"mean\"><th>{title}</th>{}</tr>", cells(members, Some(group)));
         }
     }
@@ -546,16 +551,22 @@ pub(crate) fn samples(runs: &[Run]) -> String {
     }
 }
 
+/// The command that trains as `run` did, from its first step.
+fn again(run: &Run) -> String {
+    let launch = match run.num_processes {
+        1 => String::new(),
+        count => format!("launch --nproc {count} -- "),
+    };
+    let flags = [(run.began.fresh_optimizer, " --fresh-optimizer"), (run.began.drops, " --drop")];
+    let flags: String = flags.into_iter().filter_map(|(is_set, flag)| is_set.then_some(flag)).collect();
+    format!("sieve {launch}train --recipe {} --out NEW_FOLDER{flags}", quoted(&run.folder.join("config.toml")))
+}
+
 /// A list of the commands that reproduce each run.
 pub(crate) fn commands(runs: &[Run]) -> String {
     let mut html = String::from("<ul class=\"commands\">");
     for (idx, run) in runs.iter().enumerate() {
-        let _ = write!(
-            html,
-            "<li>{}<code>sieve train --recipe {} --out NEW_FOLDER</code></li>",
-            swatch(&run.name, idx),
-            escaped(&run.folder.join("config.toml").shown().to_string())
-        );
+        let _ = write!(html, "<li>{}<code>{}</code></li>", swatch(&run.name, idx), escaped(&again(run)));
     }
     html + "</ul>"
 }

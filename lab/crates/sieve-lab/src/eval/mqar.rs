@@ -226,6 +226,21 @@ fn sample_kinds(args: &MqarArgs, trained: Option<&MqarSection>, model_vocab_size
     if !args.kinds.is_empty() {
         // MQAR needs an even vocabulary: half of it are keys, half values. Without [data] mqar it is the model's.
         let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
+        for (at, kind) in args.kinds.iter().enumerate() {
+            let (seq_len, num_pairs) = kind;
+            if args.kinds[..at].contains(kind) {
+                bail!(
+                    "--kinds names {seq_len}:{num_pairs} twice, whose questions would count twice\n  \
+                     hint: once is enough"
+                );
+            }
+            if *seq_len >= vocab_size {
+                bail!(
+                    "--kinds {seq_len}:{num_pairs}: samples of {seq_len} tokens need a vocabulary of more, and it has \
+                     {vocab_size}\n  hint: ask for shorter samples"
+                );
+            }
+        }
         let kinds = args.kinds.iter().map(|&(seq_len, num_pairs)| SampleKind { seq_len, num_pairs, vocab_size });
         return Ok(kinds.collect());
     }

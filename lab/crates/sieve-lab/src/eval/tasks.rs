@@ -181,6 +181,12 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
         let Some(asked) = asked.iter_mut().find(|asked| asked.task.name() == name) else {
             bail!("--fewshot-data names {name}, and --data does not");
         };
+        if args.fewshot.unwrap_or(asked.task.fewshot()) == 0 {
+            bail!(
+                "--fewshot-data names {name}, whose questions have no examples before them\n  \
+                 hint: ask for some, for example --fewshot 5, or leave --fewshot-data out"
+            );
+        }
         if asked.rows.examples.replace(read_table(Path::new(file))?).is_some() {
             bail!("--fewshot-data names the task {name} twice\n  hint: one file a task");
         }
