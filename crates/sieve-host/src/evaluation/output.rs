@@ -76,7 +76,8 @@ impl ResultArgs {
         let has_ending = Path::new(name).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
         if name.starts_with('.') || has_ending || !name.chars().all(plain) {
             bail!(
-                "--save {name}: that is not a file name without its ending\n  hint: use letters, digits, - and _, without .json"
+                "--save {name}: that is not a file name without its ending\n  \
+                 hint: use letters, digits, - and _, without .json"
             );
         }
         let Some(run) = run_folder(checkpoint, checkpoints) else {
