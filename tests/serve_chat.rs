@@ -65,6 +65,11 @@ fn a_chat_is_answered_by_the_models_template() {
         assert_eq!(answer.0, 400, "{words}: {}", answer.1);
         assert!(answer.1.contains(words), "{words}: {}", answer.1);
     }
+    for name in ["max_tokens", "max_completion_tokens"] {
+        let answer = served.post(path, &json!({"messages": [answered], name: 900_000}));
+        assert!(answer.1.contains(&format!("shorten messages or lower {name}")), "{}", answer.1);
+        assert_eq!(answer.json()["error"]["param"], "messages");
+    }
     let unchanged = json!({"messages": [answered], "modalities": ["text"], "function_call": "none",
         "prompt_cache_key": "x", "safety_identifier": "x", "max_tokens": 1});
     assert_eq!(served.post(path, &unchanged).0, 200);

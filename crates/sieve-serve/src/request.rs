@@ -89,6 +89,11 @@ impl Asked {
         }
         // More than the context is refused with the prompt's tokens, which are not counted yet.
         let names = ["max_completion_tokens", "max_tokens"];
+        let of_length = match (names.into_iter().find(|name| fields.has(name)), form) {
+            (Some(name), _) => name,
+            (None, Form::Completion) => "max_tokens",
+            (None, Form::Chat) => "max_completion_tokens",
+        };
         let max_tokens = either(names, names.map(|name| fields.count(name, [0, MOST_TOKENS])))?;
         let (echo, num_top, prompts) = match form {
             Form::Completion => {
@@ -121,7 +126,7 @@ impl Asked {
             prompts: prompts
                 .into_iter()
                 .map(|prompt| {
-                    let max_tokens = room(form, prompt.tokens.len(), max_tokens, server.settings.context)?;
+                    let max_tokens = room(form, prompt.tokens.len(), (of_length, max_tokens), server.settings.context)?;
                     Ok(Prompt { max_tokens, text: prompt.text.filter(|_| echo), ..prompt })
                 })
                 .collect::<Result<_, ApiError>>()?,
@@ -240,13 +245,18 @@ fn wants_usage(fields: &mut Fields) -> Result<bool, ApiError> {
     Ok(has_usage)
 }
 
-/// Tokens that a text may have after its prompt.
-fn room(form: Form, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, ApiError> {
-    let fields = match form {
-        Form::Completion => ["prompt", "max_tokens"],
-        Form::Chat => ["messages", "max_completion_tokens"],
+/// Tokens that a text may have after its prompt. `(of_length, asked)` is the request's field for them.
+fn room(
+    form: Form,
+    prompt: usize,
+    (of_length, asked): (&str, Option<usize>),
+    context: usize,
+) -> Result<usize, ApiError> {
+    let of_prompt = match form {
+        Form::Completion => "prompt",
+        Form::Chat => "messages",
     };
-    let too_long = |new: usize| ApiError::too_long(fields, prompt, new, context);
+    let too_long = |new: usize| ApiError::too_long([of_prompt, of_length], prompt, new, context);
     let room = context.checked_sub(prompt).ok_or_else(|| too_long(asked.unwrap_or(0)))?;
     match asked {
         Some(asked) if asked > room => Err(too_long(asked)),
