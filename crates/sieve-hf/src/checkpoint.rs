@@ -177,17 +177,19 @@ impl Checkpoint {
     }
 
     /// As [`write`](Self::write), of weights that `read` returns for each index of `headers`, so that only one tensor
-    /// is in memory at a time. `texts` are recipe and tokenizer.
+    /// is in memory at a time. `texts` are recipe and tokenizer; `beside` writes further files into the folder.
     pub(crate) fn write_model(
         folder: &Path,
         state: CheckpointState,
         texts: [&str; 2],
         headers: &[TensorHeader],
         read: impl FnMut(usize) -> Result<Bytes, CheckpointError>,
+        beside: impl FnOnce(&Path) -> Result<(), CheckpointError>,
     ) -> Result<PathBuf, CheckpointError> {
         Self::write_by(folder, state, |step| {
             let partial = partial(folder, step);
             let mut checksums = write_texts(&partial, texts)?;
+            beside(&partial)?;
             let name = TensorFiles::name(MODEL, 0, 1);
             let sum = stream_tensor_file(&partial.join(&name), headers, Some(of_step(step)), read)?;
             checksums.insert(name, sum);

@@ -111,6 +111,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let card = card::Card {
         checkpoint,
         recipe: &recipe,
+        stages: checkpoint.trained_stages()?,
         shape: &shape,
         architecture,
         options,

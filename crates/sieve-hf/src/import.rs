@@ -134,14 +134,17 @@ pub fn import<B: Backend>(
     let recipe_toml = recipe.to_toml().map_err(CheckpointError::bad_recipe(&from.join("config.json")))?;
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
     let state = CheckpointState::untrained(shape.vocab_size);
-    let path = Checkpoint::write_model(out, state, [&recipe_toml, &tokenizer_json], &headers, |n| {
+    let read = |n: usize| {
         let name = &headers[n].name;
         let data = new.remove(name).map_or_else(|| found.read(name), Ok)?;
         Ok(data.bytes)
-    })?;
+    };
     // Beside the tokenizer, where a later export of the trained model finds them.
-    tokenizer_files::copy(from, &path)?;
-    write_synced(&path.join(tokenizer_files::GENERATION), generation.to_string().as_bytes())?;
+    let beside = |folder: &Path| -> Result<(), CheckpointError> {
+        tokenizer_files::copy(from, folder)?;
+        Ok(write_synced(&folder.join(tokenizer_files::GENERATION), generation.to_string().as_bytes())?)
+    };
+    let path = Checkpoint::write_model(out, state, [&recipe_toml, &tokenizer_json], &headers, read, beside)?;
     Ok(ImportReport {
         path,
         num_parameters: shape.parameters().total(),

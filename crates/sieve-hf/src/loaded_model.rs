@@ -222,6 +222,23 @@ impl Checkpoint {
         is_so && ChatTemplate::of_checkpoint(self, recipe).is_ok_and(|found| found.is_some())
     }
 
+    /// The recipe with all its stages.
+    fn whole_recipe(&self) -> Result<Recipe, CheckpointError> {
+        let path = self.path.join("config.toml");
+        let text = self.recipe_toml()?;
+        Recipe::load(&text, &path.shown().to_string(), &[]).map_err(CheckpointError::bad_recipe(&path))
+    }
+
+    /// The stages that the weights were trained in, each as a recipe of its own; none before the first step.
+    ///
+    /// # Errors
+    /// A recipe that cannot be read.
+    pub(crate) fn trained_stages(&self) -> Result<Vec<Recipe>, CheckpointError> {
+        let recipe = self.whole_recipe()?;
+        let stages = recipe.stages().into_iter().filter(|stage| (stage.steps.start as u64) < self.state.step);
+        Ok(stages.map(|stage| recipe.at_stage(&stage)).collect())
+    }
+
     /// The recipe at the stage that the weights come from, and the sizes of its model.
     ///
     /// # Errors
@@ -229,8 +246,7 @@ impl Checkpoint {
     pub fn recipe_and_shape(&self) -> Result<(Recipe, ModelShape), CheckpointError> {
         let path = self.path.join("config.toml");
         let bad_recipe = CheckpointError::bad_recipe(&path);
-        let text = self.recipe_toml()?;
-        let recipe = Recipe::load(&text, &path.shown().to_string(), &[]).map_err(&bad_recipe)?;
+        let recipe = self.whole_recipe()?;
         let recipe = recipe.at_stage(&recipe.stage_of_state(self.state.step as usize));
         let rows = self.state.vocab_size;
         let shape = recipe.model_shape(rows).map_err(bad_recipe)?;

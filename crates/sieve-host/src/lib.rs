@@ -17,6 +17,7 @@ pub mod stopped;
 pub mod hub;
 pub mod interrupt;
 pub mod on_event;
+pub mod once;
 pub mod text_files;
 
 pub mod device;

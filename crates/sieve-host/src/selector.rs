@@ -5,7 +5,7 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_core::{ModelShape, attention_label};
-use sieve_infer::{LayerPath, Selection};
+use sieve_infer::{LayerPath, Selection, SelectionTotals};
 use sieve_select::{LayerSelectors, Selector};
 
 /// Help text of `--selector`.
@@ -121,6 +121,17 @@ pub fn report(selection: &Selection, object: &mut Value) {
     object["paths"] = json!(selection.paths());
 }
 
+/// How many calls of attention a selector left dense, and why; `None` if none.
+pub fn dense_calls(totals: &SelectionTotals) -> Option<String> {
+    let SelectionTotals { dense_calls, calls, .. } = totals;
+    (*dense_calls > 0).then(|| {
+        format!(
+            "{dense_calls} of {calls} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method \
+             keeps everything)"
+        )
+    })
+}
+
 /// Lines about what a selector computed and on which device.
 pub fn summary(selection: &Selection) -> String {
     let totals = selection.totals();
@@ -142,13 +153,7 @@ pub fn summary(selection: &Selection) -> String {
             totals.seconds, totals.select_seconds
         );
     }
-    if totals.dense_calls > 0 {
-        text += &format!(
-            "; {} of {} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method keeps \
-             everything)",
-            totals.dense_calls, totals.calls
-        );
-    }
+    text.extend(dense_calls(&totals).map(|words| format!("; {words}")));
     if totals.nan_lists > 0 {
         text += &format!("; {} heads ran dense because a score was NaN", totals.nan_lists);
     }

@@ -176,7 +176,8 @@ mod tests {
         for (prompt, new, context, words) in [
             (1, 1, 1, "a prompt of 1 token and 1 new one | context of 1 | use a model with a longer context"),
             (2, 5, 2, "a prompt of 2 tokens and 5 new ones | to at most 1 token"),
-            (9, 5, 8, "to at most 7 tokens"),
+            (9, 5, 8, "to at most 3 tokens"),
+            (8, 8, 8, "to at most 7 tokens, and ask for fewer new ones"),
             (7, 5, 8, "ask for at most 1 new token, or"),
             (6, 5, 8, "ask for at most 2 new tokens, or"),
         ] {

@@ -194,7 +194,8 @@ impl<B: TrainBackend> Optimizer<B> {
     }
 
     /// `1 - beta^n` of both moments, where n is the number of the parameter's own updates: all of the optimizer's but
-    /// `updates_before`.
+    /// `updates_before`. Skipped ones count, because the device alone knows of them in time: where the first steps of
+    /// a run are skipped, its first updates are smaller than Adam's.
     fn bias_corrections(&self, updates_before: u64) -> [f64; 2] {
         let power = self.num_updates.saturating_sub(updates_before).min(i32::MAX as u64) as i32;
         [self.settings.beta1, self.settings.beta2].map(|beta| 1.0 - beta.powi(power))

@@ -68,7 +68,7 @@ fn nan_of_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// A step that was skipped: it changed neither weights nor moments.
+/// A step that was skipped: it changed neither weights nor moments, and counts as an update of the optimizer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SkippedStep {
     /// Number of the skipped step.

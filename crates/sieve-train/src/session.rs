@@ -405,11 +405,12 @@ impl Session {
         } else {
             format!("has all {wanted} steps")
         };
-        let why = format!(
-            "nothing to do: {path} {has}\n  \
-             to continue: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
-            2 * step
-        );
+        let how = if self.recipe.stage.is_empty() {
+            format!("--resume --extend {}, with a learning-rate schedule of its own for the new steps", 2 * step)
+        } else {
+            "add a [[stage]] with the new steps to the recipe".to_owned()
+        };
+        let why = format!("nothing to do: {path} {has}\n  to continue: {how}");
         let writes = self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
         if writes && matches!(self.start, Start::Resume | Start::ResumeAlone { .. }) {
             // A kill right after the last checkpoint was written leaves older ones to delete.

@@ -308,14 +308,15 @@ impl<'a> Documents<'a> {
             } else if hash.is_some_and(|hash| self.seen.contains(&hash)) {
                 report.num_duplicates += 1;
             } else {
-                if let Some(hash) = hash {
-                    self.seen.insert(hash);
-                    self.newly_seen.push(hash);
-                }
                 let num_bytes = report.num_bytes + text.len() as u64;
                 if num_bytes > config.max_bytes.unwrap_or(u64::MAX) {
                     report.reached_max_bytes = true;
                     return Ok(None);
+                }
+                // A document beyond the limit is not taken, so another source may have it.
+                if let Some(hash) = hash {
+                    self.seen.insert(hash);
+                    self.newly_seen.push(hash);
                 }
                 report.num_documents += 1;
                 report.num_bytes = num_bytes;

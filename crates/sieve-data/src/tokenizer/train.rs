@@ -104,7 +104,8 @@ impl Tokenizer {
 
 /// Chunks of a corpus's documents, which a tokenizer is trained on.
 fn sample(corpus: &Corpus, config: BpeConfig) -> Result<Vec<String>, DataError> {
-    let share = config.sample_bytes as f64 / corpus.max_text_bytes().max(1) as f64;
+    // Other columns of a table are no text.
+    let share = config.sample_bytes as f64 / corpus.text_bytes().max(1) as f64;
     let mut sample = Vec::new();
     let mut free_bytes = config.sample_bytes;
     for document in corpus.documents() {

@@ -13,7 +13,10 @@ pub(super) const CARD: &str = "README.md";
 /// What a card is written from.
 pub(super) struct Card<'a> {
     pub(super) checkpoint: &'a Checkpoint,
+    /// As its last stage has it.
     pub(super) recipe: &'a Recipe,
+    /// The stages up to the checkpoint, each as a recipe of its own.
+    pub(super) stages: Vec<Recipe>,
     pub(super) shape: &'a ModelShape,
     pub(super) architecture: Architecture,
     pub(super) options: &'a ExportOptions,
@@ -48,7 +51,7 @@ impl Card<'_> {
         if self.architecture == Architecture::Sieve {
             yaml.push_str("- custom_code\n");
         }
-        let named = self.recipe.data.paths.iter().filter_map(|path| path.strip_prefix("hf://datasets/"));
+        let named = self.paths().into_iter().filter_map(|path| path.strip_prefix("hf://datasets/"));
         let mut names: Vec<String> = named
             .map(|path| path.split('/').take(2).collect::<Vec<_>>().join("/"))
             .map(|name| name.split('@').next().unwrap_or_default().to_owned())
@@ -92,13 +95,23 @@ impl Card<'_> {
 
     /// The lengths of training rows in the order of the stages.
     fn row_lengths(&self) -> String {
-        let mut lengths: Vec<String> =
-            self.recipe.stages().iter().map(|stage| stage.section.seq_len.to_string()).collect();
+        let mut lengths: Vec<String> = self.stages.iter().map(|stage| stage.training.seq_len.to_string()).collect();
         lengths.dedup();
         lengths.join(", then ")
     }
 
-    /// The texts of the recipe. Of a local file the name alone: the folders are no business of a published page.
+    /// The texts of all stages up to the checkpoint, each once.
+    fn paths(&self) -> Vec<&String> {
+        let mut all: Vec<&String> = Vec::new();
+        for path in self.stages.iter().flat_map(|stage| &stage.data.paths) {
+            if !all.contains(&path) {
+                all.push(path);
+            }
+        }
+        all
+    }
+
+    /// The texts that were trained on. Of a local file the name alone: the folders are no business of a published page.
     fn data(&self) -> String {
         let name = |path: &String| {
             if path.starts_with("hf://") {
@@ -107,7 +120,7 @@ impl Card<'_> {
                 format!("`{}`", path.rsplit('/').next().unwrap_or(path))
             }
         };
-        let names: Vec<_> = self.recipe.data.paths.iter().map(name).collect();
+        let names: Vec<_> = self.paths().into_iter().map(name).collect();
         if names.is_empty() { "generated".to_owned() } else { names.join(", ").replace('|', "\\|") }
     }
 
@@ -210,7 +223,7 @@ impl Card<'_> {
         let ties = "- Of keys with equal scores the class keeps whichever `torch.topk` returns: logits differ from \
                     Sieve's by some tenths beyond `keep_window_size` tokens.\n";
         // What an imported model was trained on is not known here.
-        let longest = self.recipe.stages().iter().map(|stage| stage.section.seq_len).max();
+        let longest = self.stages.iter().map(|stage| stage.training.seq_len).max();
         let rows = longest
             .filter(|_| self.checkpoint.state.step > 0)
             .map(|longest| format!("- Sieve trained it on no text longer than {longest} tokens.\n"));

@@ -161,7 +161,8 @@ pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), CheckpointError> {
         fs::create_dir_all(&folder).map_err(CheckpointError::io("creating", &folder))?;
     }
     for (name, text) in more {
-        write_synced(&folder.join(name).with_extension(TEMPLATE_ENDING), text.as_bytes())?;
+        // A name may have dots.
+        write_synced(&folder.join(format!("{name}.{TEMPLATE_ENDING}")), text.as_bytes())?;
     }
     Ok(())
 }

@@ -41,6 +41,10 @@ pub fn extrapolation<B: DeviceBackend>(
     let first = contexts.first().copied().unwrap_or(0);
     let stride = longest;
     check(longest, stride, model.shape().max_seq_len)?;
+    if let Some(shorter) = contexts.iter().find(|&&context| context < first.max(1)) {
+        let what = format!("a context of {shorter} tokens is shorter than the first one, of {first}");
+        return Err(InferError::refused(what, "begin with the shortest context, of a token at least"));
+    }
     let mut pieces: Vec<Vec<u32>> = Vec::new();
     let (mut num_documents, mut longest_document) = (0, 0);
     for document in documents {

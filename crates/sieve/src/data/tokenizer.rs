@@ -1,7 +1,7 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
 use crate::recipe::RecipeArgs;
 use anyhow::{Context, Result};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use sieve_core::ShownPath;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_host::out_file::OutFile;
@@ -20,9 +20,10 @@ pub(crate) enum TokenizerCommand {
 
 /// Arguments of `sieve tokenizer train`.
 #[derive(Args, Debug)]
+#[command(group(ArgGroup::new("text").required(true).args(["recipe", "data"])))]
 pub(crate) struct TrainArgs {
     /// Train on the text of this recipe: a path, else a name in recipes/
-    #[arg(long, value_name = "FILE", required_unless_present = "data", conflicts_with = "data")]
+    #[arg(long, value_name = "FILE")]
     recipe: Option<String>,
     /// Override a key of the recipe; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", conflicts_with = "data")]
@@ -110,7 +111,9 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
 /// The command that uses the tokenizer; `None` for a recipe that came through a pipe.
 fn next(args: &TrainArgs) -> Option<String> {
     if let Some(recipe) = &args.recipe {
-        let train = RecipeArgs::new(recipe.clone(), args.overrides.clone()).train_command()?;
+        // The run reads this tokenizer, and trains none.
+        let others = args.overrides.iter().filter(|item| !item.starts_with("tokenizer."));
+        let train = RecipeArgs::new(recipe.clone(), others.cloned().collect()).train_command()?;
         let key = format!("tokenizer.path={}", args.out.to_string_lossy().replace('$', "$$"));
         return Some(format!("{train} --set {}", terminal::shell_word(&key)));
     }

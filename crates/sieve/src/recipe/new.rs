@@ -1,5 +1,6 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
+use super::useless::useless_settings;
 use crate::own_text::{OwnText, given_steps, gives_steps};
 use crate::shipped;
 use anyhow::{Context, Result, anyhow};
@@ -53,7 +54,7 @@ pub(crate) struct NewArgs {
     /// Set a key, for example training.steps=1000; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
-    /// Only the keys that differ from their defaults, instead of every key
+    /// Only the keys that were chosen for the size, the kind and the text, instead of every key
     #[arg(long)]
     short: bool,
     /// The recipe to write; the terminal when absent
@@ -137,6 +138,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             terminal::line(&terminal::next(&commands.collect::<Vec<_>>()));
         }
     }
+    useless_settings(&recipe).iter().for_each(|words| terminal::warning(words));
     // USUAL_TEXT is a name for a file that the user adds later, so it may be missing.
     if args.data != [USUAL_TEXT] {
         remark_on_missing("--data", &args.data);

@@ -11,6 +11,11 @@ use std::time::Duration;
 pub(super) fn describe(recipe: &Recipe, hardware: &str) -> String {
     let training = &recipe.training;
     let counted = |count: usize, noun| terminal::counted(count as u64, noun);
+    // Rows of stages have lines of their own.
+    if !recipe.stage.is_empty() {
+        let (steps, stages) = (counted(training.steps, "step"), counted(recipe.stage.len(), "stage"));
+        return format!("run: {steps} in {stages} on {hardware}");
+    }
     format!(
         "run: {} x {} x {} on {hardware}",
         counted(training.steps, "step"),

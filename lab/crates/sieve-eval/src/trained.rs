@@ -4,7 +4,7 @@ use crate::EvalError;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::kinds::BlockPairs;
-use sieve_core::{LayerPattern, ModelShape, attention_label};
+use sieve_core::{ModelShape, attention_label};
 use sieve_infer::dense_pairs;
 use sieve_infer::input::{check_windows, ids};
 use sieve_infer::pass::own_pass;
@@ -37,9 +37,16 @@ pub struct TrainedMeasure {
 
 /// One layer's attention in words: its kind and sizes, and whether it takes an earlier layer's choice.
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
-    let own = ModelShape { layers: LayerPattern::default(), ..shape.of_layer(layer) };
-    let others = if shape.is_shared_layer(layer) { ", with an earlier layer's choice" } else { "" };
-    attention_label(&own) + others
+    let own = shape.of_layer(layer);
+    // Its pattern has one entry for all layers.
+    let is_without = own.num_nope_layers() > 0;
+    let words = [
+        Some(own.attention.kind().name().to_owned()),
+        own.attention.as_kind().label(),
+        shape.is_shared_layer(layer).then(|| "with an earlier layer's choice".to_owned()),
+        is_without.then(|| "without RoPE".to_owned()),
+    ];
+    words.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 /// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are

@@ -150,14 +150,15 @@ fn capture_to<B: DeviceBackend>(
     };
     let tokens = tokenizer.encode(&text)?;
     let captured = out.write(|file| anyhow::Ok(sieve_bench::capture(&loaded, tokens, file, device)?))?;
-    let (step, out) = (loaded.state.step, out.shown());
+    let step = loaded.step().map_or(String::new(), |step| format!(" of step {step}"));
+    let out = out.shown();
     terminal::line(&match captured {
         Captured::Scores([rows, tokens]) => format!(
-            "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores \
+            "captured the scores of {tokens} tokens by {rows} KV heads{step} in {out}; use them with --scores \
              captured:{out}"
         ),
         Captured::Operands([tokens, heads, kv_heads]) => format!(
-            "captured q, k and v of {tokens} tokens, {heads} query and {kv_heads} KV heads of step {step} in {out}; \
+            "captured q, k and v of {tokens} tokens, {heads} query and {kv_heads} KV heads{step} in {out}; \
              use them with kernels bench --selectors --operands {out}"
         ),
     });

@@ -86,6 +86,15 @@ pub(crate) struct Began {
     pub(crate) fresh_optimizer: bool,
     #[serde(default)]
     pub(crate) drops: bool,
+    #[serde(default)]
+    state: BeganState,
+}
+
+/// What `origin.json` says of the checkpoint.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+struct BeganState {
+    #[serde(default)]
+    tokens_seen: u64,
 }
 
 fn not_logged() -> f64 {
@@ -291,7 +300,8 @@ impl Run {
         let (tokens, speed, tflops) =
             (self.column("tokens_seen"), self.column("tokens_per_second"), self.column("tflops"));
         let mut sums = Vec::with_capacity(self.steps.len());
-        let (mut seconds, mut flops, mut last_tokens) = (0.0, 0.0, 0.0);
+        // Tokens of the run that it began with took it no time.
+        let (mut seconds, mut flops, mut last_tokens) = (0.0, 0.0, self.began.state.tokens_seen as f64);
         for idx in 0..self.steps.len() {
             let at = |column: &[f64]| column.get(idx).copied().unwrap_or(f64::NAN);
             let elapsed = (at(tokens) - last_tokens) / at(speed);
@@ -458,6 +468,18 @@ pub(crate) mod tests {
         let metrics = metrics.replace(",\n\"", ",\"");
         fs::write(folder.path().join(METRICS), metrics).unwrap();
         folder
+    }
+
+    #[test]
+    fn tokens_of_the_run_before_took_a_branch_no_time() {
+        let log = r#"{"kind":"step","step":65,"num_steps":70,"loss":2.0,"tokens_seen":3300,"tokens_per_second":100.0}
+{"kind":"step","step":70,"num_steps":70,"loss":2.0,"tokens_seen":3600,"tokens_per_second":300.0}"#;
+        let folder = folder("", log);
+        let seconds = |folder: &Path| Run::open(folder, None).unwrap().sums().last().unwrap()[1];
+        assert_eq!(seconds(folder.path()), 33.0 + 1.0);
+        let began = r#"{"checkpoint":"x","is_branch":true,"state":{"step":60,"tokens_seen":3000}}"#;
+        std::fs::write(folder.path().join("origin.json"), began).unwrap();
+        assert_eq!(seconds(folder.path()), 3.0 + 1.0);
     }
 
     #[test]

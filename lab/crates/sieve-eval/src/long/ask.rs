@@ -6,7 +6,7 @@ use crate::EvalError;
 use crate::needle::rank;
 use serde::Serialize;
 use sieve_infer::input::check_length;
-use sieve_infer::{Greedy, LayerPath, Selection, StopTexts, TaskModel, TextsWithEndings};
+use sieve_infer::{Greedy, LayerPath, Selection, SelectionTotals, StopTexts, TaskModel, TextsWithEndings};
 use sieve_ops::DeviceBackend;
 
 /// Depths are grouped into this many equal ranges.
@@ -76,6 +76,8 @@ pub struct LongReport {
     pub selector: Option<String>,
     /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
+    /// What the selector computed; absent for the model's own attention.
+    pub selection: Option<SelectionTotals>,
     /// The report of each task.
     pub tasks: Vec<LongTaskReport>,
 }

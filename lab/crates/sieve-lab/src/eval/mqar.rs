@@ -12,6 +12,7 @@ use sieve_hf::{Kept, LoadedModel};
 use sieve_host::evaluation::{output, so_far};
 use sieve_host::line_chart::{self, Axis, Curve, Plot};
 use sieve_host::loaded::{PlaceArgs, on_device};
+use sieve_host::once::once;
 use sieve_host::out_file::PictureFile;
 use sieve_host::{loaded, terminal};
 use sieve_ops::DeviceBackend;
@@ -226,14 +227,8 @@ fn sample_kinds(args: &MqarArgs, trained: Option<&MqarSection>, model_vocab_size
     if !args.kinds.is_empty() {
         // MQAR needs an even vocabulary: half of it are keys, half values. Without [data] mqar it is the model's.
         let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
-        for (at, kind) in args.kinds.iter().enumerate() {
-            let (seq_len, num_pairs) = kind;
-            if args.kinds[..at].contains(kind) {
-                bail!(
-                    "--kinds names {seq_len}:{num_pairs} twice, whose questions would count twice\n  \
-                     hint: once is enough"
-                );
-            }
+        once("--kinds", &args.kinds.iter().map(|(len, pairs)| format!("{len}:{pairs}")).collect::<Vec<_>>())?;
+        for (seq_len, num_pairs) in &args.kinds {
             if *seq_len >= vocab_size {
                 bail!(
                     "--kinds {seq_len}:{num_pairs}: samples of {seq_len} tokens need a vocabulary of more, and it has \

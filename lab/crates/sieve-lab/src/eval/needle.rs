@@ -23,6 +23,8 @@ const COMMAND: &str = "needle";
 
 /// Lengths of a grid at most; the same limit for depths.
 const MOST_STEPS: usize = 1000;
+/// Lengths and depths where neither they nor `--grid` are given.
+const USUAL_STEPS: usize = 35;
 /// A mean rank this many standard errors from a guess's is called better or worse than chance.
 const CLEAR_SIGMAS: f64 = 3.0;
 /// Needles of all lengths and depths together, at most.
@@ -44,9 +46,9 @@ pub struct NeedleArgs {
     /// Percent of the haystack before the needle; --grid even steps from 0 to 100 when absent
     #[arg(long, value_delimiter = ',', value_name = "P,…", allow_negative_numbers = true)]
     depths: Vec<f64>,
-    /// Number of lengths, and of depths, if they are not listed
-    #[arg(long, default_value_t = 35, value_name = "N")]
-    grid: usize,
+    /// Number of lengths, and of depths, if they are not listed; 35 when absent
+    #[arg(long, value_name = "N")]
+    grid: Option<usize>,
     /// Needles of each length and depth; 1 when absent, 16 with --phases
     #[arg(long, value_name = "N")]
     needles: Option<usize>,
@@ -77,8 +79,12 @@ pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     if args.lengths.contains(&0) {
         bail!("--lengths must be positive\n  hint: a sample also has to be longer than --buffer");
     }
-    if !(1..=MOST_STEPS).contains(&args.grid) {
-        bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
+    let grid = args.grid.unwrap_or(USUAL_STEPS);
+    if args.grid.is_some() && !args.lengths.is_empty() && !args.depths.is_empty() {
+        bail!("--grid has no effect beside --lengths and --depths\n  hint: leave one of them out");
+    }
+    if !(1..=MOST_STEPS).contains(&grid) {
+        bail!("--grid is {grid}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths");
     }
     let command = if args.phases.is_some() { by_phase::COMMAND } else { COMMAND };
     args.result.check(&args.checkpoint, command, args.plot.is_some())?;
@@ -170,16 +176,17 @@ fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
 
 /// Lengths and depths: the listed ones, or `--grid` even steps.
 fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
+    let grid = args.grid.unwrap_or(USUAL_STEPS);
     let mut lengths = args.lengths.clone();
     if lengths.is_empty() {
         // The shortest text is twice the buffer, so half of it is haystack.
-        let first = args.buffer.saturating_mul(2).max(context / args.grid).min(context);
-        let even = linear_grid(first as f64, context as f64, args.grid);
+        let first = args.buffer.saturating_mul(2).max(context / grid).min(context);
+        let even = linear_grid(first as f64, context as f64, grid);
         lengths = even.iter().map(|x| x.round() as usize).collect();
     }
     let mut depths = args.depths.clone();
     if depths.is_empty() {
-        depths = linear_grid(0.0, 100.0, args.grid);
+        depths = linear_grid(0.0, 100.0, grid);
     }
     let num_needles = args.needles.unwrap_or(1);
     let config = NeedleConfig { lengths, depths, num_needles, buffer: args.buffer, seed: args.seed }.sorted();

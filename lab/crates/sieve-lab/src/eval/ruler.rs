@@ -13,6 +13,7 @@ use sieve_eval::{
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_host::evaluation::{output, so_far, text};
 use sieve_host::loaded::{PlaceArgs, on_device};
+use sieve_host::once::once;
 use sieve_host::out_file::{OutFile, PictureFile};
 use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{Selection, TaskModel};
@@ -131,6 +132,7 @@ impl SourceArgs {
 
     /// The named tasks. Without names: RULER's thirteen, but `qa_1` and `qa_2` only if their file is given.
     pub(crate) fn tasks(&self, names: &[String]) -> Result<Vec<LongTask>> {
+        once("--tasks", names)?;
         let mut chosen: Vec<&str> = names.iter().map(String::as_str).collect();
         if chosen.is_empty() {
             let has = |name: &&&str| match **name {
@@ -275,7 +277,9 @@ fn ask<B: DeviceBackend>(
                 tasks.push(report);
             }
         }
-        reports.push(LongReport { selector, paths: selection.map_or(Vec::new(), |counted| counted.paths()), tasks });
+        let paths = selection.as_ref().map_or(Vec::new(), Selection::paths);
+        let totals = selection.as_ref().map(Selection::totals);
+        reports.push(LongReport { selector, paths, selection: totals, tasks });
     }
     Ok((reports, lines))
 }
@@ -335,6 +339,9 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
         }
         if !report.paths.is_empty() {
             terminal::line(&selector::paths(&report.paths));
+        }
+        if let Some(words) = report.selection.as_ref().and_then(selector::dense_calls) {
+            terminal::line(&words);
         }
     }
     for path in args.samples_file.iter().chain(args.plot.as_deref()) {

@@ -18,6 +18,7 @@ use sieve_hf::Kept;
 use sieve_host::evaluation::{output, so_far, text};
 use sieve_host::line_chart::Curve;
 use sieve_host::loaded::on_device;
+use sieve_host::once::once;
 use sieve_host::out_file::{PictureFile, write_text};
 use sieve_host::{hub, loaded, selector, terminal};
 use sieve_infer::{InferError, Selection};
@@ -39,6 +40,10 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
+    let lengths = args.lengths.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let compared = args.compare.iter().map(|path| path.shown().to_string()).collect::<Vec<_>>();
+    once("--lengths", &lengths)?;
+    once("--compare", &compared)?;
     args.result.check(&args.checkpoint, COMMAND, args.draws())?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);

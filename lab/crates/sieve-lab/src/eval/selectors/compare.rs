@@ -14,8 +14,8 @@ use std::path::PathBuf;
 pub(super) struct Trained {
     /// Folder of the model's checkpoint.
     pub(super) checkpoint: String,
-    /// Optimizer step of the checkpoint.
-    pub(super) step: u64,
+    /// Optimizer step of the checkpoint, if its folder says it.
+    pub(super) step: Option<u64>,
     #[serde(flatten)]
     pub(super) measure: TrainedMeasure,
 }
@@ -65,7 +65,7 @@ pub(super) fn measure<B: DeviceBackend>(
         .map(|loaded| {
             let measure = measure_trained(&loaded.model, windows, device)
                 .with_context(|| format!("--compare {}", loaded.path.shown()))?;
-            Ok(Trained { checkpoint: loaded.path.to_string_lossy().into_owned(), step: loaded.state.step, measure })
+            Ok(Trained { checkpoint: loaded.path.to_string_lossy().into_owned(), step: loaded.step(), measure })
         })
         .collect()
 }

@@ -61,7 +61,7 @@ pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &
     let width = run.labels.iter().map(String::len).fold(15, usize::max);
     for &length in &args.lengths {
         let of_length = rows.iter().filter(|row| row.measure.num_tokens == length);
-        print_selectors(length, width, &of_length.collect::<Vec<_>>());
+        print_selectors(length, width, &of_length.collect::<Vec<_>>(), run.loaded.shape.num_layers);
         let of_length = trained.iter().filter(|t| t.measure.num_tokens == length);
         let dense = rows.iter().find(|row| row.measure.num_tokens == length);
         let dense_loss = dense.map(|row| row.measure.dense_loss);
@@ -90,7 +90,7 @@ fn percent(x: Option<f64>) -> String {
 }
 
 /// Prints the table of one length, with names `width` letters wide, and on which device each selector ran.
-fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
+fn print_selectors(length: usize, width: usize, rows: &[&Row], num_layers: usize) {
     let Some(Row { measure: first, .. }) = rows.first() else {
         return;
     };
@@ -134,12 +134,12 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         ));
     }
     terminal::lines(notes(rows));
-    print_devices(rows);
+    print_devices(rows, num_layers);
 }
 
 /// Says on which device each selector chose and attended, and what it copied to the CPU. Selectors with the same path
 /// share a line.
-fn print_devices(rows: &[&Row]) {
+fn print_devices(rows: &[&Row], num_layers: usize) {
     let (on_cpu, others): (Vec<&&Row>, Vec<&&Row>) = rows.iter().partition(|row| is_on_cpu(&row.measure));
     let mut printed = Vec::new();
     for Row { label, measure } in others {
@@ -157,7 +157,7 @@ fn print_devices(rows: &[&Row]) {
     if !on_cpu.is_empty() {
         let which = if on_cpu.len() == rows.len() { "all of these" } else { "the others" };
         let layers = match on_cpu[0].measure.paths.as_slice() {
-            [_] => "every layer".to_owned(),
+            [all] if all.first == 0 && all.last + 1 == num_layers => "every layer".to_owned(),
             paths => selector::layers(paths.iter()),
         };
         terminal::line(&format!("{which} chose and attended on the CPU in {layers}"));
@@ -174,7 +174,7 @@ fn is_on_cpu(measure: &SelectorMeasure) -> bool {
 /// Lines below the table of one length: whether no method left anything out, and how much times varied.
 fn notes(rows: &[&Row]) -> Vec<String> {
     let mut notes = Vec::new();
-    if rows.iter().all(|row| row.measure.tile_density == Some(1.0)) {
+    if rows.iter().all(|row| row.measure.density >= 1.0) {
         notes.push(
             "no method left anything out at this length, so the rows do not describe them: give longer --lengths, or \
              settings that keep less"
@@ -210,7 +210,7 @@ fn print_trained(rows: &[&Trained], dense_loss: Option<f64>) {
     for row in rows {
         let m = &row.measure;
         terminal::line(&format!(
-            "{:40} {:>8} {:>15} {:>11.2} {:>8.4} {:>9}   {} (step {})",
+            "{:40} {:>8} {:>15} {:>11.2} {:>8.4} {:>9}   {}{}",
             m.attention,
             percent(Some(m.density)),
             percent(Some(m.distinct_density)),
@@ -218,7 +218,7 @@ fn print_trained(rows: &[&Trained], dense_loss: Option<f64>) {
             m.loss,
             dense_loss.map_or("-".to_owned(), |dense| format!("{:.4}", m.loss - dense)),
             row.checkpoint,
-            row.step,
+            row.step.map_or(String::new(), |step| format!(" (step {step})")),
         ));
     }
 }
