@@ -126,8 +126,8 @@ pub fn dense_calls(totals: &SelectionTotals) -> Option<String> {
     let SelectionTotals { dense_calls, calls, .. } = totals;
     (*dense_calls > 0).then(|| {
         format!(
-            "{dense_calls} of {calls} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method \
-             keeps everything)"
+            "{dense_calls} of {calls} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the \
+             method keeps everything)"
         )
     })
 }
