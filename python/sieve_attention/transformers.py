@@ -1,6 +1,8 @@
 """attn_implementation="sieve" in Hugging Face transformers, and Doge without its n x n masks."""
 
+import inspect
 import math
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -48,9 +50,12 @@ def attention_mask(**call: Any) -> torch.Tensor | None:
     # transformers 4 has the queries' positions in place of their number and offset.
     queries = call["q_length"] if "q_length" in call else len(call["cache_position"])
     padding = call.get("attention_mask")
+    offset = call.get("q_offset")
+    is_whole = queries == call["kv_length"] or (isinstance(offset, int) and offset == 0)
+    if is_whole and not _has_kernel(call, queries):
+        return sdpa_mask(**{**call, "allow_is_causal_skip": False})
     if queries == call["kv_length"]:
         return flash_attention_mask(**call)
-    offset = call.get("q_offset")
     if isinstance(offset, int) and offset == 0:
         whole = torch.ones(call["batch_size"], queries, dtype=torch.bool, device=call.get("device"))
         return whole if padding is None else padding[:, :queries].bool()
@@ -70,6 +75,35 @@ def attention_mask(**call: Any) -> torch.Tensor | None:
     return sdpa_mask(**{**call, "allow_is_causal_skip": False})
 
 
+# What kernels know by other arguments of the same call: windows, and the documents of packed rows.
+_KNOWN_MASKS = "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"
+
+
+def _has_kernel(call: dict[str, Any], queries: int) -> bool:
+    """Whether a whole row's mask is causal, but for what the kernels learn by other arguments."""
+    config = call.get("config")
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and call.get("local_size") == chunk and queries > chunk:
+        return False
+    if getattr(config, "model_type", None) == "doge":
+        # Its own forward adds scores to the mask, which must be there; patch_doge's reads padding and documents.
+        doge = sys.modules.get("transformers.models.doge.modeling_doge")
+        is_patched = getattr(getattr(doge, "DogeAttention", None), "forward", None)
+        return getattr(is_patched, "is_sieve", False) and getattr(config, "sliding_window", None) is None
+    # Where skips are allowed, nothing was added to the causal mask but a window or chunks.
+    return call.get("allow_is_causal_skip", False) or _is_known(call["mask_function"])
+
+
+def _is_known(mask: Any) -> bool:
+    """Whether a mask function of transformers is made of `_KNOWN_MASKS` alone, all of which must hold."""
+    name = mask.__qualname__.split(".")[0]
+    if name == "and_masks":
+        return all(map(_is_known, inspect.getclosurevars(mask).nonlocals["mask_functions"]))
+    if name == "remap_positions_for_packed_sequence":
+        return _is_known(inspect.getclosurevars(mask).nonlocals["mask_function"])
+    return name in _KNOWN_MASKS
+
+
 @_axes.known
 def attention_forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -81,7 +115,7 @@ def attention_forward(
     block_indices of MiniMax M3 (arXiv:2606.13392), `[batch, (choosers,) tokens, blocks]` in any order, -1 for none, are
     the blocks of `module.indexer.block_size` keys that each query sees. s_aux of gpt-oss, `[heads]`, are sinks.
     """
-    for setting in ("softcap", "sinks"):
+    for setting in ("softcap", "sinks", "position_bias"):
         if kwargs.get(setting) is not None:
             raise SieveError(f"attention: {setting} has no kernel\n  hint: attn_implementation='sdpa'")
     if dropout:
@@ -104,6 +138,7 @@ def attention_forward(
         has_own = chosen is None or getattr(module.indexer, "local_blocks", 0) > 0
         if has_own and not _autograd._tracks(query, key, value, sinks):
             q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling, "sinks": sinks}
+            settings["sinks"] = None if sinks is None else sinks.to(query.dtype)  # under autocast they are f32
             # torch.compile traces no operator that returns a list and writes to its inputs.
             may_write = not torch.compiler.is_compiling() and key.is_contiguous() and value.is_contiguous()
             if chosen is None and may_write:
@@ -292,7 +327,8 @@ def patch_doge() -> None:
         given = self, hidden_states, position_embeddings, attention_mask, cache
         if self.config._attn_implementation != "sieve":
             return own(*given, **kwargs)
-        if cache is not None and cache.get_seq_length(self.layer_idx):
+        has_own_mask = attention_mask is not None and attention_mask.dim() == 4  # a window, which this has no kernel for
+        if has_own_mask or (cache is not None and cache.get_seq_length(self.layer_idx)):
             return _doge_step(own, self.config, given, kwargs)
         if self.training and self.attention_dropout:
             raise SieveError("Doge: attention_dropout has no kernel\n  hint: set attention_dropout to 0 in the config")
@@ -309,7 +345,7 @@ def patch_doge() -> None:
         o = functional.expiring_attention(q.transpose(1, 2), k.transpose(1, 2), v, bias, selection, scale=self.scaling)
         return self.o_proj(o.flatten(2)), None
 
-    forward.is_sieve = True
+    forward.is_sieve, forward.own = True, own
     doge.DogeAttention.forward = forward
 
 

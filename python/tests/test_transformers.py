@@ -3,6 +3,7 @@
 import collections
 import copy
 import importlib
+import inspect
 import sys
 import types
 from pathlib import Path
@@ -506,3 +507,77 @@ def test_exports_decode_by_kernels(kind, padded, monkeypatch):
         got, expected = (x[row][real[row]].float() for x in logits_by_name)
         worst = ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
         assert worst < 0.1, f"row {row}: {worst}"
+
+
+def _mask_of(make, config, count=40, **more):
+    """What a model with attn_implementation="sieve" gets as the mask of two whole rows."""
+    integration.register()
+    config._attn_implementation = "sieve"
+    embeds = torch.zeros(2, count, 64, dtype=torch.bfloat16)
+    cache = {name: None for name in ("cache", "past_key_values") if name in inspect.signature(make).parameters}
+    return make(config=config, inputs_embeds=embeds, **cache, **{"attention_mask": None, **more})
+
+
+def test_what_a_mask_adds_to_causal_windows_and_documents_is_in_the_mask():
+    """Else a kernel, which knows windows and documents by other arguments, would read other keys without a word."""
+    masking = importlib.import_module("transformers.masking_utils")
+    llama = transformers.LlamaConfig(**SIZES)
+    positions = torch.cat([torch.arange(25), torch.arange(15)])[None].expand(2, -1)
+    blocks = torch.full((2, 40), -1).index_fill(1, torch.arange(3, 9), 0)
+    near = {"and_mask_function": lambda batch, head, q, kv: kv > q - 5}
+    ahead = {"or_mask_function": lambda batch, head, q, kv: kv < 4}
+    padding = {"attention_mask": torch.ones(2, 40).index_fill(1, torch.arange(6), 0)}
+    cases = [({}, 0), (padding, 2), ({"position_ids": positions}, 0), (near, 4), (ahead, 4)]
+    cases += [({"block_sequence_ids": blocks}, 4), ({**near, "position_ids": positions}, 4)]
+    for more, axes in cases:
+        mask = _mask_of(masking.create_causal_mask, llama, **more)
+        assert (0 if mask is None else mask.dim()) == axes, more
+        if axes == 4:
+            exact = masking.sdpa_mask(
+                batch_size=2, q_length=40, kv_length=40, attention_mask=None, allow_is_causal_skip=False,
+                mask_function=_function_of(masking, more),
+            )  # fmt: skip
+            assert "position_ids" in more or torch.equal(mask, exact), more
+    window = transformers.MistralConfig(**SIZES, sliding_window=9)
+    assert _mask_of(masking.create_sliding_window_causal_mask, window) is None
+    chunks = types.SimpleNamespace(attention_chunk_size=16, model_type="llama4_text", num_attention_heads=4)
+    for count, axes in ((16, 0), (17, 4), (40, 4)):
+        mask = _mask_of(masking.create_chunked_causal_mask, chunks, count)
+        assert (0 if mask is None else mask.dim()) == axes, count
+    if mask.dim() == 4:
+        assert not mask[0, 0, 16, 15] and mask[0, 0, 17, 16], "a chunk begins at 16"
+
+
+def _function_of(masking, more):
+    causal, arguments = masking.causal_mask_function, dict(more)
+    if "or_mask_function" in arguments:
+        return masking.or_masks(causal, arguments["or_mask_function"])
+    if "block_sequence_ids" in arguments:
+        return masking.or_masks(causal, masking.blockwise_overlay(arguments["block_sequence_ids"]))
+    return masking.and_masks(causal, arguments["and_mask_function"])
+
+
+def test_doge_without_its_forward_has_a_causal_mask():
+    doge = importlib.import_module("transformers.models.doge.modeling_doge")
+    masking = importlib.import_module("transformers.masking_utils")
+    config = transformers.DogeConfig(**SIZES)
+    own = doge.DogeAttention.forward
+    forward = getattr(own, "own", own)
+    try:
+        doge.DogeAttention.forward = forward
+        mask = _mask_of(masking.create_causal_mask, config, allow_is_causal_skip=False)
+        assert mask.dim() == 4 and not mask[0, 0, 3, 4]
+        integration.patch_doge()
+        assert _mask_of(masking.create_causal_mask, config, allow_is_causal_skip=False) is None
+        config.sliding_window = 9
+        make = masking.create_sliding_window_causal_mask
+        assert _mask_of(make, config, allow_is_causal_skip=False).dim() == 4
+    finally:
+        doge.DogeAttention.forward = own
+
+
+def test_a_bias_of_positions_is_refused():
+    q = torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16)
+    module = types.SimpleNamespace(is_causal=True)
+    with pytest.raises(integration.SieveError, match="position_bias has no kernel"):
+        integration.attention_forward(module, q, q, q, None, position_bias=torch.zeros(1, 2, 4, 4))

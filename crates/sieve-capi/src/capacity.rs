@@ -31,6 +31,11 @@ impl Capacity {
         };
         let input = request.tensors.iter().position(|tensor| tensor.name == "k_cache")?;
         let keys = *request.tensors[input].shape.get(KEYS_AXIS)?;
+        // Caches of different sizes are refused as they are: rounded, they would look alike.
+        let mut caches = request.tensors.iter().filter(|tensor| tensor.name.ends_with("_cache"));
+        if caches.any(|cache| cache.shape.get(KEYS_AXIS) != Some(&keys)) {
+            return None;
+        }
         let keys = keys.max(1).checked_next_multiple_of(PLANNED_KEYS)?;
         let mut capacity = Self { input, keys, words: Vec::new() };
         capacity.resize(request, keys);

@@ -52,7 +52,7 @@ const fn flag(commands: &'static [&'static str], names: &'static [&'static str],
 }
 
 /// Flags of other programs, mostly trainers, and the hint for each.
-const FLAGS: [Flag; 66] = [
+const FLAGS: [Flag; 67] = [
     flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
     flag(
         OF_RECIPES,
@@ -210,9 +210,10 @@ const FLAGS: [Flag; 66] = [
     ),
     flag(
         &["serve"],
-        &["ssl-certfile", "ssl-keyfile", "ssl", "tls", "cors", "allowed-origins", "root-path"],
+        &["ssl-certfile", "ssl-keyfile", "ssl", "tls", "root-path"],
         "leave it out: put a proxy with TLS in front of the server",
     ),
+    flag(&["serve"], &["cors", "allowed-origins", "cors-origins"], "--allow-origin {:ORIGIN}"),
     flag(
         &["serve"],
         &[
@@ -249,7 +250,11 @@ const FLAGS: [Flag; 66] = [
         &["threads", "num-threads"],
         "RAYON_NUM_THREADS={:N} in the environment; all cores are used without it",
     ),
-    flag(&["serve"], &["reload", "debug", "log-level"], "leave it out: no request is logged; /metrics has counters"),
+    flag(
+        &["serve"],
+        &["reload", "debug", "log-level"],
+        "leave it out: --log-requests prints a line for each request; /metrics has counters",
+    ),
     flag(OF_MODELS, &["trust-remote-code"], "leave it out: no code of a model is run"),
     flag(
         &["serve"],

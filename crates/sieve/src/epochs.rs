@@ -88,7 +88,8 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     if sources.is_empty() { Some(vec![text(dir.shown().to_string(), &meta.train)]) } else { Some(sources) }
 }
 
-/// Epochs estimated from the size of the text files and their first documents; `None` if they are not on this machine.
+/// Epochs of `data.paths`, estimated from the size of the files and their first documents; `None` if they are not on this
+/// machine, or every stage has a text of its own.
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let no_checkpoint = None;
@@ -100,7 +101,10 @@ fn estimate(recipe: &Recipe) -> Option<f64> {
         None => Beginning::default(),
         tokenizer => Beginning::read(&corpus, tokenizer.as_ref()).ok()?,
     };
-    Some(recipe.num_tokens() as f64 / beginning.tokens_of(num_bytes).max(1.0))
+    let stages = recipe.stages().into_iter().map(|stage| stage.section).filter(|stage| stage.paths.is_none());
+    let tokens = stages.map(|stage| stage.steps as f64 * stage.global_batch_size as f64 * stage.seq_len as f64);
+    let tokens = Some(tokens.sum::<f64>()).filter(|tokens| *tokens > 0.0)?;
+    Some(tokens / beginning.tokens_of(num_bytes).max(1.0))
 }
 
 /// The lines about epochs, from the tokenised texts if `found`, else estimated.

@@ -110,6 +110,10 @@ impl Place {
                 nnodes - 1
             );
         }
+        anyhow::ensure!(
+            args.port.is_none(),
+            "--port is for processes of one host, and {nnodes} hosts take part\n  hint: --master HOST:PORT"
+        );
         let node_rank = match args.node_rank.or(number("PET_NODE_RANK")?) {
             Some(rank) => Some(rank),
             None => number("JOB_COMPLETION_INDEX")?,
@@ -194,7 +198,8 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
         }
         restarts += 1;
         terminal::note(&format!("start {restarts} of {} after a lost process, with --resume=auto", args.max_restarts));
-        command.retain(|word| !word.starts_with("--resume=") && word != "--resume");
+        // The run that was begun over goes on.
+        command.retain(|word| !word.starts_with("--resume=") && word != "--resume" && word != "--overwrite");
         command.push("--resume=auto".to_owned());
     }
 }
@@ -220,7 +225,11 @@ fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &Atomic
         }
     }
     let first = usize::from(place.node_rank) * usize::from(args.nproc);
-    wait(&mut ranks, first, asked)
+    let hint = match command.first().map(String::as_str) {
+        Some("train") => "the same command with --resume continues from the last checkpoint",
+        _ => "the same command starts again",
+    };
+    wait(&mut ranks, (first, hint), asked)
 }
 
 /// Starts the process `local_rank` of this host with torchrun's environment variables.
@@ -275,8 +284,8 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
 }
 
 /// Waits until all processes have ended. Forwards signals to them, and kills the rest some time after one has failed.
-/// Returns the exit codes. `first` is the rank of the first process.
-fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Option<i32>>> {
+/// Returns the exit codes. `first` is the rank of the first process, and `hint` says how to go on after a fault.
+fn wait(ranks: &mut [Rank], (first, hint): (usize, &str), asked: &AtomicUsize) -> Result<Vec<Option<i32>>> {
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
     let mut last_ended = Instant::now();
@@ -297,7 +306,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
                 continue;
             }
             failed.get_or_insert_with(Instant::now);
-            if let (false, Some(line)) = (is_printed, fault(first + number, &rank.child, status)) {
+            if let (false, Some(line)) = (is_printed, fault(first + number, &rank.child, status, hint)) {
                 is_printed = true;
                 terminal::note(&line);
             }
@@ -358,9 +367,8 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
 }
 
 /// The message about a process that ended without printing an error.
-fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
+fn fault(rank: usize, child: &Child, status: ExitStatus, hint: &str) -> Option<String> {
     let pid = child.id();
-    let hint = "  hint: the same command with --resume continues from the last checkpoint";
     #[cfg(unix)]
     {
         use std::os::unix::process::ExitStatusExt;
@@ -374,14 +382,14 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
                 _ => "",
             };
             return Some(format!(
-                "error: rank {rank} (pid {pid}) was ended by signal {signal}{who}; all ranks stop\n{hint}"
+                "error: rank {rank} (pid {pid}) was ended by signal {signal}{who}; all ranks stop\n  hint: {hint}"
             ));
         }
     }
     match status.code() {
         // The process has printed its own error.
         Some(1 | USAGE | INTERRUPTED) => None,
-        _ => Some(format!("error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n{hint}")),
+        _ => Some(format!("error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n  hint: {hint}")),
     }
 }
 

@@ -70,6 +70,22 @@ pub(crate) struct OutputArgs {
     log_file: Option<PathBuf>,
 }
 
+impl OutputArgs {
+    /// Adds these flags to the words of a command that `launch` starts, unless they say it themselves.
+    fn hand_on(&self, words: &mut Vec<String>) {
+        let has = |names: &[&str]| words.iter().any(|word| names.contains(&word.split('=').next().unwrap_or_default()));
+        let is_loud = has(&["-q", "--quiet", "-v", "--verbose"]);
+        let flags = [(self.quiet, "--quiet"), (self.verbose, "--verbose")]
+            .into_iter()
+            .filter(|(is_set, _)| *is_set && !is_loud);
+        let mut more: Vec<String> = flags.map(|(_, flag)| flag.to_owned()).collect();
+        if let Some(path) = self.log_file.as_ref().filter(|_| !has(&["--log-file"])) {
+            more.push(format!("--log-file={}", path.to_string_lossy()));
+        }
+        words.extend(more);
+    }
+}
+
 /// Place of the lab's commands in a list: behind a user's, before `help`.
 pub(crate) const LAST: usize = 900;
 
@@ -147,7 +163,7 @@ fn main() -> ExitCode {
     });
     let result = match open_output(&cli.output).and_then(|()| startup::check_variables()).map(|()| cli.command) {
         Err(error) => Err(error),
-        Ok(command) => run(command),
+        Ok(command) => run(command, &cli.output),
     };
     let exit = result.unwrap_or_else(|error| {
         terminal::print_error(&error);
@@ -167,11 +183,12 @@ fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
 }
 
 /// Runs a command. Those that use a trained model end with a line for each op that took its reference, not a kernel.
-fn run(command: Command) -> anyhow::Result<Exit> {
+fn run(command: Command, output: &OutputArgs) -> anyhow::Result<Exit> {
     let done = |result: anyhow::Result<()>| result.map(|()| Exit::Done);
     match command {
         Command::Train(args) => train::run(args),
-        Command::Launch(args) => {
+        Command::Launch(mut args) => {
+            output.hand_on(&mut args.command);
             // A bad command line is refused once here instead of by each process.
             let words = std::iter::once("sieve".to_owned()).chain(args.command.iter().cloned());
             let words: Vec<String> = words.collect();

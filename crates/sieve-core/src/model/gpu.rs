@@ -72,8 +72,7 @@ pub fn why_not(name: &str) -> String {
 }
 
 /// Parts of the names of GPUs without bf16 tensor cores.
-const BEFORE_AMPERE: &[&str] =
-    &["V100", "T4", "P100", "P40", "TITAN", "RTX 20", "2060", "2070", "2080", "GTX", "1080", "K80"];
+const BEFORE_AMPERE: &[&str] = &["V100", "T4", "P100", "P40", "TITAN", "2060", "2070", "2080", "GTX", "1080", "K80"];
 
 /// Peak dense bf16 rate of a GPU in FLOP/s, by the driver's name for it; `None` if the GPU is not in the list.
 pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {

@@ -222,7 +222,7 @@ pub(super) fn defaults(table: &mut Table) {
 }
 
 /// The table of a stage's own kind: `[attention]`, or a table in it that the stage's `kind` names.
-fn attention_of_stage<'t>(attention: &'t Table, stage: &Table) -> Option<&'t Table> {
+pub(super) fn attention_of_stage<'t>(attention: &'t Table, stage: &Table) -> Option<&'t Table> {
     match stage.get("kind").and_then(Value::as_str) {
         Some(name) if name != OWN_LAYER && attention.get("kind").and_then(Value::as_str) != Some(table_name(name)) => {
             attention.get(table_name(name))?.as_table()

@@ -52,7 +52,17 @@ impl Recipe {
                     for stage in stages.iter().filter_map(Value::as_table) {
                         comment(&mut text, which.words(section.doc));
                         text += &format!("[[{}]]\n", section.name);
-                        write_keys(&mut text, which, keys, stage, &of_stages);
+                        // Keys of `[attention]` follow from the table of the stage's own kind.
+                        let mut follows = of_stages.clone();
+                        let attention = table.get("attention").and_then(Value::as_table);
+                        let own = attention.and_then(|attention| resolve::attention_of_stage(attention, stage));
+                        for (name, names) in resolve::OF_ATTENTION {
+                            match names.iter().find_map(|key| own?.get(*key)) {
+                                Some(value) => follows.insert(name.to_owned(), value.clone()),
+                                None => follows.remove(name),
+                            };
+                        }
+                        write_keys(&mut text, which, keys, stage, &follows);
                         text.push('\n');
                     }
                 }

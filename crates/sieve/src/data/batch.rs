@@ -8,7 +8,7 @@ use sieve_data::{DataError, OnChange, Prepared};
 use sieve_hf::{NamedTensor, write_tensor_file};
 use sieve_host::out_file::OutFile;
 use sieve_host::terminal;
-use sieve_train::DataSource;
+use sieve_train::{DataSource, initial_checkpoint};
 use std::path::PathBuf;
 
 /// Arguments of `sieve data batch`.
@@ -49,7 +49,8 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
     let around = sieve_host::hub::surroundings();
-    let source = DataSource::open(&recipe, &around)?;
+    // A run that begins with a checkpoint reads the checkpoint's tokenizer.
+    let source = DataSource::with_tokenizer_of(initial_checkpoint(&recipe)?.as_ref(), &recipe, &around)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
     let resumed = None;

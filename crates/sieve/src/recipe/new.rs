@@ -11,6 +11,7 @@ use sieve_core::recipe::{
     vocab_size_for_text,
 };
 use sieve_core::{Recipe, ShownPath};
+use sieve_data::is_hub_model;
 use sieve_host::out_file::OutFile;
 use sieve_host::terminal;
 use sieve_host::text_files::remark_on_missing;
@@ -173,11 +174,17 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     let keys = own.map_or(Vec::new(), |own| {
         [own.keys_of_tokenizer(&recipe), own.keys_for_answers(&recipe, &args.overrides)].concat()
     });
-    if keys.is_empty() {
-        Ok(recipe)
+    let mut recipe = if keys.is_empty() {
+        recipe
     } else {
-        Ok(Recipe::load(&recipe.to_template()?, "the new recipe", &[keys, args.overrides.clone()].concat())?)
+        Recipe::load(&recipe.to_template()?, "the new recipe", &[keys, args.overrides.clone()].concat())?
+    };
+    // A path of --set starts from the current folder, and in a file from the file's.
+    if let Some(path) = recipe.model.initial_folder().filter(|path| !is_hub_model(Path::new(path))) {
+        let full = RecipeArgs::new(String::new(), args.overrides.clone()).in_full(path, None)?;
+        recipe.model.initial_weights = Some(full);
     }
+    Ok(recipe)
 }
 
 /// The recipe of the arguments' size with the keys `sets`, and with the steps that `own` is worth as a text.

@@ -353,7 +353,8 @@ fn profile<B: TrainBackend>(
     let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };
-    let steps = trainer.step()..recipe.training.steps as u64;
+    let last = process.args.stop_after.map_or(u64::MAX, |steps| trainer.step().saturating_add(steps));
+    let steps = trainer.step()..last.min(recipe.training.steps as u64);
     let size = (process.mesh.as_ref()).map_or(1, |mesh| mesh.world().size);
     let sizes = [size, recipe.parallelism.num_shards(size)];
     StepProfile::new(num_steps, steps, trainer.shape(), sizes, &gpu.name).map(Some)

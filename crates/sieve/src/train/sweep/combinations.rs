@@ -115,7 +115,10 @@ fn swept_keys(args: &TrainArgs) -> Result<Vec<(&str, Vec<String>)>> {
 fn changes_shards(key: &str) -> bool {
     let of_text = ["data.", "tokenizer.", "validation.paths"];
     let of_stage = [".paths", ".weights"];
-    of_text.iter().any(|begin| key.starts_with(begin)) || of_stage.iter().any(|end| key.ends_with(end))
+    // A run that begins with a checkpoint reads that one's tokenizer.
+    key == "model.initial_weights"
+        || of_text.iter().any(|begin| key.starts_with(begin))
+        || of_stage.iter().any(|end| key.ends_with(end))
 }
 
 /// `KEY=VALUE` of each key, for every combination of their values; the last key's values change fastest.
