@@ -15,6 +15,7 @@ use sieve_data::is_hub_model;
 use sieve_host::out_file::OutFile;
 use sieve_host::terminal;
 use sieve_host::text_files::remark_on_missing;
+use std::path::Path;
 
 /// Sizes for which the program holds recipes of all kinds.
 const SHIPPED_SIZES: [&str; 4] = ["80m", "200m", "680m", "1p7b"];
