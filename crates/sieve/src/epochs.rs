@@ -88,8 +88,8 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     if sources.is_empty() { Some(vec![text(dir.shown().to_string(), &meta.train)]) } else { Some(sources) }
 }
 
-/// Epochs of `data.paths`, estimated from the size of the files and their first documents; `None` if they are not on this
-/// machine, or every stage has a text of its own.
+/// Epochs of `data.paths`, estimated from the size of the files and their first documents; `None` if they are not on
+/// this machine, or every stage has a text of its own.
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let no_checkpoint = None;
