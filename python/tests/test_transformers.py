@@ -529,7 +529,8 @@ def test_what_a_mask_adds_to_causal_windows_and_documents_is_in_the_mask():
     padding = {"attention_mask": torch.ones(2, 40).index_fill(1, torch.arange(6), 0)}
     cases = [({}, 0), (padding, 2), ({"position_ids": positions}, 0), (near, 4), (ahead, 4)]
     cases += [({"block_sequence_ids": blocks}, 4), ({**near, "position_ids": positions}, 4)]
-    for more, axes in cases:
+    known = inspect.signature(masking.create_causal_mask).parameters  # earlier releases have fewer
+    for more, axes in ((more, axes) for more, axes in cases if all(name in known for name in more)):
         mask = _mask_of(masking.create_causal_mask, llama, **more)
         assert (0 if mask is None else mask.dim()) == axes, more
         if axes == 4:
@@ -560,6 +561,8 @@ def _function_of(masking, more):
 def test_doge_without_its_forward_has_a_causal_mask():
     doge = importlib.import_module("transformers.models.doge.modeling_doge")
     masking = importlib.import_module("transformers.masking_utils")
+    if "allow_is_causal_skip" not in inspect.signature(masking.create_causal_mask).parameters:
+        pytest.skip("its Doge asks for a mask in another way")
     config = transformers.DogeConfig(**SIZES)
     own = doge.DogeAttention.forward
     forward = getattr(own, "own", own)
