@@ -8,7 +8,8 @@ from conftest import DEVICE
 from parity import assert_close, random
 from test_transformers import count_runs
 
-from sieve_attention import definitions, layers
+from sieve_attention import definitions, functional, layers
+from sieve_attention._library import SieveError
 
 TOKENS = 24
 LAYERS = {
@@ -79,3 +80,15 @@ def test_a_step_under_compilation_writes_no_input_by_an_operator():
     assert (o - traced_o).norm() <= 0.02 * o.norm()
     for name, y in plain.tensors.items():
         assert torch.equal(y, traced.tensors[name]), name
+
+
+@pytest.mark.parametrize("with_new", [True, False])
+@pytest.mark.parametrize("sizes", [(128, 256), (256, 128), (100, 120)])
+def test_caches_of_different_capacity_are_refused(sizes, with_new):
+    """The kernels address both by one capacity: a smaller cache would be read and written outside."""
+    q, new = (random(1, 1, heads, 64, device=DEVICE, seed=1) for heads in (4, 2))
+    k_cache, v_cache = (random(1, 2, size, 64, device=DEVICE, seed=2) for size in sizes)
+    k, v = (new, new) if with_new else (None, None)
+    length = torch.full((1,), 3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(SieveError, match="cache"):
+        functional.decode(q, k, v, k_cache, v_cache, length)

@@ -148,6 +148,29 @@ fn a_plan_serves_caches_of_fewer_keys() {
     }
 }
 
+/// The kernels address all caches of a call by one capacity.
+#[test]
+fn caches_of_different_capacity_are_refused() {
+    let mut seen = 0;
+    for (call, tensors) in requests() {
+        let is_cache = |tensor: &Value| tensor["name"].as_str().is_some_and(|name| name.ends_with("_cache"));
+        let caches: Vec<usize> = (0..tensors.len()).filter(|at| is_cache(&tensors[*at])).collect();
+        for at in caches.iter().filter(|_| caches.len() > 1) {
+            let keys = tensors[*at]["shape"][2].as_u64().expect("a size");
+            // The second size is rounded to that of the other caches where plans serve several sizes.
+            for other in [keys / 2, keys - 12, 2 * keys] {
+                let mut changed = tensors.clone();
+                changed[*at]["shape"][2] = json!(other);
+                let plan = Plan::new(&request(&call, &changed, GPUS[2]).to_string());
+                let error = plan.err().unwrap_or_else(|| panic!("{other} of {keys} places: {call}"));
+                assert!(error.to_string().contains(" has shape ["), "{error}: {call}");
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 30, "{seen} requests");
+}
+
 #[test]
 fn wrong_requests_say_what_is_wrong() {
     let [(call, tensors), ..] = &requests()[..] else { panic!("requests") };
