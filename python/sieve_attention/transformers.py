@@ -56,7 +56,7 @@ def attention_mask(**call: Any) -> torch.Tensor | None:
         return sdpa_mask(**{**call, "allow_is_causal_skip": False})
     if queries == call["kv_length"]:
         return flash_attention_mask(**call)
-    if isinstance(offset, int) and offset == 0:
+    if is_whole:
         whole = torch.ones(call["batch_size"], queries, dtype=torch.bool, device=call.get("device"))
         return whole if padding is None else padding[:, :queries].bool()
     # Where skips are allowed, nothing was added to the causal mask but a window or chunks.
@@ -137,7 +137,7 @@ def attention_forward(
         # The decode kernels read a query's own block with the others.
         has_own = chosen is None or getattr(module.indexer, "local_blocks", 0) > 0
         if has_own and not _autograd._tracks(query, key, value, sinks):
-            q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling, "sinks": sinks}
+            q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling}
             settings["sinks"] = None if sinks is None else sinks.to(query.dtype)  # under autocast they are f32
             # torch.compile traces no operator that returns a list and writes to its inputs.
             may_write = not torch.compiler.is_compiling() and key.is_contiguous() and value.is_contiguous()

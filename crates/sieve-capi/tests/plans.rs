@@ -157,7 +157,7 @@ fn caches_of_different_capacity_are_refused() {
         let caches: Vec<usize> = (0..tensors.len()).filter(|at| is_cache(&tensors[*at])).collect();
         for at in caches.iter().filter(|_| caches.len() > 1) {
             let keys = tensors[*at]["shape"][2].as_u64().expect("a size");
-            // The second size is rounded to that of the other caches where plans serve several sizes.
+            // A plan that serves several capacities rounds the second size up to `keys`: the caches would look alike.
             for other in [keys / 2, keys - 12, 2 * keys] {
                 let mut changed = tensors.clone();
                 changed[*at]["shape"][2] = json!(other);

@@ -533,7 +533,7 @@ fn not_trained(reason: String) -> DataError {
 fn encode_error(text: &str, error: &dyn std::error::Error) -> DataError {
     let beginning = text.chars().take(40).collect::<String>();
     let reason = error.to_string();
-    // A tokenizer of whole words alone, such as that of MQAR's numbers.
+    // A tokenizer that knows whole words and no parts of them, such as the one of MQAR's numbers.
     let hint = if reason.contains("Missing [UNK] token") {
         "\n  hint: it knows whole words alone (--prompt '1 2 3' for a run of MQAR, whose questions sieve eval mqar \
          asks): name another checkpoint, or such words"

@@ -304,7 +304,7 @@ impl Choice {
     }
 }
 
-/// Whether more bytes can make a character of these, of which there are some.
+/// Whether these bytes are the beginning of a character, which more bytes would complete.
 fn is_begun(bytes: &[u8]) -> bool {
     !bytes.is_empty() && std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }

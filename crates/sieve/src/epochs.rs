@@ -102,8 +102,10 @@ fn estimate(recipe: &Recipe) -> Option<f64> {
         tokenizer => Beginning::read(&corpus, tokenizer.as_ref()).ok()?,
     };
     let stages = recipe.stages().into_iter().map(|stage| stage.section).filter(|stage| stage.paths.is_none());
-    let tokens = stages.map(|stage| stage.steps as f64 * stage.global_batch_size as f64 * stage.seq_len as f64);
-    let tokens = Some(tokens.sum::<f64>()).filter(|tokens| *tokens > 0.0)?;
+    let tokens: f64 = stages.map(|stage| stage.num_tokens() as f64).sum();
+    if tokens == 0.0 {
+        return None;
+    }
     Some(tokens / beginning.tokens_of(num_bytes).max(1.0))
 }
 

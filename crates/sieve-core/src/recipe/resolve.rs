@@ -202,12 +202,7 @@ pub(super) fn defaults(table: &mut Table) {
         for table in tables(table, section.name) {
             let mut inherited = inherited.clone();
             if section.name == schema::STAGE {
-                // Keys of a stage whose default is a key of `[attention]`, by whatever name the stage's kind has it.
-                let own = attention.as_ref().and_then(|attention| attention_of_stage(attention, table));
-                inherited.extend(OF_ATTENTION.map(|(name, keys)| {
-                    let value = keys.iter().find_map(|key| own?.get(*key));
-                    (name, value.cloned())
-                }));
+                inherited.extend(of_attention(attention.as_ref(), table));
             }
             for (key, value) in &inherited {
                 if let Some(value) = value
@@ -222,7 +217,7 @@ pub(super) fn defaults(table: &mut Table) {
 }
 
 /// The table of a stage's own kind: `[attention]`, or a table in it that the stage's `kind` names.
-pub(super) fn attention_of_stage<'t>(attention: &'t Table, stage: &Table) -> Option<&'t Table> {
+fn attention_of_stage<'t>(attention: &'t Table, stage: &Table) -> Option<&'t Table> {
     match stage.get("kind").and_then(Value::as_str) {
         Some(name) if name != OWN_LAYER && attention.get("kind").and_then(Value::as_str) != Some(table_name(name)) => {
             attention.get(table_name(name))?.as_table()
@@ -241,6 +236,15 @@ fn original_positions(table: &mut Table) {
     {
         derived(scaling, "original_max_position_embeddings", || positions);
     }
+}
+
+/// Keys of a stage whose default is a key of `[attention]`, by whatever name the stage's kind has it, and that default.
+pub(super) fn of_attention(attention: Option<&Table>, stage: &Table) -> [(&'static str, Option<Value>); 2] {
+    let own = attention.and_then(|attention| attention_of_stage(attention, stage));
+    OF_ATTENTION.map(|(name, keys)| {
+        let value = keys.iter().find_map(|key| own?.get(*key));
+        (name, value.cloned())
+    })
 }
 
 /// Keys of a stage, each with the keys of `[attention]` that it replaces.

@@ -60,6 +60,14 @@ impl KeyValue for Vec<StageSection> {
     const KIND: Kind = Kind::Tables(StageSection::KEYS);
 }
 
+impl StageSection {
+    /// Tokens that the stage reads, at most `u64::MAX`.
+    pub fn num_tokens(&self) -> u64 {
+        let sizes = [self.steps, self.global_batch_size, self.seq_len];
+        sizes.iter().fold(1, |tokens: u64, &size| tokens.saturating_mul(size as u64))
+    }
+}
+
 /// A stage of a run, with its place in the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
@@ -188,10 +196,7 @@ impl Recipe {
 
     /// Tokens that the whole run reads, at most `u64::MAX`.
     pub fn num_tokens(&self) -> u64 {
-        self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {
-            let sizes = [section.steps, section.global_batch_size, section.seq_len];
-            sum.saturating_add(sizes.iter().fold(1, |tokens: u64, &size| tokens.saturating_mul(size as u64)))
-        })
+        self.stages().iter().fold(0, |sum, stage| sum.saturating_add(stage.section.num_tokens()))
     }
 
     /// The stages of steps `0..steps_done`, cut at `steps_done`. The local batch size is left out of the comparison: it

@@ -52,13 +52,11 @@ impl Recipe {
                     for stage in stages.iter().filter_map(Value::as_table) {
                         comment(&mut text, which.words(section.doc));
                         text += &format!("[[{}]]\n", section.name);
-                        // Keys of `[attention]` follow from the table of the stage's own kind.
                         let mut follows = of_stages.clone();
                         let attention = table.get("attention").and_then(Value::as_table);
-                        let own = attention.and_then(|attention| resolve::attention_of_stage(attention, stage));
-                        for (name, names) in resolve::OF_ATTENTION {
-                            match names.iter().find_map(|key| own?.get(*key)) {
-                                Some(value) => follows.insert(name.to_owned(), value.clone()),
+                        for (name, default) in resolve::of_attention(attention, stage) {
+                            match default {
+                                Some(value) => follows.insert(name.to_owned(), value),
                                 None => follows.remove(name),
                             };
                         }

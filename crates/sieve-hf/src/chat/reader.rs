@@ -294,6 +294,7 @@ impl Known<'_> {
     /// Refuses a content that this template does not take.
     fn content(&self, at: usize, role: &str, message: &Map<String, Json>) -> Result<(), ChatRefusal> {
         let refused = |what: String| ChatRefusal::of_message(at, Some("content"), what, MESSAGES);
+        let no_string = || refused(format!("has a \"content\" that is not a string ({role})"));
         let calls = ["tool_calls", "function_call"];
         let is_call = calls.iter().any(|key| (self.0)(key) && message.get(*key).is_some_and(|value| !is_empty(value)));
         match message.get("content") {
@@ -301,19 +302,17 @@ impl Known<'_> {
             // An answer that is a call needs no words.
             None if is_call && role == ASSISTANT => Ok(()),
             None => Err(refused(format!("has no \"content\" ({role})"))),
-            Some(Json::Array(parts)) if (self.0)("text") && parts.iter().all(|part| text_of_part(part).is_some()) => {
-                Ok(())
-            }
-            Some(Json::Array(parts)) if parts.iter().any(|part| text_of_part(part).is_none()) => {
-                let at = parts.iter().position(|part| text_of_part(part).is_none()).unwrap_or_default();
-                let kind = parts[at].get("type").and_then(Json::as_str).unwrap_or("none");
-                let kind: String = kind.chars().take(64).collect();
-                Err(refused(format!(
-                    "has a \"content\" whose part {} is no text (its type is {kind:?}; {role})",
-                    at + 1
-                )))
-            }
-            Some(_) => Err(refused(format!("has a \"content\" that is not a string ({role})"))),
+            Some(Json::Array(parts)) => match parts.iter().enumerate().find(|(_, part)| text_of_part(part).is_none()) {
+                Some((at, part)) => {
+                    let kind = part.get("type").and_then(Json::as_str).unwrap_or("none");
+                    let kind: String = kind.chars().take(64).collect();
+                    let at = at + 1;
+                    Err(refused(format!("has a \"content\" whose part {at} is no text (its type is {kind:?}; {role})")))
+                }
+                None if (self.0)("text") => Ok(()),
+                None => Err(no_string()),
+            },
+            Some(_) => Err(no_string()),
         }
     }
 

@@ -60,7 +60,7 @@ pub(crate) struct PplArgs {
     #[arg(long, conflicts_with = "recipe_validation")]
     skip_invalid: bool,
     /// Also predict the same tokens after contexts of one, two and four training rows, and print the ratios of the
-    /// perplexities; up to the model's context. Their number is not that of --max-tokens
+    /// perplexities; up to the model's context. --max-tokens does not limit these
     #[arg(long, conflicts_with_all = ["selector", "chunk", "stream"])]
     extrapolate: bool,
     /// Tokens the model sees at most; the length it was trained with when absent

@@ -65,7 +65,7 @@ pub(crate) fn name_of(runs: &[Run], members: &[usize]) -> String {
     }
 }
 
-/// How many seeds the runs of a group have: runs of one seed are repetitions, whose spread is not that of seeds.
+/// How many seeds the runs of a group have: runs of one seed are repetitions, and their spread says nothing of seeds.
 pub(crate) fn num_seeds(runs: &[Run], members: &[usize]) -> usize {
     let seeds: BTreeSet<_> = members.iter().map(|&idx| runs[idx].config.get("training.seed")).collect();
     seeds.len()
